@@ -45,6 +45,7 @@ ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
 BY_ID: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
+@validation.explain_arguments
 def functional_loss(
     model: nn.Module,
     criterion: "Criterion | FunctionalLoss | None" = None,
@@ -469,11 +470,10 @@ class FunctionalLoss:
         self._compiled = torch_internals.has_compiled(self.model)
         for name in params:
             if name not in self._names:
-                close = get_close_matches(str(name), self._names, n=1)
                 raise ArgumentValueError(
                     f"params: expected names of parameters of {type(self.model).__name__}, got {name!r}"
-                    + (f"; did you mean {close[0]!r}?" if close else ".")
-                    + " `hoglib.trainable_params(model)` returns those that require grad."
+                    f"{validation.did_you_mean(name, self._names)} "
+                    "`hoglib.trainable_params(model)` returns those that require grad."
                 )
 
 

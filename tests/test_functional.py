@@ -481,6 +481,7 @@ ERRORS = {
     "targets elsewhere": (of(net(), (X, ELSEWHERE), mean_square), ValueError, r"batch\[1\]: expected a tensor on cpu, .* on meta"),
     "an error of another kind with a tensor elsewhere": (of(net(), (X[:, :1], {"unused": ELSEWHERE}), mean_square), RuntimeError, "shapes cannot be multiplied"),
     "another width": (of(net(), (X[:, :1], Y), mean_square), RuntimeError, r"raised in module '0', Linear\(.*\), for batch\[0\], a float64 tensor of shape \(5, 1\);"),
+    "one example": (of(net(), (X[0, :1], Y[0]), mean_square), RuntimeError, r"a batch of one: `x\[None\]`"),
     "a target out of range": (of(net(), (X, torch.full((5,), 9)), F.cross_entropy), IndexError, r"for batch\[0\], .*; batch\[1\], a int64 tensor.*Labels and tokens count from 0"),
     "a decomposition of NaN": (of(net(), (X, Y), lambda o, y: torch.linalg.cholesky(o.T @ o * torch.nan).sum()), RuntimeError, "NaN and infinity raise this too"),
     "another width of a module without a text": (of(type("Untold", (nn.Linear,), {"extra_repr": None})(2, 9), (X[:, :1], Y), mean_square), RuntimeError, "cannot be multiplied"),

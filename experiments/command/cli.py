@@ -97,6 +97,8 @@ class Parser(LightningArgumentParser):
             return super().parse_path(path, *args, **kwargs)
         except CommandError as error:
             raise CommandError(str(error).replace("<unicode string>", str(path))) from error
+        except UnicodeDecodeError as error:
+            raise CommandError(f"config: {path} is no text: {error}") from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         commands = [a.choices.values() for a in self._actions if isinstance(a.choices, dict)]
@@ -156,7 +158,9 @@ class ExperimentCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         given = self.config[self.config["subcommand"]]
-        at_least("seed_everything", int(given.get("seed_everything") or 0), 0)
+        seed = at_least("seed_everything", int(given.get("seed_everything") or 0), 0)
+        if seed >= 2**32:
+            raise ArgumentValueError(f"seed_everything: expected less than 2**32, got {seed}.")
         ckpt_path = given.get("ckpt_path")
         if ckpt_path not in (None, "last"):
             # Lightning reads it next, and its errors are harder to read

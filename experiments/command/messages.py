@@ -46,10 +46,9 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     text = " ".join(dict.fromkeys(kept))
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
     if re.search(NO_CONFIG, text):
-        return f"{text.rstrip('.')}. {CONFIGS}"
-    text = re.sub(
-        r"Expected an? <class '([^']+)'>\. Got value: (\S*)", r"expected \1, got '\2'", text
-    )
+        return f"{text.rstrip('.: ')}. {CONFIGS}"
+    text = re.sub(r"\. Got value: (.*?)(?= Expected|\.?$)", r", got '\1'", text)
+    text = re.sub(r"Expected an? <class '([^']+)'>", r"expected \1", text)
     unknown = re.search(r"(not accept option '|unrecognized arguments: --)([\w.]+)", text)
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
         module = import_module(missing[1])

@@ -154,11 +154,4 @@ class Trainer(pl.Trainer):
 
 def load_parameters(model: pl.LightningModule, checkpoint: Path) -> None:
     """Load the parameters and buffers of a checkpoint of the same model."""
-    try:
-        model.load_state_dict(runs.load_checkpoint(checkpoint)["state_dict"])
-    except RuntimeError as error:
-        raise ArgumentValueError(
-            f"checkpoint: expected one of {type(model).__name__} as the config makes it, got another "
-            f"one in {checkpoint} ({' '.join(str(error).split())}); give the config.yaml that lies "
-            "beside it with --config."
-        ) from error
+    model.load_state_dict(runs.load_checkpoint(checkpoint)["state_dict"])

@@ -150,6 +150,10 @@ _ADVICE = {  # what to do, by a part of torch's message
     "and tokens by `.long()`.",
     "not implemented for '": "Convert integers by `.float()`; a criterion gets (outputs, targets), in "
     "this order.",
+    r"cannot be multiplied \(1x": "A single example is a batch of one: `x[None]`.",
+    "must be Tensor, not (list|tuple|dict)": "The function is called with one argument, in the "
+    "structure in which it was given: stack a list of samples by `torch.stack`, or write "
+    "`lambda inputs: model(*inputs)`.",
     r"numpy\.ndarray": "Make tensors of arrays by `torch.as_tensor`.",
     r'missing the required "forward"': "Write a forward, or say how the model is called: "
     "`functional_loss(model, criterion, forward=lambda model, batch: ...)`.",

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, NamedTuple, TypedDict, final
 
 from torch import Tensor, nn
@@ -119,10 +118,9 @@ def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[
     for key in options:
         if key not in names:
             known = dict.fromkeys((*entry_keywords(), *names))
-            close = get_close_matches(key, known, n=1)
             raise ArgumentTypeError(
                 f"{caller}: expected options among {', '.join(known)}, got {key!r}"
-                + (f"; did you mean {close[0]!r}?" if close else ".")
+                f"{validation.did_you_mean(key, known)}"
             )
 
 

@@ -127,7 +127,8 @@ def caller_line() -> SourceLine | None:
 def entry_keywords() -> tuple[str, ...]:
     """The keyword-only arguments of the function of hoglib that the user's code called."""
     codes = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
-    *_, code = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
+    own = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
+    *_, code = (code for code in own if code.co_name != "checked_call")
     return code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
 
 

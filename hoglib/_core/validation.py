@@ -1,12 +1,16 @@
 """Checks of arguments. Every message states what was expected, what was passed, and what to do."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from difflib import get_close_matches
+from functools import wraps
 from importlib import import_module
+from inspect import getfullargspec
 from math import isfinite
 from numbers import Integral, Number, Real
 from textwrap import shorten
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +21,7 @@ from hoglib._core.device_reads import read_late
 from hoglib._core.torch_modes import without_stand_ins
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def describe(value: Any) -> str:
@@ -430,6 +435,44 @@ def of_eigenvalues(
 def leaf_name(what: str, name: str) -> str:
     """A leaf by its name: ``params['w']``, ``primals[0]``."""
     return f"{what}{name}" if name.startswith("[") else f"{what}[{name!r}]" if name else what
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not known."""
+    close = get_close_matches(str(name), [*known], n=1)
+    return f"; did you mean {close[0]!r}?" if close else "."
+
+
+def as_one(name: str, more: Sequence[Any]) -> str:
+    """The end of a sentence about arguments that should be parts of one."""
+    several = ", ".join(["...", *("..." for _ in more)])
+    return f"; pass the last {len(more) + 1} as one, `{name}=({several})`."
+
+
+def explain_arguments(function: F) -> F:
+    """The function, which says what to write instead of arguments that it does not take."""
+    form = getfullargspec(function)
+    names, options = [name for name in form.args if name != "self"], form.kwonlyargs
+
+    @wraps(function)
+    def checked_call(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # it was entered
+            reason = re.sub(r"^\S+ ", "", str(error))
+        caller = function.__qualname__.removesuffix(".__init__").split(".")[-1]
+        more = args[len(form.args) :]
+        advice = next((did_you_mean(k, [*names, *options]) for k in keywords if k in reason), ".")
+        if more and all(map(pytree.tensors, more)):
+            advice = as_one(names[-1], more)
+        raise errors.ArgumentTypeError(
+            f"{caller}: expected {', '.join(names)}, and {listing(options) or 'options'} by name, got "
+            f"others ({reason}){advice}"
+        )
+
+    return cast(F, checked_call)
 
 
 def listing(names: Sequence[str], limit: int = 5) -> str:

@@ -50,6 +50,7 @@ from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.report import CULPRIT, Report, Row
 
 
+@validation.explain_arguments
 def audit(
     loss: Callable[..., Tensor],
     params: Any,

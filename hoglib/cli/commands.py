@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hoglib import ops as hog_ops
+from hoglib._core import validation
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import problems
@@ -48,6 +49,7 @@ def verify(
 
     Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
     """
+    validation.number("--time-limit", time_limit, minimum=0)
     options: dict[str, Any] = {"orders": orders, "modes": modes}
     options |= {name: True for name, on in {"surrogate": surrogate, "full": full}.items() if on}
     with stdout_for(json):

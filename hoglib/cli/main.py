@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from inspect import getdoc
+from typing import Any
 
 from hoglib._version import __version__
 from hoglib.cli import commands
@@ -85,7 +86,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="an argument; give one --input for each",
     )  # fmt: skip
     add("--reference", metavar="MODULE:NAME", help="the same function of plain torch operations")
-    add("--orders", type=_parse_numbers, metavar="1,2,3", help="orders to check (default: 1,2)")
+    add("--orders", type=_parse_orders, metavar="1,2,3", help="orders to check (default: 1,2)")
     modes = "modes to check (default: all supported)"
     add("--modes", type=_parse_words, metavar="rr,fr,rf,ff", help=modes)
     _add_switch(verify, "the gradient differs from the derivative on purpose", "--surrogate")
@@ -117,7 +118,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
 def _add_common_arguments(parser: argparse.ArgumentParser, made: str) -> None:
     seed = f"torch's seed, set before {made} made (default: 0)"
-    parser.add_argument("--seed", type=int, default=0, help=seed)
+    parser.add_argument("--seed", type=_parse_seed, default=0, help=seed)
     _add_switch(parser, "print the reports as JSON", "--json")
     _add_switch(parser, "print the table of checks also of what is right", "-v", "--verbose")
 
@@ -126,8 +127,15 @@ def _add_switch(parser: argparse.ArgumentParser, help: str, *names: str) -> None
     parser.add_argument(*names, action="store_true", help=help)
 
 
-def _parse_numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def _parse_orders(text: str) -> tuple[Any, ...]:
+    """Numbers, and words that `verify` refuses."""
+    return tuple(int(part) if part.isdigit() else part for part in _parse_words(text))
+
+
+def _parse_seed(text: str) -> int:
+    if text.strip("-").isdigit() and -(2**63) <= int(text) < 2**64:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"expected an integer of 64 bits, got {text!r}")
 
 
 def _parse_words(text: str) -> tuple[str, ...]:

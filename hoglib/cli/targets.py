@@ -114,7 +114,7 @@ def factories(target: str) -> dict[str, Callable[[], Any]]:
 def object_of(target: str, what: str) -> Any:
     """The object that package.module:name or path/to/file.py:name stands for."""
     path, _, name = target.partition(":")
-    if not name:
+    if not (path and name):
         raise ArgumentValueError(f"{what}: expected package.module:name, got {target!r}.")
     if path.endswith(".py"):
         found: Any = module_of_file(path)
@@ -125,7 +125,7 @@ def object_of(target: str, what: str) -> Any:
             known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
             raise ArgumentValueError(
                 f"{what}: expected a name in {path}, got {name!r}; its names are "
-                f"{', '.join(known) or 'none'}."
+                f"{validation.listing(known, 20) or 'none'}{validation.did_you_mean(part, known)}"
             )
         found = getattr(found, part)
     return found
@@ -135,7 +135,10 @@ def module_of_file(path: str) -> ModuleType:
     """A file as a module; a file in a package by its full name, so that its relative imports work."""
     file = Path(path).resolve()
     if not file.is_file():
-        raise ArgumentValueError(f"{path}: expected an existing file, found none; check the path.")
+        found = "a folder" if file.is_dir() else "none"
+        raise ArgumentValueError(
+            f"{path}: expected an existing file, found {found}; check the path."
+        )
     parts, folder = [file.stem], file.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)

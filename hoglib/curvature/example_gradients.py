@@ -461,6 +461,7 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
 Solver = Literal["cg", "kfac", "ekfac"]
 
 
+@validation.explain_arguments
 def influence(
     loss: Any,
     params: Tree,

@@ -185,7 +185,8 @@ def _value_and_tangent(
                 reason = no_forward_mode(f"{CALLER}(mode='{FORWARD}')", error)
                 if not isinstance(reason, errors.UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
-                del reason  # until torch 2.13 the hooks of a checkpoint that raised live as long as it
+                # until torch 2.13 the hooks of a checkpoint that raised live as long as the error
+                del reason
         if found is None:
             found = by_reverse(function, leaves, vector, create_graph)
     if not inside:

@@ -176,6 +176,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     _adds_factors = True
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *,
         kind: Literal["auto"] | FisherKind = "auto",

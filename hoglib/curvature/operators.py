@@ -250,6 +250,7 @@ class HessianOperator(DatasetOperator):
         tensor(2.)
     """
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *, mode: HessianMode = "auto",
         **options: Unpack[OperatorOptions],
@@ -299,6 +300,7 @@ class GGNOperator(DatasetOperator):
         tensor([[10.]])
     """
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *, mode: GaussNewtonMode = "auto",
         **options: Unpack[OperatorOptions],
@@ -355,6 +357,7 @@ class FisherOperator(DatasetOperator):
         tensor([[5.]])
     """
 
+    @validation.explain_arguments
     def __init__(
         self, loss: Any, params: Tree, data: Any, *,
         kind: FisherKind = "exact", likelihood: Any = None, num_samples: int = 1,

@@ -63,16 +63,26 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise for that of another optimizer.
+        """Load a state; raise for that of another optimizer, or of other parameters.
 
         Args:
             state_dict: From ``state_dict()``.
         """
-        lacking = self.defaults.keys() - state_dict["param_groups"][0].keys()
+        group, *_ = state_dict.get("param_groups") or [{}]
+        lacking = self.defaults.keys() - group.keys()
         if lacking:
             raise errors.ArgumentValueError(
                 f"state_dict: expected that of a {type(self).__name__}, got one without "
                 f"{', '.join(sorted(lacking))}, of another optimizer; start with a fresh state."
+            )
+        state = state_dict["state"].items()
+        saved = {i: own["direction"].shape for i, own in state if "direction" in own}
+        shapes = dict(enumerate(p.shape for p in self._params.values()))
+        if [*shapes] != group["params"] or not saved.items() <= shapes.items():
+            raise errors.ArgumentValueError(
+                f"state_dict: expected that of parameters {validation.listing([*self._params])} of "
+                f"these shapes, got one of {validation.listing(group.get('param_names', []))}, whose "
+                "number or shapes differ; load it beside the model that it was saved with."
             )
         super().load_state_dict(state_dict)
 

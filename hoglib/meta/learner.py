@@ -38,7 +38,12 @@ from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.capture.within import recorded, traced, uncompiled
-from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
 from hoglib.functional import (
     BY_ID,
     FunctionalLoss,
@@ -212,6 +217,7 @@ class Learner(nn.Module, ABC):
             loop = replace(self._loop(), placement=placement)
             return loop.call(spread(params, placement.local), *args, **kwargs)
 
+    @validation.explain_arguments
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
     ) -> Params:
@@ -261,7 +267,7 @@ class Learner(nn.Module, ABC):
             gradients=outside_inference_mode, placement=placement,
         )  # fmt: skip
 
-    def loss(self, tasks: Any) -> Tensor:
+    def loss(self, tasks: Any, *more: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
 
         The gradients of all tasks are computed here, and handed on by backward. So the result
@@ -286,6 +292,11 @@ class Learner(nn.Module, ABC):
         if torch.compiler.is_dynamo_compiling():
             return self._within_compile(tasks)
         what = type(self).__name__
+        if more:  # said here, as a decorator would be a frame more in each step
+            raise ArgumentTypeError(
+                f"{what}.loss: expected tasks, got {1 + len(more)} arguments"
+                + validation.as_one("tasks", more)
+            )
         validation.refuse_transforms(
             f"{what}.loss(tasks)",
             "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which run inside "

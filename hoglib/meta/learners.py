@@ -104,6 +104,7 @@ class MAML(Learner):
     step_weights = Option[Sequence[float] | None]()
     compiled = Option[bool | str]()
 
+    @validation.explain_arguments
     def __init__(
         self, model: nn.Module, criterion: Criterion | None, *,
         inner_steps: int = 1, first_order: bool = False, memory: Memory = "store",
@@ -198,6 +199,7 @@ class IMAML(Learner):
 
     _traceable = False  # its linear systems are solved until they are
 
+    @validation.explain_arguments
     def __init__(
         self, model: nn.Module, criterion: Criterion | None, *,
         strength: float = 2.0, inner_steps: int = 20, solver: SolverName = "cg", iterations: int = 10,
@@ -285,6 +287,7 @@ class Reptile(Learner):
         torch.Size([1, 2])
     """
 
+    @validation.explain_arguments
     def __init__(
         self, model: nn.Module, criterion: Criterion | None, *,
         inner_steps: int = 5, over_tasks: OverTasks = "auto", **options: Unpack[LearnerOptions],

@@ -128,7 +128,7 @@ class InputVJP:
         refuses for leaves. Points that have a graph are always copied: the caller still needs them."""
         try:
             return self._call([leaf if leaf.is_leaf else leaf.clone() for leaf in self.leaves])
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             points = self.tree(self.leaves)
             translate_batch_errors(points, self.problem.loss, "points").explain(error)
             if not any(text in str(error) for text in IN_PLACE_ERRORS):

@@ -9,7 +9,6 @@ Each penalty registers itself where it is defined; `hoglib.penalties.check` and 
 import inspect
 from array import array
 from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TypeVar, final
 
 import torch
@@ -66,11 +65,8 @@ def kind_named(name: Any, known: Collection[str] = KINDS.keys()) -> str:
     wanted = str(name).replace("-", "_")
     if wanted in known:
         return wanted
-    close = get_close_matches(wanted, known, n=1)
-    raise ArgumentValueError(
-        f"kind: expected one of {', '.join(known)}; got {name!r}"
-        + (f", did you mean {close[0]!r}?" if close else ".")
-    )
+    close = validation.did_you_mean(wanted, known)
+    raise ArgumentValueError(f"kind: expected one of {', '.join(known)}; got {name!r}{close}")
 
 
 @final

@@ -37,6 +37,7 @@ def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
     return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
 
+@validation.explain_arguments
 def jet(
     func: Callable[..., Any],
     primals: Any,

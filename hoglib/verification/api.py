@@ -36,6 +36,7 @@ from hoglib.verification.report import ORDINALS, Report, Row
 from hoglib.verification.subject import Chosen, Subject, choices, lifted, structures
 
 OTHER_DIRECTIONS = "first derivative: other directions"
+OTHER_FIRST = "first derivative: other values"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
 Reference = Callable[..., Any] | None
@@ -50,6 +51,10 @@ LEAVING = (
     "other directions. It is wrong for other arguments, and for a parameter that has the structure at "
     "first only. The rows of derivatives are those along the directions that keep it."
 )
+OTHER_INPUTS = (
+    "At values of other signs and sizes than the inputs, or for integers that repeat, {wrong}. That "
+    "does no harm where it never gets such arguments; verify it at those that it gets."
+)
 PHASES = (
     "the columns, or rows, of what it returns are determined up to a sign or a phase, as eigenvectors "
     "are, and its gradient is right for a loss that depends on none of these only. Derivatives are "
@@ -57,6 +62,7 @@ PHASES = (
 )
 
 
+@validation.explain_arguments
 def verify(
     fn: Callable[..., Any] | type[Function],
     inputs: Any,
@@ -191,8 +197,8 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
             yield from contract.check(app, surrogate=True)
         return
     yield from _treatment_notes(subject)
-    applied_functions = [app.function for app in subject.applications]
-    if as_function(subject.fn) is None and any(map(is_surrogate, applied_functions)):
+    marked = any(is_surrogate(app.function) for app in subject.applications)
+    if as_function(subject.fn) is None and marked:
         yield from _functions_apart(subject)
         options = replace(options, orders=())
     points = [subject.x, subject.perturbed_point()]
@@ -240,6 +246,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
     contract_rows = list(_guard_rows("contract", "skip", rows))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
+    options = replace(options, surrogate=options.surrogate or marked)
     for row in variant_rows(subject, points[-1], options):
         if changes and row.status == "fail":
             text = "not judged: it changes tensors in place, which makes this check meaningless."
@@ -332,7 +339,10 @@ def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
     """The second derivative at other values, where a Function may take another branch."""
     bounds = options.bounds._replace(natural=NATURAL)
     options = replace(options, orders=(1, 2), modes=("rr",), bounds=bounds)
-    wrong = other_points_rows(subject, options)
+    first_wrong: list[str] = []
+    wrong = other_points_rows(subject, options, first_wrong)
+    if first_wrong and not (subject.kept or structures(subject.call)):
+        yield Row(OTHER_FIRST, "warn", None, OTHER_INPUTS.format(wrong=first_wrong[0]))
     if wrong is None:
         text = "it, or its first derivative, is not known at values of other signs and sizes."
         yield Row(OTHER_VALUES, "skip", None, text)
@@ -417,7 +427,8 @@ def _contract_rows(
     yield contract.constants_row(subject, found)
     several = len(subject.applications) > 1
     for app in subject.applications:
-        for row in contract.check(app, surrogate=options.surrogate):
+        declared = options.surrogate or is_surrogate(app.function)
+        for row in contract.check(app, surrogate=declared):
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
 
 

@@ -6,6 +6,7 @@ called.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from inspect import signature
 from itertools import product
@@ -435,6 +436,23 @@ class Subject:
         self.call.projections = {j: one.project for j, one in {**self.symmetric, **kept}.items()}
         self.find_outputs()
 
+    def with_repeated_integers(self) -> "Subject | None":
+        """The same where the first two integers of each tensor are equal; None if that is no change."""
+
+        def repeated(x: Tensor) -> Tensor:
+            flat = x.flatten()
+            whole = x.dtype in (torch.int64, torch.int32)
+            return torch.cat([flat[:1], flat[:-1]]).view_as(x) if whole else x
+
+        again = copy(self)
+        again.inputs = pytree.map_tensors(repeated, self.inputs)
+        if all(map(same, pytree.tensors(again.inputs), pytree.tensors(self.inputs))):
+            return None
+        again.call = Call(self.fn, again.inputs, self.call.dtype).with_settings_of(self.call)
+        again.applications = applications(again.call.run_with_grad)
+        again.find_outputs()
+        return again
+
     def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
         leaves, values = calls.at_leaves(self.map, x)
         return calls.grad(values, leaves)
@@ -465,8 +483,8 @@ class Subject:
         if not self.output_indices:
             text = (
                 "the first derivative is missing: no output with elements requires grad. Is it a "
-                "constant, detached, marked non-differentiable, in a list or dict that a Function's "
-                "forward returns, or in an object that is no tuple, list or dict?"
+                "constant, detached, marked non-differentiable, in a list or dict that a Function "
+                "gets or returns, or in an object that is no tuple, list or dict?"
             )
             return Row("first derivative: reverse", "fail", None, text)
         gradient = calls.gradient(self.map, len(self.x))

@@ -204,6 +204,10 @@ def test_a_file_inside_a_package(write, capsys):
 # fmt: off
 NOT_RUN = {
     "no file": (("nothing.py",), "expected an existing file, found none"),
+    "a folder": (("folder.py",), "expected an existing file, found a folder"),
+    "one of many names": (("torch:sinn",), " more; did you mean 'sin'?"),
+    "a name alone": ((":Good",), "expected package.module:name"),
+    "an order that is a word": (("mine:Good", "--orders", "1,two"), "orders: expected some of 1, 2, 3, 4"),
     "no module": (("nothing:Good",), "the import failed"),
     "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; its names are Good, Thing"),
     "a bare module": (("mine",), "expected package.module:Function or path/to/file.py"),
@@ -228,6 +232,7 @@ def test_not_run(write, capsys, case):
     write("x = 1\n", name="empty.py")
     write("import sys\n\nsys.exit(0)\n", name="exits.py")
     write("def (\n", name="broken.py")
+    Path("folder.py").mkdir()
     args, message = NOT_RUN[case]
     status, _, err = run(capsys, *args)
     assert status == 2
@@ -242,6 +247,10 @@ def test_a_bad_option(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "mine.py", "Good"])
     assert "name a Function of a file as mine.py:Good" in capsys.readouterr().err
+    assert main(["verify", "mine.py", "--time-limit", "-1"]) == 2
+    with pytest.raises(SystemExit):
+        main(["verify", "mine.py", "--seed", "9" * 30])
+    assert "expected an integer of 64 bits" in capsys.readouterr().err
     assert main([]) == 2
     assert "hoglib check" in capsys.readouterr().out
 

@@ -298,6 +298,8 @@ REFUSED = {
     "dropout": (lambda: step(loss=linear(nn.Dropout(0.5))), RuntimeError, "1 \\(Dropout\\) draws at random"),
     "NaN in the data": (lambda: step((torch.full((4, 3), math.nan), torch.ones(4, 2))), FloatingPointError, "holds NaN"),
     "an indefinite matrix beyond the largest damping": (lambda: step(HERE, hog.functional_loss(Residuals(lambda p: p, [0.1, 1.0]), lambda y, _: -y.square().sum()), damping=1e-10), ArithmeticError, "positive definite"),
+    "the state of other parameters": (lambda: NewtonCG(linear()).load_state_dict(NewtonCG(hog.functional_loss(nn.Linear(3, 3).double(), F.mse_loss)).state_dict() | {"state": {0: {"direction": torch.ones(3, 3)}}}), ValueError, "parameters 0.weight.*, got one of weight.* shapes differ"),
+    "an empty state": (lambda: NewtonCG(linear()).load_state_dict({}), ValueError, "expected that of a NewtonCG"),
     "the state of another optimizer": (lambda: NewtonCG(linear()).load_state_dict(torch.optim.Adam(linear().model.parameters()).state_dict()), ValueError, "expected that of a NewtonCG, got one without damping"),
     "a second group": (lambda: NewtonCG(linear()).add_param_group({"params": [("w", nn.Parameter(torch.ones(1)))]}), ValueError, "expected one group, got a second"),
     "no batches": (lambda: step([]), ValueError, "at least one batch"),

@@ -135,6 +135,7 @@ ERRORS = {
     "func is no function": (lambda: hog.hvp(3, X, X), TypeError, "func: expected a function"),
     "misspelt keyword of hvp": (lambda: hog.hvp(rosenbrock, X, X, creategraph=True), TypeError, "among mode, create_graph, strict, .* did you mean 'create_graph'"),
     "misspelt keyword of an operator": (lambda: hog.HessianOperator(OWN_LOSS, hog.trainable_params(OWN), (X, X), mod=1), TypeError, "did you mean 'mode'"),
+    "inputs and targets apart": (lambda: hog.HessianOperator(OWN_LOSS, hog.trainable_params(OWN), X, X), TypeError, r"expected loss, params, data, and mode by name, .* `data=\("),
     "no params": (lambda: hog.hvp(rosenbrock, {}, {}), ValueError, "at least one tensor"),
     "integer params": (lambda: hog.hvp(rosenbrock, torch.ones(2, dtype=torch.int), X), TypeError, "params: .*int32"),
     "a number among the params": (lambda: hog.hvp(rosenbrock, {"lr": 0.1}, {"lr": 0.1}), TypeError, r"params\['lr'\].*float 0.1"),

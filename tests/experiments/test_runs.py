@@ -236,6 +236,8 @@ def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trai
     assert run("fit", "--config", config, "--ckpt_path", elsewhere, *options) == 2
     assert not folder(1).exists()
     elsewhere.rename(folder() / "last.ckpt")
+    assert run("spectrum", "--ckpt_path", folder() / "last.ckpt", "--model.hidden", "[30, 30]") == 2
+    assert re.search(message, capsys.readouterr().err)
     rounding = "--model.compile", "eager", "--trainer.max_steps", 21, "--test_after_fit", "false"
     assert run("fit", "--ckpt_path", folder() / "last.ckpt", *rounding) == 0
 

@@ -224,7 +224,7 @@ NOT_RUN = {
     "an unknown route": (Own, ("--routes", "[sideways]"), "routes: expected some of"),
     "an unknown option": (Own, ("--route", "rr"), "error: "),
     "a checkpoint that is not there": (Own, ("--ckpt_path", "no.ckpt"), "checkpoint: expected a file"),
-    "a checkpoint of something else": (Own, ("--ckpt_path", "other.ckpt"), "checkpoint: expected one of Own"),
+    "a checkpoint of something else": (Own, ("--ckpt_path", "other.ckpt"), "checkpoint: expected one of this network, got one of another"),
 }
 # fmt: on
 

@@ -322,6 +322,8 @@ ERRORS = {
     "inside a transform": (lambda: torch.func.vmap(lambda x: LEARNER.loss(((x, SY), (QX, QY))))(SX[None]), NotImplementedError, "outside of torch.func transforms"),
     "misspelt parameter": (lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'"),
     "misspelt option": (lambda: maml("plain", inner_step=3), TypeError, "did you mean 'inner_steps'"),
+    "support and query apart": (lambda: maml("plain").loss((SX, SY), (QX, QY)), TypeError, r"loss: expected tasks, .* `tasks=\(..., ...\)`"),
+    "a rate without its name": (lambda: hog.MAML(build("plain"), F.mse_loss, 0.1), TypeError, "MAML: expected model, criterion, and inner_steps, .* by name"),
     "first_order is a word": (lambda: maml("plain", first_order="no"), TypeError, "first_order: expected True or False"),
     "empty containers": (lambda: maml("plain").adapt(([], [])), ValueError, "support: expected a batch of tensors"),
     "negative steps": (lambda: maml("plain").adapt((SX[0], SY[0]), steps=-1), ValueError, "steps.*at least 0"),

@@ -201,6 +201,7 @@ REFUSED = {
     "integers": (lambda: penalties.r1(CRITIC, torch.ones(4, 3, dtype=int)), TypeError, "real floating-point.*got a int64.*after the points"),
     "complex numbers": (lambda: penalties.r1(CRITIC, X.to(torch.complex128)), TypeError, "real floating-point"),
     "no tensor": (lambda: penalties.r1(CRITIC, [1.0, 2.0]), TypeError, r"torch\.Tensor, got float"),
+    "a list of samples": (lambda: penalties.r1(CRITIC, [X[0], X[1]]), TypeError, "points.1., .* by `torch.stack`"),
     "nothing": (lambda: penalties.r1(CRITIC, {}), ValueError, "at least one tensor"),
     "a scalar": (lambda: penalties.r1(CRITIC, torch.tensor(1.0)), ValueError, "leading dimension"),
     "no sample": (lambda: penalties.r1(CRITIC, draw(0, 3)), ValueError, "at least one sample"),

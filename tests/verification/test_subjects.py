@@ -280,11 +280,19 @@ class RoundingDetached(Rounding):
     backward = staticmethod(lambda ctx, g: Rounding.backward(ctx, g).detach())
 
 
+class ClippedTwice(Function):
+    surrogate = True
+
+    forward = staticmethod(lambda ctx, x: (x.sign(), x.view_as(x)))
+    backward = staticmethod(lambda ctx, a, b: (a + b).clamp(-0.01, 0.01))
+
+
 @pytest.mark.parametrize("options", [{}, {"surrogate": True}])
 def test_a_function_with_a_marked_surrogate_in_it(options):
     layer = nn.Linear(3, 3)
     report = right(lambda x: Rounding.apply(layer(x)).sin(), x, **options)
     assert "Rounding is marked" in report["first derivative: reverse"].text
     assert report["second derivative: of Rounding"].status == "pass"
+    right(lambda x: ClippedTwice.apply(layer(x)), x, **options)  # though it is not linear
     report = hog.verify(lambda x: RoundingDetached.apply(layer(x)).sin(), x, **options)
     assert [row.name for row in report.failed] == ["second derivative: of RoundingDetached"]
