@@ -14,6 +14,7 @@ backward as a plain function. The rest is what the slot loses. The same holds fo
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import torch
@@ -51,6 +52,8 @@ DRAWS = 4
 WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd sees
 
 Moves = dict[int, Tensor]  # by argument
+# by slot: the leaf that it is in backward, and how that moves
+Leaves = dict[str, tuple[Tensor, Tensor]]
 
 
 def step_of(dtypes: Iterable[torch.dtype]) -> float:
@@ -78,8 +81,6 @@ class Diagnosis:
         self.once = not in_jvp and is_once_differentiable(app.function)
         self.error: Exception | None = None  # what it raised when its graph was asked for
         self.inner: list[Application] = []  # Functions that it applies
-        self.only_backward = False  # a jvp, and nothing was saved for it
-        self.kept = True  # anything on the context
         rule: Any = app.function.jvp if in_jvp else backward_rule(app.function)
         self._rule: Callable[..., Any] = rule.__wrapped__ if self.once else rule
         self._v = moves or {
@@ -153,6 +154,7 @@ class Diagnosis:
                     x.requires_grad_()
         return run.record
 
+    @cached_property
     def _terms(self) -> dict[str, list[Tensor]]:
         """The term of each slot and of each incoming gradient, by central differences.
 
@@ -179,33 +181,25 @@ class Diagnosis:
 
     # What autograd sees of it.
 
-    def _autograd_terms(
-        self, watch: DetachmentWatch
-    ) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
-        """The results of backward with their graph; each slot's leaves, and how they move along v."""
-        run, moved = self._run(0.0), [self._slots(h) for h in (self._step, -self._step)]
+    def _autograd_terms(self, watch: DetachmentWatch) -> tuple[list[Tensor], Leaves]:
+        """The results of backward with their graph; the leaf of each slot."""
+        run, ends = self._run(0.0), [self._slots(h) for h in (self._step, -self._step)]
         own = (*(run.inputs[i] for i in self._app.by), *run.outputs)
         owned = {id(t) for t in own if not run.record.is_silent(t)}
-        leaves: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        held = {}
-        for label, value in run.record.slots(in_jvp=self._in_jvp).items():
-            flat, structure = pytree.flatten(value)
-            ends = [pytree.leaves(m.get(label)) for m in moved]
-            for n, leaf in enumerate(flat):
-                if is_float(leaf) and id(leaf) in owned:
-                    above, below = (f[n] for f in ends)
-                    flat[n] = leaf.detach().clone().requires_grad_()
-                    move = ((above - below) / (2 * self._step)).detach()
-                    leaves.setdefault(label, []).append((flat[n], move))
-            held[label] = pytree.unflatten(flat, structure)
-        record = run.record.with_slots(held, in_jvp=self._in_jvp)
+        leaves: Leaves = {}
+        slots = run.record.slots(in_jvp=self._in_jvp)
+        for label, value in slots.items():
+            if is_float(value) and id(value) in owned:
+                above, below = (end[label] for end in ends)
+                slots[label] = value.detach().clone().requires_grad_()
+                leaves[label] = slots[label], ((above - below) / (2 * self._step)).detach()
+        record = run.record.with_slots(slots, in_jvp=self._in_jvp)
         incoming = [None if g is None else g.clone().requires_grad_() for g in self._arguments]
         given = [g for g in incoming if g is not None]
         for (label, direction), g in zip(self._moved.items(), given, strict=True):
-            leaves[label] = [(g, direction)]
+            leaves[label] = g, direction
         with watch.outside_functions(self._apply), torch.enable_grad():
-            results = self._results(record, incoming)
-        return results, leaves
+            return self._results(record, incoming), leaves
 
     def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
         """Record a Function that backward applies."""
@@ -216,54 +210,32 @@ class Diagnosis:
         if app is not None and function not in [other.function for other in self.inner]:
             self.inner.append(app)
 
-    def _measure_lost(
-        self, repair: Iterable[DetachedGradient] = ()
-    ) -> tuple[dict[str, float], float, DetachmentWatch]:
+    def _measure_lost(self, watch: DetachmentWatch) -> tuple[dict[str, float], float]:
         """The loss of each slot and the whole term, root mean squares over random covectors."""
-        watch = DetachmentWatch([(cut.how, cut.place) for cut in repair])
         seen, leaves = self._autograd_terms(watch)
-        terms = self._terms()
-        lost = dict.fromkeys(terms, 0.0)
+        own = [leaf for leaf, _ in leaves.values()]
+        lost = dict.fromkeys(self._terms, 0.0)
         whole = 0.0
         for _ in range(DRAWS):
             w = [random_like(r, self._random) for r in seen]
-            carried = self._terms_by_autograd(seen, w, leaves)
-            for label, term in terms.items():
+            grads = calls.grad(seen, own, w, retain_graph=True) if own else []
+            pairs = zip(leaves.items(), grads, strict=True)
+            carried = {label: _dot([g], [move]) for (label, (_, move)), g in pairs}
+            for label, term in self._terms.items():
                 expected = _dot(w, term)
                 lost[label] += (expected - carried.get(label, 0.0)) ** 2
                 whole += expected**2
-        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5, watch
-
-    def _terms_by_autograd(
-        self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
-    ) -> dict[str, float]:
-        flat = [leaf for part in leaves.values() for leaf, _ in part]
-        scalars = [(c * r).sum().real for c, r in zip(w, seen, strict=True) if r.requires_grad]
-        if not scalars or not flat:
-            return {}
-        total = sum(scalars[1:], scalars[0])
-        grads = torch.autograd.grad(total, flat, retain_graph=True, materialize_grads=True)
-        by_leaf = {id(leaf): g for leaf, g in zip(flat, grads, strict=True)}
-        return {
-            label: sum(_dot([by_leaf[id(leaf)]], [move]) for leaf, move in part)
-            for label, part in leaves.items()
-        }
+        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5
 
     # Which of them do harm.
 
     def _diagnose(self) -> None:
         """Measure the loss, and find what causes it."""
+        watch = DetachmentWatch()
         try:
-            lost, whole, watch = self._measure_lost()
+            lost, whole = self._measure_lost(watch)
         except Exception as error:
-            record = self._run(0.0).record
-            self.lost, self.error, self.inner = 1.0, error, []
-            self.only_backward = self._in_jvp and bool(record.saved) and not record.for_forward
-            self.kept = bool(record.slots(in_jvp=self._in_jvp))
-            before = DetachmentWatch()
-            with suppress(Exception):  # the calls that left the graph before backward raised
-                self._autograd_terms(before)
-            self.detached = before.detached
+            self.lost, self.error, self.detached = 1.0, error, watch.detached
             return
         size = max(whole, 1e-300)
         total = sum(lost.values())
@@ -271,7 +243,7 @@ class Diagnosis:
             return
         self.lost = total / size
         self.detached = self._harmful_detachments(watch.detached, total, size)
-        for slot in self._describe_slots():
+        for slot in self._all_slots:
             slot.share = lost.get(slot.label, 0.0) / total
             if slot.share > max(WORTH_SAYING, self._least * size / total):
                 self.slots.append(slot)
@@ -294,14 +266,15 @@ class Diagnosis:
 
     def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
         """What slots with a graph still lose if some detached gradients are repaired."""
-        kinds = {slot.label: slot.kind for slot in self._describe_slots()}
+        seen = {slot.label for slot in self._all_slots if slot.kind in WITH_GRAPH}
         try:
-            lost, _, _ = self._measure_lost(repair)
+            lost, _ = self._measure_lost(DetachmentWatch([(cut.how, cut.place) for cut in repair]))
         except Exception:  # what was repaired does not run
             return 0.0
-        return sum(value for label, value in lost.items() if kinds.get(label) in WITH_GRAPH)
+        return sum(value for label, value in lost.items() if label in seen)
 
-    def _describe_slots(self) -> list[Slot]:
+    @cached_property
+    def _all_slots(self) -> list[Slot]:
         """All slots and incoming gradients, with their kinds and the lines that saved them."""
         run = self._run(0.0)
         slots = []
@@ -620,13 +593,13 @@ class _Rule(NamedTuple):
         """The row of a rule that raises, with a graph only or always."""
         name = f"culprit: {self.name}" if always else f"detached: in {self.name}"
         how = "" if always else "cannot be differentiated: with a graph it "
-        text = f"{how}raised {format_error(error)}."
+        text, saved = f"{how}raised {format_error(error)}.", self.app.seeded().record
         if found.detached:
             text += " It leaves the graph by " + "; by ".join(map(str, found.detached)) + "."
-        if not found.kept and not self.in_jvp:
+        if not self.in_jvp and not saved.slots():
             text += " Nothing is saved: ctx.save_for_backward is never called."
         advice, message = "", str(error)
-        if self.in_jvp and found.only_backward:
+        if self.in_jvp and saved.saved and not saved.for_forward:
             advice = (
                 "In a jvp ctx.saved_tensors are those of ctx.save_for_forward: call it in "
                 "setup_context too, with the same tensors."

@@ -25,16 +25,6 @@ from hoglib._core.state import preserve_random_state, put_back, same
 from hoglib._core.torch_internals import backward_rule, gradients, watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import (
-    Arrange,
-    Call,
-    Gauge,
-    as_function,
-    call_for,
-    custom_functions,
-    fresh,
-    is_part,
-)
 from hoglib.verification.report import Row
 
 # Arguments with a structure: a Function may be right along directions that keep it, and no others.
@@ -58,7 +48,7 @@ class Structure(NamedTuple):
     """What an argument has, as in "keep it symmetric", and the map P to such arguments."""
 
     name: str
-    project: Arrange
+    project: calls.Arrange
 
     def fits(self, x: Tensor) -> bool:
         """Whether P(x) = x, to rounding."""
@@ -107,7 +97,7 @@ def choices(found: dict[int, list[Structure]]) -> Iterator[Chosen]:
         yield {j: one for j, one in zip(found, some, strict=True) if one is not None}
 
 
-def structures(call: Call) -> dict[int, list[Structure]]:
+def structures(call: calls.Call) -> dict[int, list[Structure]]:
     """The structures of each variable of a call that has any."""
     found = {j: structures_of(_as_given(call.value(j))) for j in range(len(call.point))}
     return {j: some for j, some in found.items() if some}
@@ -147,7 +137,7 @@ def _largest_element(tensors: Sequence[Tensor]) -> float:
     return max(map(max_abs, tensors), default=0.0)
 
 
-def one_triangle(call: Call) -> dict[int, Structure]:
+def one_triangle(call: calls.Call) -> dict[int, Structure]:
     """The variables that are symmetric (Hermitian) matrices of which the function reads one triangle
     only, or which it refuses if they are not symmetric.
 
@@ -170,7 +160,7 @@ def one_triangle(call: Call) -> dict[int, Structure]:
     return found
 
 
-def _call_values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
+def _call_values(call: calls.Call, j: int, x: Tensor) -> list[Tensor] | None:
     """What fn returns for another value of the variable j; None if it refuses that."""
     x = torch.view_as_real(x) if x.is_complex() else x
     try:
@@ -191,7 +181,7 @@ def _call_values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
 COLUMNS, ROWS = "columns", "rows"
 
 
-def gauges(outputs: Sequence[Tensor]) -> Iterator[Gauge]:
+def gauges(outputs: Sequence[Tensor]) -> Iterator[calls.Gauge]:
     """The maps that fix the phases of the columns, or of the rows, of the matrices among some outputs.
 
     The columns j of all matrices have one phase, as those of U and V in U diag(s) V^H have, whose rows
@@ -285,7 +275,7 @@ class Application(NamedTuple):
 
     def fresh(self) -> list[Any]:
         """Copies of the arguments, with their layouts."""
-        return [fresh(x) for x in self.args]
+        return [calls.fresh(x) for x in self.args]
 
     def leaves(self) -> list[Any]:
         """The same, which require grad where it is differentiated by them."""
@@ -312,13 +302,13 @@ def application(function: type[Function], args: tuple[Any, ...]) -> Application 
     if not is_users(function):
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
-    values = tuple(map(fresh, args))
+    values = tuple(map(calls.fresh, args))
     return Application(function, values, by, parameters(function, len(args))) if by else None
 
 
 def is_users(function: type[Function]) -> bool:
     """Whether it is judged by itself: it is no part of an op, and nothing of torch's own."""
-    return not (is_part(function) or function.__module__.startswith("torch."))
+    return not (calls.is_part(function) or function.__module__.startswith("torch."))
 
 
 def parameters(function: type[Function], count: int) -> tuple[str, ...]:
@@ -347,7 +337,7 @@ CONSTANTS = (
 )  # fmt: skip
 
 
-def constants_of(call: Call, names: Sequence[str]) -> list[int]:
+def constants_of(call: calls.Call, names: Sequence[str]) -> list[int]:
     """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
     values are integers, not all equal. names: those of the arguments."""
     try:
@@ -396,18 +386,18 @@ class Subject:
         self, fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, keep_layouts: bool = False
     ) -> None:
         self.fn, self.inputs = fn, list(inputs)
-        self.call, self.refused, self.computes_narrow, self.half = call_for(
+        self.call, self.refused, self.computes_narrow, self.half = calls.call_for(
             fn, inputs, own_dtype=own_dtype
         )
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
-        function = as_function(fn)
+        function = calls.as_function(fn)
         own_names = () if function is None else parameters(function, len(inputs))
         constants = [] if asked else constants_of(self.call, own_names)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
             self.inputs = marked(inputs, [self.call.positions[j] for j in constants])
-            self.call = Call(fn, self.inputs, self.call.dtype).with_settings_of(self.call)
+            self.call = calls.Call(fn, self.inputs, self.call.dtype).with_settings_of(self.call)
         if keep_layouts:
             self.call.keep_layouts(self.inputs)
         named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
@@ -417,7 +407,7 @@ class Subject:
         self.x = self.call.point
         self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
         self.applications = applications(self.call.run_with_grad)
-        self.functions = custom_functions(self.call.run_with_grad())
+        self.functions = calls.custom_functions(self.call.run_with_grad())
         self.random = torch.Generator().manual_seed(0)
 
     def find_outputs(self) -> None:
@@ -428,7 +418,7 @@ class Subject:
         self.map = self.call.map(self.output_indices)
         self.rows = [f"output {i}" for i in self.output_indices]
 
-    def restrict(self, kept: Mapping[int, Structure], gauge: Gauge | None = None) -> None:
+    def restrict(self, kept: Mapping[int, Structure], gauge: calls.Gauge | None = None) -> None:
         """Derivatives are along directions that keep the structure of these variables, and of outputs
         whose signs or phases are fixed by the gauge."""
         self.kept, self.call.gauge = kept, gauge
@@ -439,7 +429,7 @@ class Subject:
         leaves, values = calls.at_leaves(self.map, x)
         return calls.grad(values, leaves)
 
-    def gauges(self, *, real_too: bool) -> list[Gauge]:
+    def gauges(self, *, real_too: bool) -> list[calls.Gauge]:
         """What may fix the phases of the outputs, or their signs if real outputs are meant too."""
         outputs = [self.outputs[i] for i in self.output_indices]
         if not real_too and not any(y.is_complex() for y in outputs):
@@ -574,7 +564,7 @@ class Lifted(NamedTuple):
 
 def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     """The call as that of a module; None if no argument is a parameter of another one."""
-    function = as_function(fn)
+    function = calls.as_function(fn)
     if function is None:
         return None
     leaves, structure = pytree.flatten(inputs)
