@@ -669,7 +669,8 @@ def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
         args = app.leaves()
         values = [y for y in pytree.leaves(app.function.apply(*args)) if is_float(y)]
         with watch.outside_functions():
-            calls.watched_gradient(values, [args[i] for i in app.by])
+            leaves = [args[i] for i in app.by]
+            calls.grad(values, leaves, create_graph=True, unhandled=True)
     return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
 
 

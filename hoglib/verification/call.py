@@ -144,13 +144,10 @@ def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tenso
     is nowhere zero."""
     sizes = [2 * max_abs(y) or 1.0 for y in values]
 
-    def map_(*given: Tensor) -> list[Tensor]:
-        inputs = [x if x.requires_grad else x.view_as(x).requires_grad_() for x in given]
-        outputs = function(*inputs)
-        triples = zip(weights, outputs, sizes, strict=True)
-        return grad(outputs, inputs, [w * (1 + y / s) for w, y, s in triples], create_graph=True)
+    def composed(*x: Tensor) -> list[Tensor]:
+        return [y + y * (y / (2 * s)) for y, s in zip(function(*x), sizes, strict=True)]
 
-    return map_
+    return lambda *x: gradient(composed, len(x))(*x, *weights)
 
 
 def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
@@ -171,23 +168,15 @@ def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tenso
 def grad(
     outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **options: Any
 ) -> list[Tensor]:
-    """The gradients of the weighted sum of those outputs that have a graph; zeros if none has."""
+    """The gradients of the weighted sum of those outputs that have a graph; zeros if none has. With
+    unhandled=True a mode sees what backward calls, which otherwise handles the call as one."""
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
     if not live:
         return [torch.zeros_like(x) for x in inputs]
     values, factors = zip(*live, strict=True)
-    return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
-
-
-def watched_gradient(outputs: Tensors, leaves: Tensors) -> list[Tensor]:
-    """The gradients, with a graph, of the sum of the outputs, where a mode sees what backward calls: it
-    handles torch.autograd.grad itself, and is off inside of it."""
-    live = [y for y in outputs if y.requires_grad]
-    if not live:
-        return [torch.zeros_like(x) for x in leaves]
-    grads = gradients(live, leaves, create_graph=True, unhandled=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    found = gradients(values, inputs, factors, **options)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
 def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
@@ -313,9 +302,8 @@ class Call:
         self.complex_variables = [self._values[i].is_complex() for i in self.positions]
 
     def with_settings_of(self, other: "Call") -> "Call":
-        self.reseed, self.clone, self.projections = other.reseed, other.clone, other.projections
-        self.layouts, self.gauge = other.layouts, other.gauge
-        self.needs_graph = other.needs_graph
+        for name in ("reseed", "clone", "needs_graph", "projections", "layouts", "gauge"):
+            setattr(self, name, getattr(other, name))
         return self
 
     def keep_layouts(self, inputs: Sequence[Any]) -> None:
@@ -634,7 +622,7 @@ def _stage_reached(call: Call) -> tuple[int, Exception | None]:
         _run(call)
         reached = 1
         leaves, values = at_leaves(call.differentiable, call.point)
-        grads = watched_gradient(values, leaves)
+        grads = grad(values, leaves, create_graph=True, unhandled=True)
         reached = 2
         grad(grads, leaves)
     except Exception as error:

@@ -509,10 +509,8 @@ def reference_rows(
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
     theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
     for order, name in enumerate((VALUE, FIRST, SECOND)):
-        worst, text = 0.0, ""
-        for x in points:
-            off, wrong = _off_from(subject, theirs, x, order)
-            worst, text = max(worst, off), text or wrong
+        found = [_off_from(subject, theirs, x, order) for x in points]
+        worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")
         yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
         if order:
             continue
@@ -537,12 +535,9 @@ def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) ->
     for call, who in ((reference, "the reference"), (subject.call, "it")):
         try:
             leaves = [y.detach().clone().requires_grad_(order > 0) for y in x[:n]]
-            others = call.point[n:]
-
-            def f(*given: Tensor, call: Call = call, others: list[Tensor] = others) -> list[Tensor]:
-                return call.map(subject.output_indices)(*given, *others)
-
-            grads = calls.gradient(f, n)(*leaves, *u) if order else call.leaves(*leaves, *others)
+            inputs = [*leaves, *call.point[n:]]
+            gradient = calls.gradient(call.map(subject.output_indices), len(inputs), range(n))
+            grads = gradient(*inputs, *u) if order else call.leaves(*inputs)
             found.append(calls.grad(grads, leaves, w) if order == 2 else grads)
         except Exception as raised:
             return inf, f"{who} raised {format_error(raised)}"

@@ -432,24 +432,22 @@ def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
     for x in found:
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
             named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
-    before = {
-        key: (x.grad, None if x.grad is None else x.grad.detach().clone())
-        for key, (_, x) in named.items()
-    }
+    kept: list[tuple[str, Tensor, Any, Any]] = [
+        (label, x, x.grad, None if x.grad is None else x.grad.detach().clone())
+        for label, x in named.values()
+    ]
 
-    def is_changed(key: int) -> bool:
-        grad, value = before[key]
-        now = named[key][1].grad
-        if now is not grad:
-            return True
-        return now is not None and value is not None and not same(now.detach(), value)
+    def changed() -> list[tuple[str, Tensor, Any, Any]]:
+        return [
+            (label, x, grad, value)
+            for label, x, grad, value in kept
+            if x.grad is not grad or not (value is None or same(value, grad))
+        ]
 
     try:
-        yield lambda: [label for key, (label, _) in named.items() if is_changed(key)]
+        yield lambda: [label for label, *_ in changed()]
     finally:
-        for key, (_, x) in named.items():
-            if is_changed(key):
-                grad, value = before[key]
-                x.grad = grad
-                if grad is not None and value is not None:
-                    put_back(grad, value)
+        for _, x, grad, value in changed():
+            x.grad = grad
+            if value is not None:
+                put_back(grad, value)
