@@ -375,32 +375,25 @@ def what_it_looks_like(subject: Subject, column: int) -> str:
 
 
 def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
-    if y.shape == x.shape and torch.equal(y, x) and torch.equal(z, moved):
-        return "forward is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
-    still = y == z
+    still, alike, values = y == z, y.shape == x.shape, set(y.unique().tolist())
     share = float(still.double().mean())
-    if share > 0.9:
-        return _describe_step(x, y)
-    through = (y == x) & (z == moved) if y.shape == x.shape else torch.zeros_like(still)
-    if share > 0 and bool((still | through).all()):
-        return "forward clips: its output is the input, or does not depend on it."
-    if y.shape == x.shape and 0 < max_abs(y - x) < 0.01 * max_abs(x):
-        return "forward rounds its input to fewer digits (quantisation)."
-    return ""
-
-
-def _describe_step(x: Tensor, y: Tensor) -> str:
-    """A function that is constant near the inputs."""
-    values = set(y.unique().tolist())
-    if y.shape == x.shape and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all()):
-        what = "takes the sign of its input"
-    elif values <= {0.0, 1.0}:
-        what = "is a step (a threshold, a comparison, an argmax)"
-    elif _is_on_a_grid(sorted(values)):
-        what = "rounds its input"
-    else:
-        what = "is a step function (rounding, quantisation, a choice)"
-    return f"forward {what}, so that its derivative is zero almost everywhere."
+    constant = share > 0.9  # near the inputs
+    through = (y == x) & (z == moved) if alike else torch.zeros_like(still)
+    sign = constant and alike and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all())
+    step = ", so that its derivative is zero almost everywhere."
+    kinds = (
+        (alike and bool(through.all()), "is the identity, and the gradient is a changed one "
+         "(reversed, scaled, clipped)."),
+        (sign, f"takes the sign of its input{step}"),
+        (constant and values <= {0.0, 1.0}, f"is a step (a threshold, a comparison, an argmax){step}"),
+        (constant and _is_on_a_grid(sorted(values)), f"rounds its input{step}"),
+        (constant, f"is a step function (rounding, quantisation, a choice){step}"),
+        (share > 0 and bool((still | through).all()), "clips: its output is the input, or does not "
+         "depend on it."),
+        (alike and 0 < max_abs(y - x) < 0.01 * max_abs(x), "rounds its input to fewer digits "
+         "(quantisation)."),
+    )  # fmt: skip
+    return next((f"forward {what}" for found, what in kinds if found), "")
 
 
 def _is_on_a_grid(values: Sequence[float]) -> bool:
