@@ -3,7 +3,7 @@
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, final
@@ -47,7 +47,7 @@ from hoglib.verification.attribution import detached_copy, is_culprit
 from hoglib.verification.call import exact_products, name_of
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.function_rules import is_surrogate
-from hoglib.verification.report import CULPRIT, Report, Row
+from hoglib.verification.report import CULPRIT, Report, Row, Rows
 
 
 def audit(
@@ -191,7 +191,7 @@ class _Audit:
         rows = [part for row in report for part in (row, own.get(row.name)) if part is not None]
         return Report(report.name, rows, judged=self._judged)
 
-    def _own_rows(self, seen: Observations) -> Iterator[Row]:
+    def _own_rows(self, seen: Observations) -> Rows:
         """Torch's own product by each route, compared with that of the stand-ins."""
         dtype = next(iter(self._right.values()))[0].dtype
         with reproducible(self._problem, double=dtype == torch.float64) as loss:
@@ -339,7 +339,7 @@ class _Audit:
         if row.text not in known.text:
             self._culprits[row.name] = known._replace(text=f"{known.text}\n{row.text}")
 
-    def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Iterator[Row]:
+    def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Rows:
         """What is taken out of the graph, if H v would differ without that."""
         # torch's parametrizations (spectral norm, weight norm) stop gradients by design
         stops = loss.stops.found
@@ -356,7 +356,7 @@ class _Audit:
             )
             yield Row("stopped gradients", "warn", change.error, text)
 
-    def _own_dtype_rows(self, route: Route, expected: Vector | None) -> Iterator[Row]:
+    def _own_dtype_rows(self, route: Route, expected: Vector | None) -> Rows:
         """A requested route at the parameters themselves, in their dtype: it must be there and finite,
         and is compared with the product in float64."""
         dtype = self._problem.leaves[0].dtype

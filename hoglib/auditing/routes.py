@@ -20,13 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
 from hoglib._core.autograd import Vector, dense, fresh_leaves
-from hoglib._core.detachment import (
-    ALIASES,
-    ESCAPES,
-    VALUE_INDEPENDENT,
-    name_of_call,
-    uses_only_metadata,
-)
+from hoglib._core.detachment import ALIASES, ESCAPES, VALUE_INDEPENDENT, name_of_call, uses_metadata
 from hoglib._core.element_differences import random_like
 from hoglib._core.finite_differences import (
     both_sides,
@@ -124,7 +118,7 @@ class StopGradientReplay(CallMode):
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         graphed = any(map(_has_graph, pytree.leaves((args, kwargs))))
         result = func(*args, **kwargs)
-        if not graphed or name in VALUE_INDEPENDENT or uses_only_metadata(name, args):
+        if not graphed or name in VALUE_INDEPENDENT or uses_metadata(name, args):
             return result
         if name in AUTOGRAD_CALLS and kwargs.get("create_graph"):
             return result

@@ -1,7 +1,7 @@
 """`hog.verify`: runs all checks of one function, and reports the cause of a failure first."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,21 +19,14 @@ from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
 from hoglib.verification.call import PrecisionWatch, as_function, exact_products, name_of
 from hoglib.verification.call_variants import VALUE, reference_rows, variant_rows
-from hoglib.verification.comparison import (
-    NATURAL,
-    Bounds,
-    Discrepancy,
-    Options,
-    parse_modes,
-    parse_orders,
-)
+from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
-from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.subject import Chosen, Subject, choices, lifted, structures
+from hoglib.verification.report import ORDINALS, Report, Row, Rows
+from hoglib.verification.subject import Chosen, Subject, lifted
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -173,13 +166,11 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
             text += " `inputs` are the arguments one by one; put a list or tuple into another list."
             text += " On the command line, each has an --input of its own."
         return Report(name, [Row("runs", "fail", None, text)])
-    rows = list(_check_rows(subject, reference, options.in_dtype(subject.dtype)))
-    culprits = [row for row in rows if attribution.is_culprit(row)]
-    others = (row for row in rows if not attribution.is_culprit(row))
-    return Report(name, [*culprits, *noted, *others])
+    noted += _check_rows(subject, reference, options.in_dtype(subject.dtype))
+    return Report(name, sorted(noted, key=lambda row: not attribution.is_culprit(row)))
 
 
-def _check_rows(subject: Subject, reference: Reference, options: Options) -> Iterator[Row]:
+def _check_rows(subject: Subject, reference: Reference, options: Options) -> Rows:
     """The rows of all checks, in order."""
     try:
         stop = subject.prepare()
@@ -236,7 +227,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
     if reference is not None:
         rows = reference_rows(subject, reference, points, surrogate=options.surrogate)
         yield from _guard_rows(VALUE, "warn", rows)
-    rows = _contract_rows(subject, options, differences)
+    rows = _contract_rows(subject, options, derivatives)
     contract_rows = list(_guard_rows("contract", "skip", rows))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
@@ -280,8 +271,7 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
     subject = without.subject
     kept: Chosen = {}
     rows: list[Row] = []
-    for chosen in choices(structures(subject.call)):
-        subject.restrict(chosen)
+    for chosen in subject.restrictions():
         derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             found = list(derivatives.first_order())
@@ -295,7 +285,6 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
     if not kept:
         return None
     derivatives = without.again()
-    derivatives.found[FIRST] = Discrepancy()
     what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in kept.items())
     text = LEAVING.format(which=name.split(":")[0], kept=what, wrong=off.wrong)
     return derivatives, [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
@@ -311,8 +300,7 @@ def _phase_fixed_derivatives(
     beyond doubt where it was not judged without.
     """
     subject = without.subject
-    for gauge in subject.gauges(real_too=first == "warn"):
-        subject.restrict(subject.kept, gauge)
+    for _ in subject.phase_fixings(real_too=first == "warn"):
         derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
@@ -324,11 +312,10 @@ def _phase_fixed_derivatives(
                 )
             if right:
                 return derivatives, [*rows, Row("first derivative: phases", "skip", None, PHASES)]
-    subject.restrict(subject.kept)
     return None
 
 
-def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
+def _other_values(subject: Subject, options: Options) -> Rows:
     """The second derivative at other values, where a Function may take another branch."""
     bounds = options.bounds._replace(natural=NATURAL)
     options = replace(options, orders=(1, 2), modes=("rr",), bounds=bounds)
@@ -347,7 +334,7 @@ def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
         yield Row(OTHER_VALUES, "fail", failed.error, text)
 
 
-def _functions_alone(subject: Subject) -> Iterator[Row]:
+def _functions_alone(subject: Subject) -> Rows:
     """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
     second derivative."""
     for name, verdict in _examine_each(subject):
@@ -355,7 +342,7 @@ def _functions_alone(subject: Subject) -> Iterator[Row]:
             yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
 
 
-def _functions_apart(subject: Subject) -> Iterator[Row]:
+def _functions_apart(subject: Subject) -> Rows:
     """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
     of the whole differs on purpose."""
     functions = (app.function for app in subject.applications)
@@ -381,7 +368,7 @@ def _rounds_values(subject: Subject) -> bool:
     return subject.dtype != torch.float64 or bool(watch.rounded)
 
 
-def _treatment_notes(subject: Subject) -> Iterator[Row]:
+def _treatment_notes(subject: Subject) -> Rows:
     """How the function and the inputs were treated, where that is not obvious."""
     if uncompiled(subject.fn) is not subject.fn:
         text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
@@ -410,18 +397,16 @@ def _treatment_notes(subject: Subject) -> Iterator[Row]:
         yield Row("constants", "warn", None, text)
 
 
-def _contract_rows(
-    subject: Subject, options: Options, found: Mapping[str, Discrepancy]
-) -> Iterator[Row]:
+def _contract_rows(subject: Subject, options: Options, derivatives: Derivatives) -> Rows:
     """The contract of each Function that is applied."""
-    yield contract.constants_row(subject, found)
+    yield contract.constants_row(subject, derivatives.found)
     several = len(subject.applications) > 1
     for app in subject.applications:
         for row in contract.check(app, surrogate=options.surrogate):
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
 
 
-def _guard_rows(name: str, status: str, rows: Iterator[Row]) -> Iterator[Row]:
+def _guard_rows(name: str, status: str, rows: Rows) -> Rows:
     """The rows; one that says what was not judged, if the checks themselves raise."""
     try:
         yield from rows

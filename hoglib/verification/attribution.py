@@ -12,7 +12,7 @@ plain functions with one slot taken from x +- h v. What autograd computes of it 
 backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, final
@@ -33,17 +33,11 @@ from hoglib._core.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.call import Call, HalfWatch, laid_out_as, seed_all
-from hoglib.verification.comparison import Bounds, Discrepancy, Target, compared
+from hoglib.verification.comparison import Bounds, Discrepancy, Found, Target, compared
 from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
-from hoglib.verification.report import MODES, Row
-from hoglib.verification.subject import (
-    Application,
-    Subject,
-    application,
-    applications,
-    one_triangle,
-)
+from hoglib.verification.report import MODES, Row, Rows
+from hoglib.verification.subject import Application, Subject, application, applications, symmetrize
 
 LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
 LOST_NARROW = 0.03  # the same in other dtypes
@@ -303,9 +297,7 @@ def _dot(w: list[Tensor], term: list[Tensor]) -> float:
 UNSEEN = "detached: unseen"  # a part is lost, and no call and no slot is known to lose it
 
 
-def attribution_rows(
-    subject: Subject, x: list[Tensor], found: Mapping[str, Discrepancy]
-) -> Iterator[Row]:
+def attribution_rows(subject: Subject, x: list[Tensor], found: Found) -> Rows:
     """A row for each culprit, if a second or third derivative is wrong."""
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
@@ -332,7 +324,7 @@ def attribution_rows(
         yield from _operation_rows(subject, x, wrong)
 
 
-def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
+def forward_rows(subject: Subject, x: list[Tensor]) -> Rows:
     """Where the function itself leaves the graph, when its first derivative is wrong."""
     watch = DetachmentWatch()
     with watch.outside_functions():
@@ -346,7 +338,7 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
         yield Row(_title(detached), "fail", None, text)
 
 
-def value_rows(subject: Subject) -> Iterator[Row]:
+def value_rows(subject: Subject) -> Rows:
     """Which of several Functions has a wrong gradient."""
     if len({app.function for app in subject.applications}) > 1:
         for name, text in _wrong_alone(subject.applications):
@@ -354,7 +346,7 @@ def value_rows(subject: Subject) -> Iterator[Row]:
             yield Row(f"{name}: culprit: backward", "fail", None, text)
 
 
-def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
+def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Rows:
     """The culprits when only some of a Function's inputs require grad."""
     for app, moves in _applications_near(subject, x):
         if len(app.by) == len(x):
@@ -410,7 +402,7 @@ MOST = 200  # calls
 OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
 
 
-def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
+def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows:
     """A row for each torch operation that is wrong by itself in a mode that is wrong."""
     with _Calls() as watch:
         subject.map(*(y.clone().requires_grad_() for y in x))
@@ -444,7 +436,7 @@ def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -
     try:
         call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
         call.reseed = True
-        call.projections = {j: one.project for j, one in one_triangle(call).items()}
+        symmetrize(call)
         which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
         names = [f"argument {j}" for j in range(len(call.point))]
@@ -531,7 +523,7 @@ class _Rule(NamedTuple):
 
     def rows(
         self, moves: Moves | None, *, right_once: bool, raises: bool = False, raised: bool = True
-    ) -> Iterator[Row]:
+    ) -> Rows:
         """The causes. right_once: whether the first derivative is right; raises: whether it raises;
         raised: whether autograd raises in the mode in question, too."""
         try:
@@ -576,7 +568,7 @@ class _Rule(NamedTuple):
                 lost,
             )
 
-    def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Iterator[Row]:
+    def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Rows:
         """The rows where the probe raises and autograd does not: where backward leaves the graph, as
         seen under autograd, and what was not judged."""
         for cuts in _grouped(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):

@@ -5,7 +5,7 @@ They are compared with those of a baseline, which the derivative checks have jud
 if the variant makes a difference.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any, final
@@ -24,7 +24,7 @@ from hoglib.verification.call import Arrange, Call
 from hoglib.verification.comparison import Options, Pair, agreement, largest_difference
 from hoglib.verification.derivatives import nan_operation
 from hoglib.verification.function_rules import handles_memory
-from hoglib.verification.report import Row
+from hoglib.verification.report import Row, Rows
 from hoglib.verification.subject import Subject
 
 REFUSED = "forward refuses it with an error: {error}"
@@ -174,7 +174,7 @@ UNDEFINED = (
 )
 
 
-def subsets(base: Baseline) -> Iterator[Row]:
+def subsets(base: Baseline) -> Rows:
     """Each subset of inputs, and what loses the second derivative of one."""
     name = "inputs: each subset"
     if base.n < 2:
@@ -275,7 +275,7 @@ MEMORY = (
 )
 
 
-def layouts(base: Baseline) -> Iterator[Row]:
+def layouts(base: Baseline) -> Rows:
     """The same numbers in another memory layout."""
     handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
     reason = DRAWS if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
@@ -284,10 +284,15 @@ def layouts(base: Baseline) -> Iterator[Row]:
     yield from gradient_layouts(base)
 
 
-def gradient_layouts(base: Baseline) -> Iterator[Row]:
+def gradient_layouts(base: Baseline) -> Rows:
     """The same numbers where the incoming gradients have another memory layout."""
     yield _with_layout(base, "layout: non-contiguous gradients", None, strided)
     yield _stride_zero_gradients(base)
+
+
+def gradient_variants(base: Baseline) -> list[Row]:
+    """Those that change the gradient alone: the graph and the layouts."""
+    return [create_graph(base), *gradient_layouts(base)]
 
 
 def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arrange | None) -> Row:
@@ -481,7 +486,7 @@ VARIANTS: tuple[Callable[[Baseline], Row | Iterable[Row]], ...] = (
 )  # fmt: skip
 
 
-def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
+def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Rows:
     """Whether values and derivatives are finite at the inputs, and the rows of all variants at x."""
     try:
         base, at_inputs = Baseline(subject, x, options), Baseline(subject, subject.x, options)
@@ -505,7 +510,7 @@ VALUE, FIRST, SECOND = (
 
 def reference_rows(
     subject: Subject, reference: Callable[..., Any], points: list[list[Tensor]], *, surrogate: bool
-) -> Iterator[Row]:
+) -> Rows:
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
     theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
     for order, name in enumerate((VALUE, FIRST, SECOND)):

@@ -185,6 +185,11 @@ class Discrepancy:
         elif not self.wrong:
             self.error = max(self.error, error)
 
+    @classmethod
+    def of_error(cls, error: Exception) -> "Discrepancy":
+        text = f"it raised {type(error).__name__}: {error}".rstrip()
+        return cls(error=inf, wrong=text, raised=error)
+
     def merge(self, other: "Discrepancy") -> "Discrepancy":
         """The worse of both; an unknown column, or a blank row, is one in both."""
         worse = other if (other.wrong and not self.wrong) or other.error > self.error else self
@@ -199,6 +204,7 @@ class Discrepancy:
         return result
 
 
+Found = Mapping[str, Discrepancy]  # by the name of the row that rests on it
 Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to
 
 
@@ -220,11 +226,6 @@ def products(
         [(float(torch.where(w == 0, 0.0, w * t[i]).sum()), bool(t[i].any())) for t in pushed]
         for i, w in covectors
     ]
-
-
-def raised(error: Exception) -> Discrepancy:
-    text = f"it raised {type(error).__name__}: {error}".rstrip()
-    return Discrepancy(error=inf, wrong=text, raised=error)
 
 
 def largest_difference(
@@ -283,7 +284,7 @@ def compared(
     try:
         numbers = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
     except Exception as error:
-        return raised(error)
+        return Discrepancy.of_error(error)
     concluded, rows = set(), set()
     for k, ((i, w), along) in enumerate(zip(covectors, numbers, strict=True)):
         for n, (one, (got, moves)) in enumerate(zip(at.slopes, along, strict=True)):
@@ -526,7 +527,7 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
                 concluded.add(j)
                 rows.add(i)
     except Exception as error:
-        return raised(error)
+        return Discrepancy.of_error(error)
     found.unknown = set(range(len(at.x))) - concluded
     found.blank = {row for i, row in enumerate(at.rows) if i not in rows and values[i].numel()}
     return found

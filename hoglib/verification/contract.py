@@ -5,7 +5,7 @@ number, shape, dtype and device of gradients, whether they are linear in the inc
 kept on ctx, which gradients are computed, and which tensors are changed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
@@ -24,9 +24,9 @@ from hoglib._core.state import is_freed, put_back, same
 from hoglib._core.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
 from hoglib.verification.call import PrecisionWatch, as_function, seed_all
-from hoglib.verification.comparison import Discrepancy, largest_difference
+from hoglib.verification.comparison import Found, largest_difference
 from hoglib.verification.function_rules import kind_of
-from hoglib.verification.report import Row, finding
+from hoglib.verification.report import Row, Rows, finding
 from hoglib.verification.subject import Application, Subject
 
 SETUP = (
@@ -73,7 +73,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     return rows
 
 
-def gradients(app: Application) -> Iterator[Row]:
+def gradients(app: Application) -> Rows:
     run = app.seeded()
     returned, count = app.backward(run), len(run.inputs)
     odd = [
@@ -121,7 +121,7 @@ def _is_expanded(small: Sequence[int], large: Sequence[int]) -> bool:
     return all(a in (1, b) for a, b in zip(reversed(small), reversed(large), strict=False))
 
 
-def linear(app: Application) -> Iterator[Row]:
+def linear(app: Application) -> Rows:
     """B(2 g) = 2 B(g): a gradient is linear in the incoming one."""
     grads = app.seeded().incoming()
 
@@ -143,7 +143,7 @@ def linear(app: Application) -> Iterator[Row]:
     yield finding("gradients: linear", "" if is_linear else text)
 
 
-def needs_input_grad(app: Application) -> Iterator[Row]:
+def needs_input_grad(app: Application) -> Rows:
     name = "needs_input_grad"
     if len(app.by) < 2:
         yield Row(name, "skip", None, "it is differentiated by one input only.")
@@ -163,7 +163,7 @@ def needs_input_grad(app: Application) -> Iterator[Row]:
     yield finding(name, text or "", "warn")
 
 
-def context(app: Application) -> Iterator[Row]:
+def context(app: Application) -> Rows:
     run = app.seeded()
     attributes = []
     for attribute, value in run.record.attributes.items():
@@ -199,7 +199,7 @@ FREES = (
 )
 
 
-def in_place(app: Application) -> Iterator[Row]:
+def in_place(app: Application) -> Rows:
     seed_all()
     args = app.fresh()
     named = {app.name(i): x for i, x in enumerate(args)}
@@ -235,7 +235,7 @@ def in_place(app: Application) -> Iterator[Row]:
         yield finding(f"in-place: {what}", text if places else "", status)
 
 
-def device(app: Application) -> Iterator[Row]:
+def device(app: Application) -> Rows:
     watch = DeviceWatch()
     run_rules(app, watch)
     text = watch.found and (
@@ -245,7 +245,7 @@ def device(app: Application) -> Iterator[Row]:
     yield finding("device", text, "warn")
 
 
-def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
+def constants_row(subject: Subject, found: Found) -> Row:
     """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
     derivatives are further off than with float32 inputs."""
     name = "dtype: constants"
@@ -273,7 +273,7 @@ def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
     return finding(name, text, "warn")
 
 
-def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
+def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
     """Whether the first derivative is further off than that at inputs rounded to float32."""
     first = found.get("first derivative: reverse")
     if first is None or first.raised is not None:
@@ -397,7 +397,7 @@ ACCUMULATES = (
 )
 
 
-def accumulates(app: Application) -> Iterator[Row]:
+def accumulates(app: Application) -> Rows:
     """Whether backward changes the .grad of a tensor. That of each is restored."""
     run = app.seeded()
     with preserved_grads(app.function, *app.args) as changed:

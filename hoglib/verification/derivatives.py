@@ -22,15 +22,8 @@ from hoglib._core.source_location import SourceLine, format_error, innermost_lin
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.comparison import (
-    Comparer,
-    Discrepancy,
-    Options,
-    Target,
-    raised,
-    wrong_elements,
-)
-from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Row, finding
+from hoglib.verification.comparison import Comparer, Discrepancy, Options, Target, wrong_elements
+from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Row, Rows, finding
 from hoglib.verification.subject import Subject
 
 FIRST = "first derivative: reverse"
@@ -117,7 +110,7 @@ class Derivatives:
         second = [row.status for row in self.higher_order(2)]
         return "pass" in second and not {"fail", "warn"}.intersection(second)
 
-    def first_order(self) -> Iterator[Row]:
+    def first_order(self) -> Rows:
         """The first derivative in reverse and in forward mode, and the kinks at the first point."""
         subject = self.subject
         at = [self._comparer.target(self._first(x)) for x in self._points]
@@ -161,7 +154,7 @@ class Derivatives:
         columns = range(len(self.subject.x))
         return next(filter(None, (what_it_looks_like(self.subject, j) for j in columns)), "")
 
-    def higher_order(self, order: int) -> Iterator[Row]:
+    def higher_order(self, order: int) -> Rows:
         """The second, third or fourth derivative in each mode."""
         asked = self._options.modes
         for mode in MODES if asked is None else asked:
@@ -193,7 +186,7 @@ class Derivatives:
         try:
             found = self._comparer.worst(at, mode)
         except Exception as error:
-            found = raised(error)
+            found = Discrepancy.of_error(error)
         row = self._judged(name, found, may_lack=mode != "rr")
         if mode != "rr" or order != 2:
             return row

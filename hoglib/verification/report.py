@@ -43,6 +43,9 @@ class Row(NamedTuple):
     text: str = ""
 
 
+Rows = Iterator[Row]
+
+
 def finding(name: str, text: str, status: str = "fail") -> Row:
     """The row of a check, which passes where there is nothing to say."""
     return Row(name, status if text else "pass", None, text)

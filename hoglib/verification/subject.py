@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hoglib._core import pytree
+from hoglib._core import pytree, torch_internals
 from hoglib._core.closures import held
 from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_random_state, put_back, same
-from hoglib._core.torch_internals import backward_rule, gradients, watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.report import Row
@@ -89,20 +88,6 @@ def structures_of(x: Tensor) -> list[Structure]:
 Chosen = dict[int, Structure]  # by variable
 
 
-def choices(found: dict[int, list[Structure]]) -> Iterator[Chosen]:
-    """The structures to keep, one variable alone before several together."""
-    options = [[None, *found[j]] for j in found]
-    picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
-    for some in picked[1 : 1 + MOST_CHOICES]:
-        yield {j: one for j, one in zip(found, some, strict=True) if one is not None}
-
-
-def structures(call: calls.Call) -> dict[int, list[Structure]]:
-    """The structures of each variable of a call that has any."""
-    found = {j: structures_of(_as_given(call.value(j))) for j in range(len(call.point))}
-    return {j: some for j, some in found.items() if some}
-
-
 def _as_given(x: Tensor) -> Tensor:
     """In single precision, if its numbers are of that: they sum to one with that rounding only."""
     narrow = x.to(torch.complex64 if x.is_complex() else torch.float32)
@@ -133,13 +118,29 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
     return True
 
 
+def kept_names(
+    graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
+) -> Iterator[tuple[int, frozenset[str]]]:
+    """The structures that arguments are computed to have, by their position among the leaves. graphed:
+    the arguments with their graph; without these any structure counts."""
+    place = 0
+    for i, copy in enumerate(copies):
+        if i in by:
+            with torch_internals.without_transforms():
+                found = structures_of(copy)
+            kept = (one for one in found if graphed is None or is_computed_so(graphed[i], one))
+            if names := frozenset(one.name for one in kept):
+                yield place, names
+        place += len(pytree.leaves(copy))
+
+
 def _largest_element(tensors: Sequence[Tensor]) -> float:
     return max(map(max_abs, tensors), default=0.0)
 
 
-def one_triangle(call: calls.Call) -> dict[int, Structure]:
-    """The variables that are symmetric (Hermitian) matrices of which the function reads one triangle
-    only, or which it refuses if they are not symmetric.
+def symmetrize(call: calls.Call) -> dict[int, Structure]:
+    """Keeps those variables symmetric that are symmetric (Hermitian) matrices of which the function
+    reads one triangle only, or which it refuses if they are not symmetric; returns them.
 
     The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
     over both, others leave it where it was read. Along symmetric matrices all conventions agree.
@@ -157,6 +158,7 @@ def one_triangle(call: calls.Call) -> dict[int, Structure]:
             symmetric_only = near == [None, None] and _call_values(call, j, x + small + small.mH)
             if unread or symmetric_only:
                 found[j] = MATRICES[0]
+    call.projections = {j: one.project for j, one in found.items()}
     return found
 
 
@@ -223,7 +225,11 @@ class Application(NamedTuple):
     function: type[Function]
     args: tuple[Any, ...]
     by: tuple[int, ...]  # which arguments it is differentiated by
-    names: tuple[str, ...]  # of the arguments
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What forward calls its arguments."""
+        return parameters(self.function, len(self.args))
 
     @property
     def needed(self) -> tuple[bool, ...]:
@@ -244,7 +250,9 @@ class Application(NamedTuple):
         """What its backward returns, as a plain function, for what a run left on the context."""
         context = function_rules.Context(run.record)
         given = run.incoming() if incoming is None else incoming
-        return function_rules.as_tuple(backward_rule(self.function)(context, *given))
+        return function_rules.as_tuple(
+            torch_internals.backward_rule(self.function)(context, *given)
+        )
 
     def changed_by_backward(self) -> list[str]:
         """The labels of what backward changes on the context or on the class."""
@@ -264,7 +272,7 @@ class Application(NamedTuple):
         return [label for label, now in state().items() if before.get(label) != now]
 
     def name(self, i: int) -> str:
-        return self.names[i] if i < len(self.names) else f"input {i}"
+        return self.names[i] if i < len(self.args) else f"input {i}"
 
     def declares_changes(self) -> bool:
         """Whether it marks inputs as changed in place."""
@@ -292,7 +300,7 @@ def applications(run: Callable[[], Any]) -> list[Application]:
         if app is not None:
             found.setdefault((function, tuple(_argument_kind(x) for x in args)), app)
 
-    with watching_functions(seen):
+    with torch_internals.watching_functions(seen):
         run()
     return list(found.values())
 
@@ -303,7 +311,7 @@ def application(function: type[Function], args: tuple[Any, ...]) -> Application 
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
     values = tuple(map(calls.fresh, args))
-    return Application(function, values, by, parameters(function, len(args))) if by else None
+    return Application(function, values, by) if by else None
 
 
 def is_users(function: type[Function]) -> bool:
@@ -342,7 +350,7 @@ def constants_of(call: calls.Call, names: Sequence[str]) -> list[int]:
     values are integers, not all equal. names: those of the arguments."""
     try:
         variables, found = calls.at_leaves(call.differentiable, call.point)
-        grads = gradients(found, variables)
+        grads = torch_internals.gradients(found, variables)
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
@@ -401,8 +409,7 @@ class Subject:
         if keep_layouts:
             self.call.keep_layouts(self.inputs)
         named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
-        self.symmetric = one_triangle(self.call)
-        self.call.projections = {j: one.project for j, one in self.symmetric.items()}
+        self.symmetric = symmetrize(self.call)
         self.names = [named.get(name, name) for name in self.call.names]
         self.x = self.call.point
         self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
@@ -429,12 +436,31 @@ class Subject:
         leaves, values = calls.at_leaves(self.map, x)
         return calls.grad(values, leaves)
 
-    def gauges(self, *, real_too: bool) -> list[calls.Gauge]:
-        """What may fix the phases of the outputs, or their signs if real outputs are meant too."""
+    def restrictions(
+        self, allowed: Callable[[int, Structure], bool] = lambda j, one: True
+    ) -> Iterator[Chosen]:
+        """Restricts it in turn to structures that its variables have, if they are allowed; one variable
+        alone before several together."""
+        values = [_as_given(self.call.value(j)) for j in range(len(self.x))]
+        options = [
+            [None, *(one for one in structures_of(x) if allowed(j, one))]
+            for j, x in enumerate(values)
+        ]
+        picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
+        for some in picked[1 : 1 + MOST_CHOICES]:
+            chosen = {j: one for j, one in enumerate(some) if one is not None}
+            self.restrict(chosen)
+            yield chosen
+
+    def phase_fixings(self, *, real_too: bool) -> Iterator[None]:
+        """Fixes in turn what may be the phases of the outputs, or their signs if real outputs are meant
+        too; at the end none."""
         outputs = [self.outputs[i] for i in self.output_indices]
-        if not real_too and not any(y.is_complex() for y in outputs):
-            return []
-        return list(gauges(outputs))
+        if real_too or any(y.is_complex() for y in outputs):
+            for gauge in gauges(outputs):
+                self.restrict(self.kept, gauge)
+                yield
+        self.restrict(self.kept)
 
     def prepare(self) -> Row | None:
         """Adapt the call to a function that draws random numbers or changes its inputs; find the
