@@ -149,10 +149,8 @@ class DetachmentWatch(TorchFunctionMode):
             return result
         if name in ALIASES:
             found = self._note(ALIASES[name], "alias")
-        elif name == "grad" and func is not torch.autograd.grad:
-            if any(one.kind == "backward" for one in self._seen.values()):
-                return result
-            found = self._note(".grad", "backward")
+        elif name == "grad" and func is not torch.autograd.grad:  # noted where backward filled it
+            return result
         elif name == "grad":
             found = self._note(INNER, "inner")
         elif not torch.is_grad_enabled():

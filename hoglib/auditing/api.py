@@ -176,7 +176,7 @@ class _Audit:
         with eagerly():
             rows = [*self._derivative_rows(seen), *seen.warnings]
         for row in seen.failures:
-            self._add_culprit(row)
+            self._culprits.setdefault(row.name, row)
         return Report(name, [*self._culprits.values(), *rows], judged=self._judged)
 
     def with_own_rows(self, report: Report) -> Report:
@@ -331,13 +331,7 @@ class _Audit:
             name = f"{CULPRIT}{self._problem.names.title(fault.module)}"
             if name not in self._culprits:  # the first row of a module has the lowest order
                 text = self._messages.culprit(fault, what)
-                self._add_culprit(Row(name, "fail", fault.result.error, text))
-
-    def _add_culprit(self, row: Row) -> None:
-        """Each module has one row."""
-        known = self._culprits.setdefault(row.name, row)
-        if row.text not in known.text:
-            self._culprits[row.name] = known._replace(text=f"{known.text}\n{row.text}")
+                self._culprits[name] = Row(name, "fail", fault.result.error, text)
 
     def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Rows:
         """What is taken out of the graph, if H v would differ without that."""

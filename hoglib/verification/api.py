@@ -18,7 +18,7 @@ from hoglib._core.torch_internals import eagerly, uncompiled
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
 from hoglib.verification.call import PrecisionWatch, as_function, exact_products, name_of
-from hoglib.verification.call_variants import VALUE, reference_rows, variant_rows
+from hoglib.verification.call_variants import reference_rows, variant_rows
 from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
@@ -166,16 +166,27 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
             text += " `inputs` are the arguments one by one; put a list or tuple into another list."
             text += " On the command line, each has an --input of its own."
         return Report(name, [Row("runs", "fail", None, text)])
-    noted += _check_rows(subject, reference, options.in_dtype(subject.dtype))
-    return Report(name, sorted(noted, key=lambda row: not attribution.is_culprit(row)))
+    judged = None
+    try:
+        for row in _check_rows(subject, reference, options.in_dtype(subject.dtype)):
+            noted.append(row)
+    except HoglibError:
+        raise
+    except (
+        Exception
+    ) as error:  # of the checks themselves, of which the function may not be the cause
+        judged, line = False, error_line(error)
+        text = "not judged: what follows from there." + f" A run of it ended at {line}." * bool(
+            line
+        )
+        noted.append(Row("checks", "warn", None, text))
+    noted.sort(key=lambda row: not attribution.is_culprit(row))
+    return Report(name, noted, judged=judged)
 
 
 def _check_rows(subject: Subject, reference: Reference, options: Options) -> Rows:
     """The rows of all checks, in order."""
-    try:
-        stop = subject.prepare()
-    except Exception as error:
-        stop = Row(FIRST, "warn", None, not_judged("its derivatives", error))
+    stop = subject.prepare()
     if stop is not None:
         yield stop
         for app in subject.applications:  # a broken contract may be the cause
@@ -192,7 +203,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         text = "declared a surrogate: it differs from the derivative on purpose."
         yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
-        known = list(_guard_rows(FIRST, "warn", derivatives.first_order()))
+        known = list(derivatives.first_order())
         status = _row_status(known, FIRST, "fail")
         found = None if status == "pass" else _restricted(derivatives, status)
         derivatives, known = found or (derivatives, known)
@@ -200,7 +211,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
     for order in (2, 3, 4):
         if order in options.orders:
             name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
-            judged = list(_guard_rows(name, "warn", derivatives.higher_order(order)))
+            judged = list(derivatives.higher_order(order))
             status = _row_status(judged, name, "pass")
             again = order == 2 and 1 in options.orders and not options.surrogate
             if again and status in ("warn", "fail") and subject.call.gauge is None:
@@ -213,22 +224,19 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate:
                 if as_function(subject.fn) is not None:
-                    yield from _guard_rows(OTHER_VALUES, "skip", _other_values(subject, options))
+                    yield from _other_values(subject, options)
                 elif _rounds_values(subject):
-                    yield from _guard_rows(ALONE, "skip", _functions_alone(subject))
+                    yield from _functions_alone(subject)
     differences = derivatives.found
-    causes = [attribution.attribution_rows(subject, points[-1], differences)]
+    yield from attribution.attribution_rows(subject, points[-1], differences)
     first = differences.get(FIRST)
     if first is not None and first.wrong:
-        causes.append(attribution.forward_rows(subject, points[-1]))
-        causes += [] if options.surrogate else [attribution.value_rows(subject)]
-    for rows in causes:
-        yield from _guard_rows("attribution", "skip", rows)
+        yield from attribution.forward_rows(subject, points[-1])
+        if not options.surrogate:
+            yield from attribution.value_rows(subject)
     if reference is not None:
-        rows = reference_rows(subject, reference, points, surrogate=options.surrogate)
-        yield from _guard_rows(VALUE, "warn", rows)
-    rows = _contract_rows(subject, options, derivatives)
-    contract_rows = list(_guard_rows("contract", "skip", rows))
+        yield from reference_rows(subject, reference, points, surrogate=options.surrogate)
+    contract_rows = list(_contract_rows(subject, options, derivatives))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     for row in variant_rows(subject, points[-1], options):
@@ -404,19 +412,3 @@ def _contract_rows(subject: Subject, options: Options, derivatives: Derivatives)
     for app in subject.applications:
         for row in contract.check(app, surrogate=options.surrogate):
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
-
-
-def _guard_rows(name: str, status: str, rows: Rows) -> Rows:
-    """The rows; one that says what was not judged, if the checks themselves raise."""
-    try:
-        yield from rows
-    except HoglibError:
-        raise
-    except Exception as error:
-        yield Row(name, status, None, not_judged("what follows from there", error))
-
-
-def not_judged(what: str, error: Exception) -> str:
-    """What to say where a check raises, of which the function may not be the cause."""
-    line = error_line(error)
-    return f"not judged: {what}." + (f" A run of it ended at {line}." if line else "")

@@ -146,8 +146,6 @@ def state(base: Baseline) -> Row:
     """Whether a second call, between forward and backward of the first, changes the gradient."""
     name = "state"
     n = base.subject.call.num_inputs
-    if not n:
-        return Row(name, "skip", None, "it is differentiated by its parameters only.")
     before = {f: dict(vars(f)) for f in base.subject.functions}
     try:
         leaves, values = calls.at_leaves(base.f, base.x)
@@ -470,9 +468,6 @@ def vmapped(base: Baseline) -> Row:
     try:
         fault = vmap_fault(base)
     except Exception as error:
-        if "randomness" in str(error):
-            why = "it draws random numbers, which this transform refuses."
-            return Row(name, "skip", None, why)
         text = f"it is not offered: {format_error(error)}"
         if declared:
             text = f"a vmap rule is declared, and it raised {format_error(error)}. {fix}"

@@ -116,9 +116,8 @@ def gradients(app: Application) -> Rows:
 
 
 def _is_expanded(small: Sequence[int], large: Sequence[int]) -> bool:
-    if len(small) > len(large):
-        return False
-    return all(a in (1, b) for a, b in zip(reversed(small), reversed(large), strict=False))
+    pairs = zip(reversed(small), reversed(large), strict=False)
+    return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
 
 
 def linear(app: Application) -> Rows:

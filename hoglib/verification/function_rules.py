@@ -316,8 +316,6 @@ class Context(FunctionCtx):
 
     def save_for_forward(self, *tensors: Any) -> None:
         self._hoglib_record.for_forward = tensors
-        if SAVED not in self._hoglib_record.written:
-            _note_saving_line(self, SAVED, "save_for_forward")
 
     def mark_dirty(self, *tensors: Any) -> None:
         self._hoglib_record.dirty = tensors
@@ -327,9 +325,6 @@ class Context(FunctionCtx):
 
     def set_materialize_grads(self, value: bool) -> None:
         self._hoglib_record.materialize = value
-
-    def name(self) -> str:
-        return "Backward"
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
