@@ -25,7 +25,7 @@ from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
-from hoglib.verification.report import ORDINALS, Report, Row, Rows
+from hoglib.verification.report import Report, Row, Rows
 from hoglib.verification.subject import Chosen, Subject, lifted
 
 OTHER_DIRECTIONS = "first derivative: other directions"
@@ -38,10 +38,10 @@ HIDDEN = (
 )
 LEAVING = (
     "it is right along directions that keep {kept}, as it is here, and differs along others. There the "
-    "{which} is wrong: {wrong}. That does no harm where the argument is always computed so that it has "
-    "this structure, such as `A @ A.mT`, `tril(A)` or `softmax(x)`: no gradient flows back from the "
-    "other directions. It is wrong for other arguments, and for a parameter that has the structure at "
-    "first only. The rows of derivatives are those along the directions that keep it."
+    "first derivative is wrong: {wrong}. That does no harm where the argument is always computed so "
+    "that it has this structure, such as `A @ A.mT`, `tril(A)` or `softmax(x)`: no gradient flows back "
+    "from the other directions. It is wrong for other arguments, and for a parameter that has the "
+    "structure at first only. The rows of derivatives are those along the directions that keep it."
 )
 PHASES = (
     "the columns, or rows, of what it returns are determined up to a sign or a phase, as eigenvectors "
@@ -204,22 +204,16 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
         known = list(derivatives.first_order())
-        status = _row_status(known, FIRST, "fail")
-        found = None if status == "pass" else _restricted(derivatives, status)
+        status, found = _row_status(known, FIRST), None
+        if status == "fail":
+            found = _structured_derivatives(derivatives)
+        if status != "pass":
+            found = found or _phase_fixed_derivatives(derivatives, status)
         derivatives, known = found or (derivatives, known)
         yield from known
     for order in (2, 3, 4):
         if order in options.orders:
-            name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
             judged = list(derivatives.higher_order(order))
-            status = _row_status(judged, name, "pass")
-            again = order == 2 and 1 in options.orders and not options.surrogate
-            if again and status in ("warn", "fail") and subject.call.gauge is None:
-                # signs that change from point to point may agree in the first derivative by chance
-                found = _restricted(derivatives, "warn", second=status)
-                if found:
-                    derivatives, first_rows = found
-                    judged = [first_rows[-1], *derivatives.higher_order(order)]
             yield from judged
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate:
@@ -246,34 +240,19 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         yield row
 
 
-def _row_status(rows: Iterable[Row], name: str, default: str) -> str:
-    return next((row.status for row in rows if row.name == name), default)
+def _row_status(rows: Iterable[Row], name: str) -> str:
+    return next((row.status for row in rows if row.name == name), "")
 
 
 # Derivatives, and the rows of the first ones
 Restricted = tuple[Derivatives, list[Row]]
 
 
-def _restricted(without: Derivatives, first: str, second: str | None = None) -> Restricted | None:
-    """The derivatives along directions that keep a structure of the arguments, or with the phases
-    of the outputs fixed, if they are right then.
-
-    without: the derivatives without that. first, second: the status of the first derivative, and of the
-    second one, if that is why.
-    """
-    found = None
-    if (second or first) == "fail" and not without.subject.kept:
-        found = _structured_derivatives(without)
-    return found or _phase_fixed_derivatives(without, first, second)
-
-
 def _structured_derivatives(without: Derivatives) -> Restricted | None:
-    """The derivatives along directions that keep a structure of the arguments, if they are right then.
-
-    Where the first derivative is wrong along all directions, it is enough that it is right along these;
-    where only the second one is, that one has to be.
-    """
-    name, off = next((n, one) for n, one in without.found.items() if one.wrong)
+    """The derivatives along directions that keep a structure of the arguments, if the first one, which
+    is wrong along all directions, is right along these; the second one too, if there is such a
+    structure."""
+    off = without.found[FIRST]
     if off.raised is not None:
         return None
     subject = without.subject
@@ -283,42 +262,31 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
         derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             found = list(derivatives.first_order())
-            if _row_status(found, FIRST, "") == "pass":
+            if _row_status(found, FIRST) == "pass":
                 right = derivatives.are_right()
-                if right or (name == FIRST and not kept):
+                if right or not kept:
                     kept, rows = chosen, found
                 if right:
                     break
     subject.restrict(kept)
     if not kept:
         return None
-    derivatives = without.again()
     what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in kept.items())
-    text = LEAVING.format(which=name.split(":")[0], kept=what, wrong=off.wrong)
-    return derivatives, [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
+    text = LEAVING.format(kept=what, wrong=off.wrong)
+    return without.again(), [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
-def _phase_fixed_derivatives(
-    without: Derivatives, first: str, second: str | None
-) -> Restricted | None:
-    """The derivatives with the signs or phases of the outputs fixed, if they are right then.
+def _phase_fixed_derivatives(without: Derivatives, status: str) -> Restricted | None:
+    """The derivatives with the signs or phases of the outputs fixed, if the first one is right then.
 
-    A first derivative that depends on the signs that an algorithm chooses does not exist where they
-    change, so that nothing can be compared. The second one has to be right with fixed ones, or wrong
-    beyond doubt where it was not judged without.
+    One that depends on the signs that an algorithm chooses does not exist where they change, so that
+    nothing can be compared. status: that of the first derivative without.
     """
-    subject = without.subject
-    for _ in subject.phase_fixings(real_too=first == "warn"):
+    for _ in without.subject.phase_fixings(real_too=status == "warn"):
         derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
-            right = _row_status(rows, FIRST, "") == "pass"
-            if right and second is not None:
-                right = derivatives.are_right() or (
-                    second == "warn"
-                    and any(row.status == "fail" for row in derivatives.higher_order(2))
-                )
-            if right:
+            if _row_status(rows, FIRST) == "pass":
                 return derivatives, [*rows, Row("first derivative: phases", "skip", None, PHASES)]
     return None
 
