@@ -264,16 +264,18 @@ class _Audit:
         """What is said of a derivative that is right beside params, and not at them."""
         row, text = Row(route.row, "warn"), UNKNOWN_AT_PARAMS
         if result.wrong and (route is THIRD or loss.checker().is_linear()):
-            row = self._failed_row(loss, route, result, requested=True)
+            row = self._failed_row(loss, route, result)
             text = WRONG_AT_PARAMS.format(row.text)
         return row._replace(name=f"{route.row}, at params", text=text)
 
+    def _is_requested(self, route: Route) -> bool:
+        return route is FIRST or route in self._requested
+
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""
-        requested = route is FIRST or route in self._requested
-        result = _check_derivative(loss, route, directions)
+        requested, result = self._is_requested(route), _check_derivative(loss, route, directions)
         if result.at_fault:
-            return self._failed_row(loss, route, result, requested=requested)
+            return self._failed_row(loss, route, result)
         if result.wrong is False:
             if route is not FIRST:
                 self._right[route] = loss.checker().products[route.key]
@@ -286,9 +288,8 @@ class _Audit:
         )
         return Row(route.row, "warn" if requested else "skip", None, text)
 
-    def _failed_row(
-        self, loss: ReproducibleLoss, route: Route, result: CheckResult, *, requested: bool
-    ) -> Row:
+    def _failed_row(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
+        requested = self._is_requested(route)
         first = islice(loss.locator.find(route, result), 1)  # which is enough if not requested
         faults = self._faults(loss, route, result) if requested else [*first]
         where = self._messages.where(faults)

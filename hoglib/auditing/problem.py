@@ -425,9 +425,7 @@ def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Row
             yield Row(f"{CULPRIT}{name}", "fail", None, text)
 
 
-def _parameter_failures(
-    problem: Problem, value: Tensor, leaves: list[Tensor], notes: Notes
-) -> Rows:
+def _parameter_failures(problem: Problem, value: Tensor, leaves: Vector, notes: Notes) -> Rows:
     """Which parameters the value was computed from."""
     reached = graph_summary(value).leaves
     pairs = list(zip(problem.paths, leaves, strict=True))

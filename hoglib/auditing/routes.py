@@ -396,10 +396,8 @@ class Checker:
             if error < RIGHT.get(self._dtype, RIGHT[torch.float32]):
                 return self._compare_zero(error) if zero else CheckResult(False, error)
             best, bend = min(best, error), _relative_distance(one_sided, central, size)
-            for other, other_bend in tried:
-                doubt = min(
-                    doubt, max(_relative_distance(other, central, size), min(bend, other_bend))
-                )
+            for other, bent in tried:
+                doubt = min(doubt, max(_relative_distance(other, central, size), min(bend, bent)))
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))

@@ -45,7 +45,7 @@ WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
 WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd sees
 
-Moves = dict[int, Tensor]  # by argument
+Moves = dict[int, Tensor] | None  # by argument
 # by slot: the leaf that it is in backward, and how that moves
 Leaves = dict[str, tuple[Tensor, Tensor]]
 
@@ -64,9 +64,7 @@ class Diagnosis:
     matrix, probabilities).
     """
 
-    def __init__(
-        self, app: Application, moves: Moves | None = None, *, in_jvp: bool = False
-    ) -> None:
+    def __init__(self, app: Application, moves: Moves = None, *, in_jvp: bool = False) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)
         self.lost = 0.0  # relative to the whole term
@@ -358,7 +356,7 @@ def is_culprit(row: Row) -> bool:
     return row.status == "fail" and any(word in row.name for word in words)
 
 
-def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves | None]]:
+def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves]]:
     """The Functions that the subject applies near its inputs, and how their arguments move along v."""
     v = [random_like(y, subject.random) * element_scales(y) for y in x]
 
@@ -371,7 +369,7 @@ def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Applicat
     if not len(here) == len(above) == len(below):
         return [(app, None) for app in here]
 
-    def moves(app: Application, p: Application, m: Application) -> Moves | None:
+    def moves(app: Application, p: Application, m: Application) -> Moves:
         if not p.by == m.by == app.by or any(p.args[i].shape != m.args[i].shape for i in p.by):
             return None
         return {i: (p.args[i] - m.args[i]) / (2 * step) for i in app.by}
@@ -519,7 +517,7 @@ class _Rule(NamedTuple):
         return Row(f"{prefix}{name}", status, share, text.rstrip())
 
     def rows(
-        self, moves: Moves | None, *, right_once: bool, raises: bool = False, raised: bool = True
+        self, moves: Moves, *, right_once: bool, raises: bool = False, raised: bool = True
     ) -> Rows:
         """The causes. right_once: whether the first derivative is right; raises: whether it raises;
         raised: whether autograd raises in the mode in question, too."""

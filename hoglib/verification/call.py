@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, source_location, validation
 from hoglib._core.ambient import replaced
-from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.element_differences import TensorMap, element_scales, max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.mixed_precision import is_half
@@ -30,6 +30,7 @@ from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
 Tensors = Sequence[Tensor]
+Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to
 
 # The memory layout of an argument: copies that have it too.
 #
@@ -165,9 +166,7 @@ def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tenso
     return leaves, function(*leaves)
 
 
-def grad(
-    outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **options: Any
-) -> list[Tensor]:
+def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **more: Any) -> Vector:
     """The gradients of the weighted sum of those outputs that have a graph; zeros if none has. With
     unhandled=True a mode sees what backward calls, which otherwise handles the call as one."""
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
@@ -175,7 +174,7 @@ def grad(
     if not live:
         return [torch.zeros_like(x) for x in inputs]
     values, factors = zip(*live, strict=True)
-    found = gradients(values, inputs, factors, **options)
+    found = gradients(values, inputs, factors, **more)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
@@ -192,9 +191,7 @@ def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> 
     return map_
 
 
-def vjps(
-    function: TensorMap, x: Tensors, covectors: Sequence[tuple[int, Tensor]]
-) -> list[list[Tensor]]:
+def vjps(function: TensorMap, x: Tensors, covectors: Numbered) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
     The graph is kept from one covector to the next, unless the function allows one backward pass only.
@@ -213,13 +210,11 @@ def vjps(
     return results
 
 
-def jvp(
-    function: TensorMap, x: Tensors, j: int, v: Tensor, *, by_torch_func: bool = False
-) -> list[Tensor]:
+def jvp(f: TensorMap, x: Tensors, j: int, v: Tensor, *, by_torch_func: bool = False) -> Vector:
     """J(x) v, with v a direction of input j, in forward mode."""
 
-    def moved(*y: Tensor) -> list[Tensor]:
-        return function(*x[:j], *y, *x[j + 1 :])
+    def moved(*y: Tensor) -> Vector:
+        return f(*x[:j], *y, *x[j + 1 :])
 
     pushed = tangent(moved, 1, by_torch_func=by_torch_func)
     return [t.detach() for t in pushed(x[j].detach().clone(), v)]
@@ -322,18 +317,16 @@ class Call:
         values = [fresh(x) for x in self._values]
         variables_in = zip(self.positions, variables, self.complex_variables, strict=True)
         for j, (slot, x, parts) in enumerate(variables_in):
-            value = torch.complex(*x.unbind(-1)) if parts else x
-            value = self.projections[j](value) if j in self.projections else value
+            own = torch.complex(*x.unbind(-1)) if parts else x
+            own = self.projections[j](own) if j in self.projections else own
             if before is not None:
-                value = before(value)
+                own = before(own)
             elif j in self.layouts:
-                value = laid_out(value, self.layouts[j])
-            if not (value.requires_grad or transforms_active()):
+                own = laid_out(own, self.layouts[j])
+            if not (own.requires_grad or transforms_active()):
                 # fn may take a gradient itself
-                value = (
-                    value.detach().requires_grad_() if self.needs_graph else value.view_as(value)
-                )
-            values[slot] = value.clone() if self.clone else value
+                own = own.detach().requires_grad_() if self.needs_graph else own.view_as(own)
+            values[slot] = own.clone() if self.clone else own
         return self._run(values)
 
     def from_leaves(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:

@@ -498,9 +498,7 @@ def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Rows:
 
 # Another function of plain torch operations
 
-VALUE, FIRST, SECOND = (
-    f"reference: {what}" for what in ("value", "first derivative", "second derivative")
-)
+REFERENCE = [f"reference: {what}" for what in ("value", "first derivative", "second derivative")]
 
 
 def reference_rows(
@@ -508,7 +506,7 @@ def reference_rows(
 ) -> Rows:
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
     theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
-    for order, name in enumerate((VALUE, FIRST, SECOND)):
+    for order, name in enumerate(REFERENCE):
         found = [_off_from(subject, theirs, x, order) for x in points]
         worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")
         yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
@@ -521,7 +519,7 @@ def reference_rows(
         if not any(y.requires_grad for y in values):
             why = why or "the reference has no gradient: it leaves torch."
         if why:
-            yield from (Row(other, "skip", None, why) for other in (FIRST, SECOND))
+            yield from (Row(other, "skip", None, why) for other in REFERENCE[1:])
             return
 
 

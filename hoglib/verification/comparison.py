@@ -37,6 +37,7 @@ from hoglib._core.element_differences import (
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import call as calls
+from hoglib.verification.call import Numbered
 from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
@@ -205,7 +206,6 @@ class Discrepancy:
 
 
 Found = Mapping[str, Discrepancy]  # by the name of the row that rests on it
-Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to
 
 
 def products(

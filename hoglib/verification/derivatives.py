@@ -58,9 +58,7 @@ NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an
 Like = Callable[[Sequence[Tensor]], list[Tensor]]  # random tensors like those that are given
 
 
-def stage(
-    first: Target, mode: str, order: int, like: Like, *, by_torch_func: bool = False
-) -> Target:
+def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool = False) -> Target:
     """The map of order - 1 in a mode, whose derivative is of that order.
 
     Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.

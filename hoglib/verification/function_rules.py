@@ -156,10 +156,8 @@ def _expressions(file: str, line: int, target: str) -> Sequence[ast.expr]:
 
 
 @lru_cache(maxsize=1024)
-def _find_expressions(
-    file: str, count: int, text: str, line: int, target: str
-) -> Sequence[ast.expr]:
-    """count, text: the number of lines, and the one in question: a file is the same as long as they
+def _find_expressions(file: str, n: int, text: str, line: int, target: str) -> Sequence[ast.expr]:
+    """n, text: the number of lines, and the one in question: a file is the same as long as they
     are."""
     saved: list[ast.expr] = []
     assigned: list[ast.expr] = []
@@ -220,9 +218,7 @@ def _member(expression: ast.expr, key: Key) -> ast.expr | None:
             return None if starred or which >= len(members) else members[which]
         case ast.Dict() if how == "key":
             pairs = zip(expression.keys, expression.values, strict=True)
-            named = (
-                x for name, x in pairs if isinstance(name, ast.Constant) and name.value == which
-            )
+            named = (x for n, x in pairs if isinstance(n, ast.Constant) and n.value == which)
             return next(named, None)
         case ast.Call() if how == "key":  # dict(a=x)
             return next((k.value for k in expression.keywords if k.arg == which), None)

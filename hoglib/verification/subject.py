@@ -86,6 +86,7 @@ def structures_of(x: Tensor) -> list[Structure]:
 
 
 Chosen = dict[int, Structure]  # by variable
+Allowed = Callable[[int, Structure], bool]
 
 
 def _as_given(x: Tensor) -> Tensor:
@@ -250,9 +251,8 @@ class Application(NamedTuple):
         """What its backward returns, as a plain function, for what a run left on the context."""
         context = function_rules.Context(run.record)
         given = run.incoming() if incoming is None else incoming
-        return function_rules.as_tuple(
-            torch_internals.backward_rule(self.function)(context, *given)
-        )
+        rule = torch_internals.backward_rule(self.function)
+        return function_rules.as_tuple(rule(context, *given))
 
     def changed_by_backward(self) -> list[str]:
         """The labels of what backward changes on the context or on the class."""
@@ -436,9 +436,7 @@ class Subject:
         leaves, values = calls.at_leaves(self.map, x)
         return calls.grad(values, leaves)
 
-    def restrictions(
-        self, allowed: Callable[[int, Structure], bool] = lambda j, one: True
-    ) -> Iterator[Chosen]:
+    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator[Chosen]:
         """Restricts it in turn to structures that its variables have, if they are allowed; one variable
         alone before several together."""
         values = [_as_given(self.call.value(j)) for j in range(len(self.x))]
