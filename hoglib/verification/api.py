@@ -332,8 +332,7 @@ def _functions_apart(subject: Subject) -> Rows:
 
 def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
     for app in subject.applications:
-        by = tuple(i in app.by for i in range(len(app.args)))
-        yield app.function.__name__, examine(applied(app.function, app.args, by, ""))
+        yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
 
 
 def _rounds_values(subject: Subject) -> bool:

@@ -37,7 +37,7 @@ from hoglib._core.element_differences import (
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import call as calls
-from hoglib.verification.call import Numbered
+from hoglib.verification.call import Numbered, Tensors
 from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
@@ -141,12 +141,14 @@ class Target(NamedTuple):
     rows: list[str]
     columns: list[str]
     slopes: Sequence[Slope] = ()
+    full: bool = False  # whether these are along each element
 
     def with_slopes(
         self, random: Generator, *, full: bool = False, eps: float | None = None
     ) -> "Target":
         along = [(j, v) for j, x in enumerate(self.x) for v in directions(x, random, full=full)]
-        return self._replace(slopes=[slope(self.map, self.x, j, v, eps=eps) for j, v in along])
+        slopes = [slope(self.map, self.x, j, v, eps=eps) for j, v in along]
+        return self._replace(slopes=slopes, full=full)
 
 
 @final
@@ -193,9 +195,7 @@ class Discrepancy:
 
     def merge(self, other: "Discrepancy") -> "Discrepancy":
         """The worse of both; an unknown column, or a blank row, is one in both."""
-        worse = other if (other.wrong and not self.wrong) or other.error > self.error else self
-        if self.wrong and not other.wrong:
-            worse = self
+        worse = max(self, other, key=lambda one: (bool(one.wrong), one.error))
         result = Discrepancy(**vars(worse))
         result.checked = self.checked + other.checked
         result.unknown = self.unknown & other.unknown
@@ -209,7 +209,7 @@ Found = Mapping[str, Discrepancy]  # by the name of the row that rests on it
 
 
 def products(
-    f: TensorMap, x: Sequence[Tensor], vectors: Numbered, covectors: Numbered, key: str
+    f: TensorMap, x: Tensors, vectors: Numbered, covectors: Numbered, key: str
 ) -> list[list[tuple[float, bool]]]:
     """<w, J v> for each covector w and each direction v of an input, and whether J^T w, or J v, is
     anything but exact zeros.
@@ -229,7 +229,7 @@ def products(
 
 
 def largest_difference(
-    found: Sequence[Tensor], right: Sequence[Tensor], floor: float | None = 0.0
+    found: Tensors, right: Tensors, floor: float | None = 0.0
 ) -> tuple[float, int]:
     """The largest difference between two lists of tensors, and the index of its tensor: relative to the
     size of each tensor, or the floor, if that is larger; absolute for None."""
@@ -273,14 +273,11 @@ TRUST = 5.0  # the error of a difference may be this many times its estimate
 DROWNED = "their noise exceeds the derivative"
 
 
-def compared(
-    at: Target, key: str, bounds: Bounds, random: Generator, *, full: bool = False
-) -> Discrepancy:
+def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrepancy:
     """<w, J v> along the direction v of each slope for a few covectors w of each output."""
     found = Discrepancy()
-    covectors = [
-        (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, bounds, random, full)
-    ]
+    outputs = range(len(at.rows))
+    covectors = [(i, w) for i in outputs for w in _covectors(at, i, bounds, random)]
     try:
         numbers = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
     except Exception as error:
@@ -348,25 +345,23 @@ def _is_drowned(
     return some and ((number <= rounding and off > 0.5 * number) or 0.1 * number < off <= rounding)
 
 
-def _covectors(
-    slopes: Sequence[Slope], i: int, bounds: Bounds, random: Generator, full: bool
-) -> list[Tensor]:
+def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Tensor]:
     """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere, but
     for elements below the tolerance. With a coarse tolerance the last one weighs them by their size."""
-    like = slopes[0].values[i]
+    like = at.slopes[0].values[i]
     known = torch.ones_like(like, dtype=torch.bool)
     sizes = torch.zeros_like(like)
-    for one in slopes:
+    for one in at.slopes:
         if bool(one.known(i).any()):
             known &= one.known(i)
             sizes += torch.where(one.known(i), one.values[i].abs(), 0.0)
-    if full:
+    if at.full:
         eye = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
     share = 1.0 / (sizes + max(1e-3, bounds.atol) * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
     draws = [random_like(like, random) * share for _ in range(DRAWS)]
-    if bounds.atol > COARSE or any(one.grains[i] > GRAIN for one in slopes):
+    if bounds.atol > COARSE or any(one.grains[i] > GRAIN for one in at.slopes):
         # what is allowed for many small elements would exceed the few that are large
         draws[-1] = random_like(like, random) * known
     return draws
@@ -375,7 +370,7 @@ def _covectors(
 MANY = 256  # elements that are differentiated one by one
 
 
-def wrong_elements(f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: Generator) -> str:
+def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) -> str:
     """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
     input of not too many."""
     if x[j].numel() > MANY:
@@ -484,8 +479,7 @@ class Comparer(NamedTuple):
         return worst
 
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
-        bounds = bounds or self.options.bounds
-        return compared(at, key, bounds, self.random, full=self.options.full)
+        return compared(at, key, bounds or self.options.bounds, self.random)
 
 
 # In half precision, by means

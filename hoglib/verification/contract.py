@@ -378,9 +378,7 @@ class DeviceWatch(TorchFunctionMode):
             self._note("a tensor made on the default device is mixed with the inputs")
         made_here = not given and (device is None or named is not None)
         if made_here or (given and len(foreign) == len(given)):
-            for y in pytree.leaves(result):
-                if isinstance(y, Tensor):
-                    self._made[id(y)] = y
+            self._made |= {id(y): y for y in pytree.tensors(result)}
         return result
 
     def _note(self, what: str) -> None:

@@ -22,6 +22,7 @@ from hoglib._core.source_location import SourceLine, format_error, innermost_lin
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
+from hoglib.verification.call import Tensors
 from hoglib.verification.comparison import Comparer, Discrepancy, Options, Target, wrong_elements
 from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Row, Rows, finding
 from hoglib.verification.subject import Subject
@@ -67,7 +68,7 @@ def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool 
     """
     at = first
     for k in range(1, order):
-        f, x, rows, columns, _ = at
+        f, x, rows, columns, *_ = at
         which = f"{ORDINALS[k]} " if k > 1 else ""
         if mode[1] == "r" if k == 1 else mode != "ff":
             what = f"the {which}derivative" if which else "the gradient"
@@ -315,9 +316,7 @@ def ratio(found: Discrepancy) -> str:
     return f" ({share:.4g} times the expected value)"
 
 
-def nan_operation(
-    f: TensorMap, x: Sequence[Tensor], u: Sequence[Tensor], w: Sequence[Tensor] | None = None
-) -> str:
+def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None) -> str:
     """Where the first number arises that is not finite, in the gradient of <u, f> or, with w, in that
     of <w, G>, where G is the gradient of <u, f>: the backward of a custom Function, or the derivative
     of what a line of the user's computes; "" if neither is known. An infinite number becomes NaN
