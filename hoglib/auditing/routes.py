@@ -36,7 +36,7 @@ from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
 from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification import call as calls
-from hoglib.verification.attribution import detached_copy
+from hoglib.verification.attribution import detached_copy, requires_grad
 from hoglib.verification.call import Call, is_part, real
 from hoglib.verification.comparison import some_of
 
@@ -372,23 +372,25 @@ class Checker:
         return self._compare(route, found) if compare else CheckResult(False, product=found)
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:
-        size, limit = None, OF_VECTOR  # size: what the error of a number is relative to
-        if route.quantity == "first":
+        quantity, size, limit = (
+            route.quantity,
+            None,
+            OF_VECTOR,
+        )  # size: what the error of a number is relative to
+        if quantity == "first":
             size, limit = float(pytree.norm(_times(found, self._scales))), OF_NUMBER
             found = [pytree.dot(found, self._v)]
-        elif route.quantity != "curvature":
+        elif quantity != "curvature":
             found = _times(found, self._scales)
         # the second derivative is zero, of a function that is not linear everywhere
-        zero = self._dtype == torch.float64 and route.quantity == "hessian"
+        zero = self._dtype == torch.float64 and quantity == "hessian"
         zero = zero and not any(part.any() for part in found)
         tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
         best = doubt = inf
-        for step in steps("route", self._dtype):
-            slope = self._slope(route.quantity, step)
-            if slope is None:
-                continue
+        slopes = (self._slope(quantity, step) for step in steps("route", self._dtype))
+        for slope in filter(None, slopes):
             central, one_sided = slope
-            if route.quantity == "curvature":
+            if quantity == "curvature":
                 size, limit = float(pytree.norm(central)), OF_NUMBER
                 w = [part / unit for part, unit in zip(self._w, self._scales, strict=True)]
                 central, one_sided = ([pytree.dot(part, w)] for part in slope)
@@ -432,13 +434,11 @@ class Checker:
         if (kind, step) not in self._known:
             self._known[kind, step] = None
             along = self._w if kind == "third" else self._v
-            try:
+            with suppress(Exception):  # the function need not accept another point
                 if kind not in self._here:  # the first run records the values to hold
                     self._here[kind] = self._function(kind, self._leaves)
                 if self._stops is None or not self._stops.beyond:
                     self._known[kind, step] = self._difference(kind, along, step)
-            except Exception:  # the function need not accept another point
-                pass
         return self._known[kind, step]
 
     def _difference(self, kind: str, along: Vector, step: float) -> _Slope | None:
@@ -600,7 +600,7 @@ def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar
     none if nothing depends on them."""
     call = Call(run, inputs, dtype=None)
     call.clone = True  # run may change its inputs in place
-    first = call.run_with_grad() if any(map(_requires_grad, pytree.leaves(inputs))) else []
+    first = call.run_with_grad() if any(map(requires_grad, pytree.leaves(inputs))) else []
     which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
     random = torch.Generator("cpu").manual_seed(1)
     u = [random_like(real(first[i].detach()), random) for i in which]
@@ -679,11 +679,11 @@ class _OperationRecorder(CallMode):
 
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         call = key = None
-        if any(map(_requires_grad, pytree.leaves((args, kwargs)))):
+        if any(map(requires_grad, pytree.leaves((args, kwargs)))):
             call = RecordedCall(run=func, operation=name or str(func))
             key = self._record(call, (args, kwargs), torch_call_line())
         result = func(*args, **kwargs)
-        made = any(map(_requires_grad, pytree.leaves(result)))
+        made = any(map(requires_grad, pytree.leaves(result)))
         if call is not None and not made and self._parts().get(key) is call:
             del self._parts()[key]
         return result
@@ -698,7 +698,3 @@ class _OperationRecorder(CallMode):
             call.line, call.module = line, running_module()
             parts[key] = call
         return key
-
-
-def _requires_grad(x: Any) -> bool:
-    return is_float(x) and bool(x.requires_grad)

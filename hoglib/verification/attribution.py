@@ -413,16 +413,10 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
             if fault:
                 at = f" at {place}" if place else ""
                 library = getattr(func, "namespace", "aten")
-                whose, fix = "torch's own ", "Use another mode, or another operation."
-                if library not in OWN:
-                    whose = f"the operator {library}::"
-                    fix = (
-                        "Its backward must be of operations that can be differentiated, of saved "
-                        "inputs and outputs."
-                    )
+                whose = "torch's own " if library in OWN else f"the operator {library}::"
                 text = (
                     f"{whose}{called}{at} is at fault: its derivative in {title} is wrong or "
-                    f"missing: {fault}. {fix}"
+                    f"missing: {fault}. Use another mode, or another operation."
                 )
                 yield Row(f"culprit: {called} in {title}", "fail", None, text)
 
@@ -455,8 +449,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         graphed, made = (
-            any(is_float(x) and x.requires_grad for x in pytree.leaves(tree))
-            for tree in ((args, kwargs), result)
+            any(map(requires_grad, pytree.leaves(x))) for x in ((args, kwargs), result)
         )
         if graphed and made and len(self.calls) < MOST:
             line = source_location.torch_call_line()
@@ -466,9 +459,11 @@ class _Calls(TorchFunctionMode):
 
 def detached_copy(tree: Any) -> Any:
     """A copy whose tensors are leaves, which require grad where the originals do."""
-    return pytree.map_tensors(
-        lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
-    )
+    return pytree.map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
+
+
+def requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 # The rows that name a cause: what is lost, at which line, and the fix.
