@@ -150,6 +150,7 @@ class _Audit:
 
     def __init__(self, problem: Problem, requested: list[Route]) -> None:
         self._problem, self._requested = problem, requested
+        self._must = [FIRST, *requested]  # be right
         self._messages = FaultMessages(problem.names)
         self._culprits: dict[str, Row] = {}
         self._judged = True  # whether every requested route could be compared
@@ -268,12 +269,9 @@ class _Audit:
             text = WRONG_AT_PARAMS.format(row.text)
         return row._replace(name=f"{route.row}, at params", text=text)
 
-    def _is_requested(self, route: Route) -> bool:
-        return route is FIRST or route in self._requested
-
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""
-        requested, result = self._is_requested(route), _check_derivative(loss, route, directions)
+        requested, result = route in self._must, _check_derivative(loss, route, directions)
         if result.at_fault:
             return self._failed_row(loss, route, result)
         if result.wrong is False:
@@ -289,7 +287,7 @@ class _Audit:
         return Row(route.row, "warn" if requested else "skip", None, text)
 
     def _failed_row(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
-        requested = self._is_requested(route)
+        requested = route in self._must
         first = islice(loss.locator.find(route, result), 1)  # which is enough if not requested
         faults = self._faults(loss, route, result) if requested else [*first]
         where = self._messages.where(faults)

@@ -615,11 +615,7 @@ def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar
 
 def _float_tensors(value: Any) -> list[Tensor]:
     """The floating-point tensors of an output, also those in objects that are no pytrees."""
-    found = []
-    for leaf in pytree.leaves(value):
-        inside = vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor) else {}
-        found += [leaf, *pytree.leaves(dict(inside))]
-    return [y for y in found if is_float(y)]
+    return [x for _, x in pytree.tensors_in("", value) if is_float(x)]
 
 
 def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
