@@ -18,7 +18,7 @@ their spread allows. So the noise is measured, and not assumed from the dtype.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, nan
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -487,7 +487,7 @@ class Comparer(NamedTuple):
 CENTRES = 16
 AROUND = 0.04  # how far the centres are apart, relative to the elements
 INTERVALS = 4
-HALF_LENGTHS = (0.25, 0.06)  # h; the shorter one where the map is not defined at the ends
+HALF_LENGTH = 0.25  # h
 PAIRS = 3  # directions and covectors of an input and an output
 SIGMAS = 6.0  # standard errors of the mean that are taken for noise
 BIAS = 4.0  # units of rounding: a covector is rounded to the same number at each centre
@@ -504,8 +504,9 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
         for j in (j for j in range(len(at.x)) for _ in range(PAIRS)):
             v = random_like(at.x[j], random) * element_scales(at.x[j])
             covectors = [(i, random_like(y, random)) for i, y in enumerate(values) if y.numel()]
-            integrals = _integrate_line(at, j, v, covectors, key, random)
-            if integrals is None:
+            lines = [[*_integrals(at, j, v, covectors, key, random)] for _ in range(CENTRES)]
+            integrals = torch.tensor(lines, dtype=torch.float64)
+            if not bool(integrals[..., 1:].isfinite().all()):
                 found.problem = found.problem or "it is not defined around the inputs"
                 continue
             off = integrals[..., 0] - integrals[..., 1]
@@ -527,36 +528,23 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
     return found
 
 
-def _integrate_line(
+def _integrals(
     at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator
-) -> Tensor | None:
-    """By centre and covector: the integral of <w, J v> by the derivative, and the difference of <w, F>
-    at the ends of the line, both divided by its length; and the size of a sum of its terms with random
-    signs. None where the map is not defined."""
-    state = random.get_state()
-    for h in HALF_LENGTHS:
-        random.set_state(state)
-        try:
-            lines = [[*_line_points(at, j, v, covectors, key, random, h)] for _ in range(CENTRES)]
-            found = torch.tensor(lines, dtype=torch.float64)
-        except Exception:
-            if h == HALF_LENGTHS[-1]:
-                raise
-            continue
-        if bool(found[..., 1:].isfinite().all()):
-            return found
-    return None
-
-
-def _line_points(
-    at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator, h: float
 ) -> Iterator[tuple[float, float, float]]:
+    """Of each covector, along a line through a centre: the integral of <w, J v> by the derivative, and
+    the difference of <w, F> at the ends, both divided by its length; and the size of a sum of its terms
+    with random signs. NaN where the map refuses the ends."""
+    h = HALF_LENGTH
     centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]
 
     def point(s: float) -> list[Tensor]:
         return [*centre[:j], centre[j] + s * v, *centre[j + 1 :]]
 
-    above, below = at.map(*point(h)), at.map(*point(-h))
+    try:
+        above, below = at.map(*point(h)), at.map(*point(-h))
+    except Exception:
+        yield from [(nan, nan, nan)] * len(covectors)
+        return
     shares = torch.rand(INTERVALS, generator=random, dtype=torch.float64).tolist()
     points = [point(h * (2 * (k + share) / INTERVALS - 1)) for k, share in enumerate(shares)]
     slopes = [products(at.map, x, [(j, v)], covectors, key) for x in points]
