@@ -274,13 +274,6 @@ class Application(NamedTuple):
     def name(self, i: int) -> str:
         return self.names[i] if i < len(self.args) else f"input {i}"
 
-    def declares_changes(self) -> bool:
-        """Whether it marks inputs as changed in place."""
-        try:
-            return bool(self.seeded().record.dirty)
-        except Exception:  # reported by the contract
-            return False
-
     def fresh(self) -> list[Any]:
         """Copies of the arguments, with their layouts."""
         return [calls.fresh(x) for x in self.args]
@@ -470,9 +463,7 @@ class Subject:
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
         pairs = zip(before, self.x, strict=True)
-        call.clone |= any(not same(a, b) for a, b in pairs) or any(
-            app.declares_changes() for app in self.applications
-        )
+        call.clone |= any(not same(a, b) for a, b in pairs)
         for x, value in zip(self.x, before, strict=True):
             put_back(x, value)
         self.find_outputs()
