@@ -37,7 +37,6 @@ from hoglib._core.torch_internals import Applying, transforms_active, unwrap, wa
 from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import detached_copy, requires_grad
-from hoglib.verification.call import Call, is_part, real
 from hoglib.verification.comparison import some_of
 
 # Values that a function takes out of its graph are held constant while differences are taken.
@@ -598,12 +597,12 @@ class Locator:
 def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar, Vector]:
     """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
     none if nothing depends on them."""
-    call = Call(run, inputs, dtype=None)
+    call = calls.Call(run, inputs, dtype=None)
     call.clone = True  # run may change its inputs in place
     first = call.run_with_grad() if any(map(requires_grad, pytree.leaves(inputs))) else []
     which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
     random = torch.Generator("cpu").manual_seed(1)
-    u = [random_like(real(first[i].detach()), random) for i in which]
+    u = [random_like(calls.real(first[i].detach()), random) for i in which]
     outputs, count = call.map(which), len(call.point)
 
     def f(*values: Tensor) -> Tensor:
@@ -668,7 +667,7 @@ class _OperationRecorder(CallMode):
         self._parts = parts
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        if not is_part(function):
+        if not calls.is_part(function):
             name = function.__qualname__
             call = RecordedCall(run=function.apply, operation=name, function=function)
             self._record(call, (args, {}), caller_line())

@@ -32,7 +32,6 @@ from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import Call, HalfWatch, laid_out_as, seed_all
 from hoglib.verification.comparison import Bounds, Discrepancy, Found, Target, compared
 from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
@@ -80,7 +79,7 @@ class Diagnosis:
         }
         self._incoming_name = "tangent" if in_jvp else "grad_output"
         self._moved: dict[str, Tensor] = {}  # the directions of the incoming gradients
-        with HalfWatch() as watch:
+        with calls.HalfWatch() as watch:
             base = self._run(0.0)
             self._arguments = self._incoming(base)
             with suppress(Exception):  # reported by `_diagnose`
@@ -98,10 +97,10 @@ class Diagnosis:
 
     def _run(self, h: float) -> Run:
         """A forward at x + h v."""
-        seed_all()
+        calls.seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
-            args[i] = laid_out_as(args[i], args[i] + h * v)
+            args[i] = calls.laid_out_as(args[i], args[i] + h * v)
         return self._app.run(args)
 
     def _slots(self, h: float) -> dict[str, Any]:
@@ -115,7 +114,7 @@ class Diagnosis:
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
         """The floating-point results of backward, or of jvp, for what is on the context."""
-        seed_all()
+        calls.seed_all()
         context = Context(record, in_jvp=self._in_jvp)
         returned = function_rules.as_tuple(self._rule(context, *incoming))
         kept = [r for i, r in enumerate(returned) if self._in_jvp or i in self._app.by]
@@ -423,7 +422,7 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
 
 def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
     try:
-        call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
+        call = calls.Call(lambda a, k: func(*a, **k), (args, kwargs), None)
         call.reseed = True
         symmetrize(call)
         which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]

@@ -20,7 +20,6 @@ from hoglib._core.source_location import format_error
 from hoglib._core.tolerances import TOLERANCES
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import subset_rows
-from hoglib.verification.call import Arrange, Call
 from hoglib.verification.comparison import Options, Pair, agreement, largest_difference
 from hoglib.verification.derivatives import nan_operation
 from hoglib.verification.function_rules import handles_memory
@@ -293,7 +292,9 @@ def gradient_variants(base: Baseline) -> list[Row]:
     return [create_graph(base), *gradient_layouts(base)]
 
 
-def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arrange | None) -> Row:
+def _with_layout(
+    base: Baseline, name: str, before: calls.Arrange | None, after: calls.Arrange | None
+) -> Row:
     f = base.subject.call.map(base.subject.output_indices, before=before, after=after)
     try:
         values = f(*base.x)
@@ -331,7 +332,7 @@ def _stride_zero_gradients(base: Baseline) -> Row:
     """The gradient of a sum, which is one number expanded, against a contiguous one."""
     call, which = base.subject.call, base.subject.output_indices
 
-    def run(after: Arrange) -> Twice:
+    def run(after: calls.Arrange) -> Twice:
         leaves, values = calls.at_leaves(call.map(which, after=after), base.x)
         total = torch.stack([y.sum() for y in values]).sum()
         first = calls.grad([total], leaves, create_graph=base.second is not None)
@@ -369,7 +370,7 @@ def in_float32(base: Baseline) -> Row:
         skipped = f"it computes in {str(subject.half).removeprefix('torch.')}."
     if skipped:
         return Row(name, "skip", None, skipped)
-    call = Call(subject.fn, subject.inputs, torch.float32).with_settings_of(subject.call)
+    call = calls.Call(subject.fn, subject.inputs, torch.float32).with_settings_of(subject.call)
     x = [y.float() for y in base.x]
     try:
         values, found = _gradients(base, call, x)
@@ -391,7 +392,7 @@ def in_float32(base: Baseline) -> Row:
     return Row(name, "pass", max(offs[count:], default=0.0))
 
 
-def _gradients(base: Baseline, call: Call, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+def _gradients(base: Baseline, call: calls.Call, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
     f = call.map(base.subject.output_indices)
     values = f(*x)
     u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
@@ -505,7 +506,7 @@ def reference_rows(
     subject: Subject, reference: Callable[..., Any], points: list[list[Tensor]], *, surrogate: bool
 ) -> Rows:
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
-    theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
+    theirs = calls.Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
     for order, name in enumerate(REFERENCE):
         found = [_off_from(subject, theirs, x, order) for x in points]
         worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")
@@ -523,7 +524,9 @@ def reference_rows(
             return
 
 
-def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) -> tuple[float, str]:
+def _off_from(
+    subject: Subject, reference: calls.Call, x: list[Tensor], order: int
+) -> tuple[float, str]:
     """The largest difference of values or derivatives in units of what is allowed, and what is
     wrong."""
     n = subject.call.num_inputs

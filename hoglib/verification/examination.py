@@ -31,7 +31,6 @@ from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
-from hoglib.verification.call import copied, exact_products
 from hoglib.verification.call_variants import OWN_RULE, Baseline, gradient_variants, vmap_fault
 from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
@@ -95,7 +94,7 @@ def applied(
     given: the arguments as the user passed them.
     """
     with torch_internals.without_transforms(), torch.no_grad():
-        copies = pytree.map_tensors(copied, args)
+        copies = pytree.map_tensors(calls.copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     held = {i: kinds for i, x in enumerate(given) if (kinds := held_kinds(x, given))}
     app = Application(_sharing(function, held), copies, wanted)
@@ -152,7 +151,7 @@ def examine(given: Applied) -> Verdict:
         torch_internals.without_saved_tensor_hooks(),
         grad_enabled(),
         keep_swapped(),
-        exact_products(),
+        calls.exact_products(),
         preserve_random_state(),
         # as where the Function was applied, which may have been left since
         given.autocast.restored(),
