@@ -287,9 +287,8 @@ class Derivatives:
             if bool(kink.any())
         }
         text = kinked and (
-            f"the inputs lie on a kink {'; '.join(sorted(kinked))}: the "
-            "slopes to either side differ, and the gradient there is a convention. It was checked near "
-            "the inputs."
+            f"the inputs lie on a kink {'; '.join(sorted(kinked))}: the slopes to either side differ, "
+            "and the gradient there is a convention. It was checked near the inputs."
         )
         return finding("kinks", text or "", "warn")
 

@@ -236,8 +236,7 @@ class Application(NamedTuple):
     def needed(self) -> tuple[bool, ...]:
         return tuple(i in self.by for i in range(len(self.args)))
 
-    def run(self, args: Sequence[Any] | None = None) -> function_rules.Run:
-        args = self.args if args is None else args
+    def run(self, args: Sequence[Any]) -> function_rules.Run:
         return function_rules.forward(self.function, args, self.needed)
 
     def seeded(self) -> function_rules.Run:
