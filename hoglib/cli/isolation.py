@@ -42,9 +42,7 @@ def found_here(
     targets: Targets, seed: int, start: int = 0, making: str = "its inputs could not be made: "
 ) -> Iterator[Found]:
     """What is found of each target from the start-th on, in this process."""
-    for place, (name, checks) in enumerate(targets):
-        if place < start:
-            continue
+    for place, (name, checks) in enumerate(targets[start:], start):
         yield Found(place, name)
         torch.manual_seed(seed)
         try:
