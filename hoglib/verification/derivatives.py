@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from math import inf
 from typing import Any, final
 
 import torch
@@ -200,7 +199,7 @@ class Derivatives:
         inputs, as it does in a network, or where those of several outputs are parts of one tensor."""
         subject, x = self.subject, self._points[-1]
         rows = [f"the gradient by {name}" for name in subject.names]
-        try:
+        with suppress(Exception):  # with a gradient that does not depend on the inputs it is right
             values = subject.map(*x)
             weights = self._like(values)
             parts = ((f, IN_PARTS) for f in calls.stacked(subject.map, values))
@@ -211,8 +210,6 @@ class Derivatives:
                     self.found[row.name] = found
                     judged = self._judged(row.name, found)
                     return judged._replace(text=f"{judged.text} {where}")
-        except Exception:  # with a gradient that does not depend on the inputs it is right
-            return row
         return row
 
     def _nan_origin(self) -> str:
@@ -233,15 +230,12 @@ class Derivatives:
     def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
         """The row of what was compared. may_lack: whether there is a forward level in it, which raises
         where it is not offered: a fault where it was declared or asked for."""
-        if found.raised is not None and may_lack:
-            text = f"it raised {format_error(found.raised)}."
-            if not (self.subject.offers_forward or self._options.modes is not None):
-                return Row(name, "skip", None, f"it is not offered: {text}")
-            self.found[name] = Discrepancy(error=inf, wrong=text, raised=found.raised)
-            return Row(name, "fail", None, text)
+        text = "" if found.raised is None else f"it raised {format_error(found.raised)}"
+        if text and may_lack and not (self.subject.offers_forward or self._options.modes):
+            return Row(name, "skip", None, f"it is not offered: {text}.")
         self.found[name] = found
-        if found.raised is not None:
-            text = f"{name.split(':')[0]} is missing: it raised {format_error(found.raised)}"
+        if text:
+            text = f"{text}." if may_lack else f"{name.split(':')[0]} is missing: {text}"
             return Row(name, "fail", None, text)
         if found.wrong:
             others = self._labels(found.faulty - {found.column})
