@@ -149,39 +149,36 @@ def verify(
 
 def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Options) -> Report:
     """The report of all checks, with the causes of failures first."""
-    name = name_of(fn)
-    noted = []
+    name, subject, judged = name_of(fn), None, None
+    rows: list[Row] = []
     if (module := lifted(fn, inputs)) is not None:
         fn, inputs, row = module
-        noted.append(row)
+        rows.append(row)
     try:
         subject = Subject(fn, inputs)
+        for row in _check_rows(subject, reference, options.in_dtype(subject.dtype)):
+            rows.append(row)
     except HoglibError:
         raise
     except Exception as error:
-        text = f"it does not run on its inputs: {format_error(error)}."
-        if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
-            text += " They are float64 copies; convert tensors that it holds itself to float64 too."
-        if isinstance(error, TypeError) and "argument" in str(error):
-            text += " `inputs` are the arguments one by one; put a list or tuple into another list."
-            text += " On the command line, each has an --input of its own."
-        return Report(name, [Row("runs", "fail", None, text)])
-    judged = None
-    try:
-        for row in _check_rows(subject, reference, options.in_dtype(subject.dtype)):
-            noted.append(row)
-    except HoglibError:
-        raise
-    except (
-        Exception
-    ) as error:  # of the checks themselves, of which the function may not be the cause
+        if subject is None:
+            return Report(name, [Row("runs", "fail", None, _why_it_does_not_run(error))])
+        # the checks themselves raised, of which the function may not be the cause
         judged, line = False, error_line(error)
-        text = "not judged: what follows from there." + f" A run of it ended at {line}." * bool(
-            line
-        )
-        noted.append(Row("checks", "warn", None, text))
-    noted.sort(key=lambda row: not attribution.is_culprit(row))
-    return Report(name, noted, judged=judged)
+        where = f" A run of it ended at {line}." if line else ""
+        rows.append(Row("checks", "warn", None, f"not judged: what follows from there.{where}"))
+    rows.sort(key=lambda row: not attribution.is_culprit(row))
+    return Report(name, rows, judged=judged)
+
+
+def _why_it_does_not_run(error: Exception) -> str:
+    text = f"it does not run on its inputs: {format_error(error)}."
+    if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
+        text += " They are float64 copies; convert tensors that it holds itself to float64 too."
+    if isinstance(error, TypeError) and "argument" in str(error):
+        text += " `inputs` are the arguments one by one; put a list or tuple into another list."
+        text += " On the command line, each has an --input of its own."
+    return text
 
 
 def _check_rows(subject: Subject, reference: Reference, options: Options) -> Rows:
@@ -193,8 +190,8 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
             yield from contract.check(app, surrogate=True)
         return
     yield from _treatment_notes(subject)
-    applied_functions = [app.function for app in subject.applications]
-    if as_function(subject.fn) is None and any(map(is_surrogate, applied_functions)):
+    functions = [app.function for app in subject.applications]
+    if as_function(subject.fn) is None and any(map(is_surrogate, functions)):
         yield from _functions_apart(subject)
         options = replace(options, orders=())
     points = [subject.x, subject.perturbed_point()]
