@@ -416,8 +416,7 @@ def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Row
     v = [torch.ones_like(x) for x in problem.leaves]
     state.begin()
     try:
-        of_leaves = lambda *own: problem.value([*own], problem.batch)  # noqa: E731
-        reverse_over_reverse(of_leaves, problem.leaves, v, v)
+        reverse_over_reverse(lambda *x: problem.value([*x], problem.batch), problem.leaves, v, v)
     except RuntimeError as error:
         line = str(error).splitlines()[0][:160]
         text = f"{WARNINGS['compiled'].format('It')} The error: {line}."
