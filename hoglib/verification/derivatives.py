@@ -339,6 +339,10 @@ def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None
 
 NEAR = 1e-6  # a move that changes the output of no step function, but at a few elements
 
+STEP = ", so that its derivative is zero almost everywhere."
+IDENTITY = "is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
+CLIPS = "clips: its output is the input, or does not depend on it."
+DIGITS = "rounds its input to fewer digits (quantisation)."
 DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the class."
 
 
@@ -360,22 +364,18 @@ def what_it_looks_like(subject: Subject, column: int) -> str:
 def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
     still, alike, values = y == z, y.shape == x.shape, set(y.unique().tolist())
     share = float(still.double().mean())
-    constant = share > 0.9  # near the inputs
+    flat = share > 0.9  # near the inputs
     through = (y == x) & (z == moved) if alike else torch.zeros_like(still)
-    sign = constant and alike and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all())
-    step = ", so that its derivative is zero almost everywhere."
+    sign = flat and alike and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all())
     kinds = (
-        (alike and bool(through.all()), "is the identity, and the gradient is a changed one "
-         "(reversed, scaled, clipped)."),
-        (sign, f"takes the sign of its input{step}"),
-        (constant and values <= {0.0, 1.0}, f"is a step (a threshold, a comparison, an argmax){step}"),
-        (constant and _is_on_a_grid(sorted(values)), f"rounds its input{step}"),
-        (constant, f"is a step function (rounding, quantisation, a choice){step}"),
-        (share > 0 and bool((still | through).all()), "clips: its output is the input, or does not "
-         "depend on it."),
-        (alike and 0 < max_abs(y - x) < 0.01 * max_abs(x), "rounds its input to fewer digits "
-         "(quantisation)."),
-    )  # fmt: skip
+        (alike and bool(through.all()), IDENTITY),
+        (sign, f"takes the sign of its input{STEP}"),
+        (flat and values <= {0.0, 1.0}, f"is a step (a threshold, a comparison, an argmax){STEP}"),
+        (flat and _is_on_a_grid(sorted(values)), f"rounds its input{STEP}"),
+        (flat, f"is a step function (rounding, quantisation, a choice){STEP}"),
+        (share > 0 and bool((still | through).all()), CLIPS),
+        (alike and 0 < max_abs(y - x) < 0.01 * max_abs(x), DIGITS),
+    )
     return next((f"forward {what}" for found, what in kinds if found), "")
 
 
