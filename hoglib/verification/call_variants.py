@@ -117,21 +117,18 @@ def create_graph(base: Baseline) -> Row:
 
 def deterministic(base: Baseline) -> Row:
     name, options = "deterministic", base.options
-    leaves, found = calls.at_leaves(base.f, base.x)
-    twice = base.second is not None
-    orders = (("the gradient", base.u, twice), ("the second derivative", base.w, False))
-    for what, weights, graphed in orders[: 1 + twice]:
-        keep = {"retain_graph": True, "create_graph": graphed}
-        found, again = (calls.grad(found, leaves, weights, **keep) for _ in range(2))
-        off, j = largest_difference(found, again, None)
-        if off > options.nondet_tol:
-            text = (
-                f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
-                "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
-                "sums in no fixed order. Its derivatives were judged with the same draws each time. "
-                "Draw random numbers in forward and save them, or set nondet_tol."
-            )
-            return Row(name, "warn" if options.surrogate else "fail", off, text)
+    leaves, values = calls.at_leaves(base.f, base.x)
+    keep = {"retain_graph": True, "create_graph": base.second is not None}
+    found, again = (calls.grad(values, leaves, base.u, **keep) for _ in range(2))
+    off, j = largest_difference(found, again, None)
+    if off > options.nondet_tol:
+        text = (
+            f"the gradient by {base.names[j]} differs between two backward passes by {off:.2g} "
+            "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or sums "
+            "in no fixed order. Its derivatives were judged with the same draws each time. Draw random "
+            "numbers in forward and save them, or set nondet_tol."
+        )
+        return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
         text = (
             "forward draws random numbers (torch's, NumPy's or random's); it was checked with the same "
