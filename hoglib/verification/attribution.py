@@ -447,10 +447,8 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        graphed, made = (
-            any(map(requires_grad, pytree.leaves(x))) for x in ((args, kwargs), result)
-        )
-        if graphed and made and len(self.calls) < MOST:
+        live, made = (any(map(requires_grad, pytree.leaves(x))) for x in ((args, kwargs), result))
+        if live and made and len(self.calls) < MOST:
             line = source_location.torch_call_line()
             self.calls.append((func, detached_copy(args), detached_copy(kwargs), line))
         return result
