@@ -20,6 +20,7 @@ from hoglib._core import pytree, source_location, validation
 from hoglib._core.ambient import replaced
 from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.element_differences import TensorMap, element_scales, max_abs, random_like
+from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.mixed_precision import is_half
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
@@ -381,6 +382,12 @@ def name_of(fn: Any) -> str:
     if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
         return str(fn.__name__)
     return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
+def custom_functions(outputs: Sequence[Any]) -> set[type[Function]]:
+    """The custom Functions in the graphs of the outputs."""
+    found = (entry.function for entry in graph_summary(outputs).functions)
+    return {function for function in found if function is not None and not is_part(function)}
 
 
 def is_part(function: type[Function]) -> bool:

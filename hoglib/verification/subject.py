@@ -406,7 +406,7 @@ class Subject:
         self.x = self.call.point
         self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
         self.applications = applications(self.call.run_with_grad)
-        self.functions = {app.function for app in self.applications}
+        self.functions = calls.custom_functions(self.call.run_with_grad())
         self.random = torch.Generator().manual_seed(0)
 
     def find_outputs(self) -> None:
