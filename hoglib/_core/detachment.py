@@ -135,7 +135,7 @@ class DetachmentWatch(TorchFunctionMode):
             return result
         if name in ESCAPES:
             self._escape(ESCAPES[name], tensors, has_graph)
-        elif has_graph and name not in VALUE_INDEPENDENT and not uses_only_metadata(name, args):
+        elif has_graph and name not in VALUE_INDEPENDENT and not uses_metadata(name, args):
             return self._check(func, name, args, kwargs, result)
         return result
 
@@ -149,10 +149,8 @@ class DetachmentWatch(TorchFunctionMode):
             return result
         if name in ALIASES:
             found = self._note(ALIASES[name], "alias")
-        elif name == "grad" and func is not torch.autograd.grad:
-            if any(one.kind == "backward" for one in self._seen.values()):
-                return result
-            found = self._note(".grad", "backward")
+        elif name == "grad" and func is not torch.autograd.grad:  # noted where backward filled it
+            return result
         elif name == "grad":
             found = self._note(INNER, "inner")
         elif not torch.is_grad_enabled():
@@ -201,7 +199,7 @@ def name_of_call(func: Any) -> str:
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
-def uses_only_metadata(name: str, args: Any) -> bool:
+def uses_metadata(name: str, args: Any) -> bool:
     """Whether only the dtype or shape of the tensor with a graph is used: x.to(y), x.view_as(y)."""
     return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 

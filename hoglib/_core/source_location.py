@@ -6,8 +6,8 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import dropwhile, islice, takewhile
 from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
 from typing import NamedTuple
@@ -26,6 +26,7 @@ _DEFINES_FUNCTIONS = tuple(os.path.join(_HOGLIB, *name.split("/")) for name in _
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "_constructed")
 _ENTRY = r'File "(.+)", line (\d+), in (\S+)'
 _MAX_QUOTED = 100  # characters of a line
+Stack = FrameType | TracebackType | Sequence[str]  # strings as `traceback.format_stack` gives them
 
 
 class SourceLine(NamedTuple):
@@ -110,18 +111,14 @@ def _is_machinery(file: str) -> bool:
 
 def torch_call_line() -> SourceLine | None:
     """The line whose torch call a mode is handling; None for a call of hoglib's own machinery."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in _MODE_HANDLERS:
-        frame = frame.f_back
-    return _innermost_user_line(frame.f_back if frame is not None else None)
+    calls = dropwhile(lambda entry: entry[2] not in _MODE_HANDLERS, _entries(sys._getframe(1)))
+    return _innermost_user_line(islice(calls, 1, None))
 
 
 def caller_line() -> SourceLine | None:
     """The user's line that called hoglib; None if hoglib's machinery called itself."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_machinery(frame.f_code.co_filename):
-        frame = frame.f_back
-    return _innermost_user_line(frame)
+    entries = _entries(sys._getframe(1))
+    return _innermost_user_line(dropwhile(lambda entry: _is_machinery(entry[0]), entries))
 
 
 def entry_keywords() -> tuple[str, ...]:
@@ -132,11 +129,20 @@ def entry_keywords() -> tuple[str, ...]:
     return code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
 
 
-def _innermost_user_line(frame: FrameType | None) -> SourceLine | None:
-    """The first line of user code from a frame outwards; None if hoglib's machinery comes first."""
-    for at, line in walk_stack(frame) if frame is not None else ():
-        file = at.f_code.co_filename
-        if _is_machinery(file) and at.f_code.co_name not in _MODE_HANDLERS:
+def _entries(stack: Stack) -> Iterator[tuple[str, int, str]]:
+    """The file, the line and the function of each entry of a stack, the innermost first."""
+    if isinstance(stack, FrameType | TracebackType):
+        frames = walk_stack(stack) if isinstance(stack, FrameType) else [*walk_tb(stack)][::-1]
+        yield from ((at.f_code.co_filename, line, at.f_code.co_name) for at, line in frames)
+    else:
+        found = (re.search(_ENTRY, entry) for entry in reversed(stack))
+        yield from ((one[1], int(one[2]), one[3]) for one in found if one)
+
+
+def _innermost_user_line(entries: Iterable[tuple[str, int, str]]) -> SourceLine | None:
+    """The first line of user code from an entry outwards; None if hoglib's machinery comes first."""
+    for file, line, function in entries:
+        if _is_machinery(file) and function not in _MODE_HANDLERS:
             return None
         if is_user_code(file):
             return SourceLine(file, line)
@@ -145,26 +151,14 @@ def _innermost_user_line(frame: FrameType | None) -> SourceLine | None:
 
 def innermost_line(stack: Sequence[str]) -> SourceLine | None:
     """The same for a stack as `traceback.format_stack` gives it."""
-    for entry in reversed(stack):
-        found = re.search(_ENTRY, entry)
-        if found is None or (_is_machinery(found[1]) and found[3] not in _MODE_HANDLERS):
-            return None
-        if is_user_code(found[1]):
-            return SourceLine(found[1], int(found[2]))
-    return None
+    return _innermost_user_line(_entries(stack))
 
 
-def user_line(stack: Sequence[str] | TracebackType | None = None) -> SourceLine | None:
+def user_line(stack: Stack | None = None) -> SourceLine | None:
     """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it, of
     a traceback, or of the caller's stack."""
-    if isinstance(stack, TracebackType):
-        lines = ((at.f_code.co_filename, line) for at, line in reversed([*walk_tb(stack)]))
-    elif stack is None:
-        lines = ((at.f_code.co_filename, line) for at, line in walk_stack(sys._getframe(1)))
-    else:
-        entries = (re.search(_ENTRY, entry) for entry in reversed(stack))
-        lines = ((found[1], int(found[2])) for found in entries if found)
-    return next((SourceLine(file, line) for file, line in lines if is_user_file(file)), None)
+    entries = _entries(sys._getframe(1) if stack is None else stack)
+    return next((SourceLine(file, line) for file, line, _ in entries if is_user_file(file)), None)
 
 
 def running_module(method: str = "") -> nn.Module | None:
@@ -176,18 +170,14 @@ def running_module(method: str = "") -> nn.Module | None:
 
 def raising_modules(error: BaseException) -> list[nn.Module]:
     """The modules in the traceback of an error, the innermost first."""
-    owners = (frame.f_locals.get("self") for frame, _ in _innermost_first(error))
-    return [owner for owner in owners if isinstance(owner, nn.Module)]
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    return [owner for owner in owners if isinstance(owner, nn.Module)][::-1]
 
 
 def error_line(error: BaseException) -> SourceLine | None:
     """The innermost line of user code in the traceback of an error."""
-    places = (SourceLine(frame.f_code.co_filename, line) for frame, line in _innermost_first(error))
-    return next((place for place in places if is_user_code(place.file)), None)
-
-
-def _innermost_first(error: BaseException) -> list[tuple[FrameType, int]]:
-    return [*walk_tb(error.__traceback__)][::-1]
+    entries = _entries(error.__traceback__ or ())
+    return next((SourceLine(file, line) for file, line, _ in entries if is_user_code(file)), None)
 
 
 def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:

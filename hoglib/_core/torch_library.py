@@ -34,6 +34,7 @@ from torch.utils import _pytree
 OPERATORS = (OpOverload, OpOverloadPacket)
 _OWN = frozenset({"aten", "prim", "prims", "hoglib"})
 Rules = tuple[Any, Any]  # backward, setup_context
+Application = tuple[type[Function], tuple[Any, ...]]  # and the arguments
 _FUNCTIONS: WeakKeyDictionary[OpOverload, tuple[Rules, type[Function]]] = WeakKeyDictionary()
 # Of operators whose rules torch keeps in its dispatcher alone; None for one that has none.
 _BY_LIBRARY: WeakKeyDictionary[OpOverload, type[Function] | None] = WeakKeyDictionary()
@@ -41,7 +42,7 @@ _BY_LIBRARY: WeakKeyDictionary[OpOverload, type[Function] | None] = WeakKeyDicti
 
 def call_as_function(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Callable[..., Any]
-) -> tuple[type[Function], tuple[Any, ...]] | None:
+) -> Application | None:
     """A call of an operator as the application of a Function; None for one without rules in Python.
 
     applied: applied(operator, args, kwargs) are the custom Functions that a call applies, `as_written`.
@@ -97,9 +98,7 @@ def overload_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return getattr(operator, name)
 
 
-def as_written(
-    function: type[Function], args: tuple[Any, ...] = ()
-) -> tuple[type[Function], tuple[Any, ...]]:
+def as_written(function: type[Function], args: tuple[Any, ...] = ()) -> Application:
     """An application of a Function, with the rules and the arguments that the user wrote where torch
     made it of an operator's."""
     if function.__module__ != "torch._library.autograd":  # where those that torch makes are

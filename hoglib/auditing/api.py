@@ -3,7 +3,7 @@
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, final
@@ -47,7 +47,7 @@ from hoglib.verification.attribution import detached_copy, is_culprit
 from hoglib.verification.call import exact_products, name_of
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.function_rules import is_surrogate
-from hoglib.verification.report import CULPRIT, Report, Row
+from hoglib.verification.report import CULPRIT, Report, Row, Rows
 
 
 @validation.explain_arguments
@@ -151,6 +151,7 @@ class _Audit:
 
     def __init__(self, problem: Problem, requested: list[Route]) -> None:
         self._problem, self._requested = problem, requested
+        self._must = [FIRST, *requested]  # be right
         self._messages = FaultMessages(problem.names)
         self._culprits: dict[str, Row] = {}
         self._judged = True  # whether every requested route could be compared
@@ -177,7 +178,7 @@ class _Audit:
         with eagerly():
             rows = [*self._derivative_rows(seen), *seen.warnings]
         for row in seen.failures:
-            self._add_culprit(row)
+            self._culprits.setdefault(row.name, row)
         return Report(name, [*self._culprits.values(), *rows], judged=self._judged)
 
     def with_own_rows(self, report: Report) -> Report:
@@ -192,7 +193,7 @@ class _Audit:
         rows = [part for row in report for part in (row, own.get(row.name)) if part is not None]
         return Report(report.name, rows, judged=self._judged)
 
-    def _own_rows(self, seen: Observations) -> Iterator[Row]:
+    def _own_rows(self, seen: Observations) -> Rows:
         """Torch's own product by each route, compared with that of the stand-ins."""
         dtype = next(iter(self._right.values()))[0].dtype
         with reproducible(self._problem, double=dtype == torch.float64) as loss:
@@ -265,16 +266,15 @@ class _Audit:
         """What is said of a derivative that is right beside params, and not at them."""
         row, text = Row(route.row, "warn"), UNKNOWN_AT_PARAMS
         if result.wrong and (route is THIRD or loss.checker().is_linear()):
-            row = self._failed_row(loss, route, result, requested=True)
+            row = self._failed_row(loss, route, result)
             text = WRONG_AT_PARAMS.format(row.text)
         return row._replace(name=f"{route.row}, at params", text=text)
 
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""
-        requested = route is FIRST or route in self._requested
-        result = _check_derivative(loss, route, directions)
+        requested, result = route in self._must, _check_derivative(loss, route, directions)
         if result.at_fault:
-            return self._failed_row(loss, route, result, requested=requested)
+            return self._failed_row(loss, route, result)
         if result.wrong is False:
             if route is not FIRST:
                 self._right[route] = loss.checker().products[route.key]
@@ -287,9 +287,8 @@ class _Audit:
         )
         return Row(route.row, "warn" if requested else "skip", None, text)
 
-    def _failed_row(
-        self, loss: ReproducibleLoss, route: Route, result: CheckResult, *, requested: bool
-    ) -> Row:
+    def _failed_row(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
+        requested = route in self._must
         first = islice(loss.locator.find(route, result), 1)  # which is enough if not requested
         faults = self._faults(loss, route, result) if requested else [*first]
         where = self._messages.where(faults)
@@ -332,15 +331,9 @@ class _Audit:
             name = f"{CULPRIT}{self._problem.names.title(fault.module)}"
             if name not in self._culprits:  # the first row of a module has the lowest order
                 text = self._messages.culprit(fault, what)
-                self._add_culprit(Row(name, "fail", fault.result.error, text))
+                self._culprits[name] = Row(name, "fail", fault.result.error, text)
 
-    def _add_culprit(self, row: Row) -> None:
-        """Each module has one row."""
-        known = self._culprits.setdefault(row.name, row)
-        if row.text not in known.text:
-            self._culprits[row.name] = known._replace(text=f"{known.text}\n{row.text}")
-
-    def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Iterator[Row]:
+    def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Rows:
         """What is taken out of the graph, if H v would differ without that."""
         # torch's parametrizations (spectral norm, weight norm) stop gradients by design
         stops = loss.stops.found
@@ -357,7 +350,7 @@ class _Audit:
             )
             yield Row("stopped gradients", "warn", change.error, text)
 
-    def _own_dtype_rows(self, route: Route, expected: Vector | None) -> Iterator[Row]:
+    def _own_dtype_rows(self, route: Route, expected: Vector | None) -> Rows:
         """A requested route at the parameters themselves, in their dtype: it must be there and finite,
         and is compared with the product in float64."""
         dtype = self._problem.leaves[0].dtype

@@ -47,7 +47,7 @@ from hoglib._core.torch_internals import (
 )
 from hoglib.auditing.routes import Checker, Locator, StopGradientReplay, reverse_over_reverse, scale
 from hoglib.verification.call import DOUBLE, real
-from hoglib.verification.report import CULPRIT, Row
+from hoglib.verification.report import CULPRIT, Row, Rows
 
 PROBLEM = "(loss, params, batch)"
 
@@ -401,7 +401,7 @@ def observe(problem: Problem) -> Observations:
     return Observations(failures, warnings, True, bool(notes["dropout"] or notes["random numbers"]))
 
 
-def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Iterator[Row]:
+def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Rows:
     """Notes compiled code, into which modes cannot see; failures if it has no second derivative."""
     state.begin()
     try:
@@ -416,8 +416,7 @@ def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Ite
     v = [torch.ones_like(x) for x in problem.leaves]
     state.begin()
     try:
-        of_leaves = lambda *own: problem.value([*own], problem.batch)  # noqa: E731
-        reverse_over_reverse(of_leaves, problem.leaves, v, v)
+        reverse_over_reverse(lambda *x: problem.value([*x], problem.batch), problem.leaves, v, v)
     except RuntimeError as error:
         line = str(error).splitlines()[0][:160]
         text = f"{WARNINGS['compiled'].format('It')} The error: {line}."
@@ -425,9 +424,7 @@ def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Ite
             yield Row(f"{CULPRIT}{name}", "fail", None, text)
 
 
-def _parameter_failures(
-    problem: Problem, value: Tensor, leaves: list[Tensor], notes: Notes
-) -> Iterator[Row]:
+def _parameter_failures(problem: Problem, value: Tensor, leaves: Vector, notes: Notes) -> Rows:
     """Which parameters the value was computed from."""
     reached = graph_summary(value).leaves
     pairs = list(zip(problem.paths, leaves, strict=True))
@@ -451,9 +448,7 @@ def _parameter_failures(
         yield Row(f"{CULPRIT}the loss", "fail", None, text)
 
 
-def _repetition_failures(
-    problem: Problem, state: StateGuard, value: Tensor, notes: Notes
-) -> Iterator[Row]:
+def _repetition_failures(problem: Problem, state: StateGuard, value: Tensor, notes: Notes) -> Rows:
     """Whether a second run gives the same value: with the attributes that the first one left on
     modules, and with the initial ones."""
     changed = state.changed_attributes()

@@ -20,13 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
 from hoglib._core.autograd import Vector, dense, fresh_leaves
-from hoglib._core.detachment import (
-    ALIASES,
-    ESCAPES,
-    VALUE_INDEPENDENT,
-    name_of_call,
-    uses_only_metadata,
-)
+from hoglib._core.detachment import ALIASES, ESCAPES, VALUE_INDEPENDENT, name_of_call, uses_metadata
 from hoglib._core.element_differences import random_like
 from hoglib._core.finite_differences import (
     both_sides,
@@ -42,8 +36,7 @@ from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
 from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification import call as calls
-from hoglib.verification.attribution import detached_copy
-from hoglib.verification.call import Call, is_part, real
+from hoglib.verification.attribution import detached_copy, requires_grad
 from hoglib.verification.comparison import some_of
 
 # Values that a function takes out of its graph are held constant while differences are taken.
@@ -124,7 +117,7 @@ class StopGradientReplay(CallMode):
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         graphed = any(map(_has_graph, pytree.leaves((args, kwargs))))
         result = func(*args, **kwargs)
-        if not graphed or name in VALUE_INDEPENDENT or uses_only_metadata(name, args):
+        if not graphed or name in VALUE_INDEPENDENT or uses_metadata(name, args):
             return result
         if name in AUTOGRAD_CALLS and kwargs.get("create_graph"):
             return result
@@ -378,23 +371,25 @@ class Checker:
         return self._compare(route, found) if compare else CheckResult(False, product=found)
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:
-        size, limit = None, OF_VECTOR  # size: what the error of a number is relative to
-        if route.quantity == "first":
+        quantity, size, limit = (
+            route.quantity,
+            None,
+            OF_VECTOR,
+        )  # size: what the error of a number is relative to
+        if quantity == "first":
             size, limit = float(pytree.norm(_times(found, self._scales))), OF_NUMBER
             found = [pytree.dot(found, self._v)]
-        elif route.quantity != "curvature":
+        elif quantity != "curvature":
             found = _times(found, self._scales)
         # the second derivative is zero, of a function that is not linear everywhere
-        zero = self._dtype == torch.float64 and route.quantity == "hessian"
+        zero = self._dtype == torch.float64 and quantity == "hessian"
         zero = zero and not any(part.any() for part in found)
         tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
         best = doubt = inf
-        for step in steps("route", self._dtype):
-            slope = self._slope(route.quantity, step)
-            if slope is None:
-                continue
+        slopes = (self._slope(quantity, step) for step in steps("route", self._dtype))
+        for slope in filter(None, slopes):
             central, one_sided = slope
-            if route.quantity == "curvature":
+            if quantity == "curvature":
                 size, limit = float(pytree.norm(central)), OF_NUMBER
                 w = [part / unit for part, unit in zip(self._w, self._scales, strict=True)]
                 central, one_sided = ([pytree.dot(part, w)] for part in slope)
@@ -402,10 +397,8 @@ class Checker:
             if error < RIGHT.get(self._dtype, RIGHT[torch.float32]):
                 return self._compare_zero(error) if zero else CheckResult(False, error)
             best, bend = min(best, error), _relative_distance(one_sided, central, size)
-            for other, other_bend in tried:
-                doubt = min(
-                    doubt, max(_relative_distance(other, central, size), min(bend, other_bend))
-                )
+            for other, bent in tried:
+                doubt = min(doubt, max(_relative_distance(other, central, size), min(bend, bent)))
             if doubt < limit and best > CLEARLY * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))
@@ -440,13 +433,11 @@ class Checker:
         if (kind, step) not in self._known:
             self._known[kind, step] = None
             along = self._w if kind == "third" else self._v
-            try:
+            with suppress(Exception):  # the function need not accept another point
                 if kind not in self._here:  # the first run records the values to hold
                     self._here[kind] = self._function(kind, self._leaves)
                 if self._stops is None or not self._stops.beyond:
                     self._known[kind, step] = self._difference(kind, along, step)
-            except Exception:  # the function need not accept another point
-                pass
         return self._known[kind, step]
 
     def _difference(self, kind: str, along: Vector, step: float) -> _Slope | None:
@@ -606,12 +597,12 @@ class Locator:
 def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar, Vector]:
     """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
     none if nothing depends on them."""
-    call = Call(run, inputs, dtype=None)
+    call = calls.Call(run, inputs, dtype=None)
     call.clone = True  # run may change its inputs in place
-    first = call.run_with_grad() if any(map(_requires_grad, pytree.leaves(inputs))) else []
+    first = call.run_with_grad() if any(map(requires_grad, pytree.leaves(inputs))) else []
     which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
     random = torch.Generator("cpu").manual_seed(1)
-    u = [random_like(real(first[i].detach()), random) for i in which]
+    u = [random_like(calls.real(first[i].detach()), random) for i in which]
     outputs, count = call.map(which), len(call.point)
 
     def f(*values: Tensor) -> Tensor:
@@ -623,11 +614,7 @@ def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar
 
 def _float_tensors(value: Any) -> list[Tensor]:
     """The floating-point tensors of an output, also those in objects that are no pytrees."""
-    found = []
-    for leaf in pytree.leaves(value):
-        inside = vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor) else {}
-        found += [leaf, *pytree.leaves(dict(inside))]
-    return [y for y in found if is_float(y)]
+    return [x for _, x in pytree.tensors_in("", value) if is_float(x)]
 
 
 def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
@@ -680,18 +667,18 @@ class _OperationRecorder(CallMode):
         self._parts = parts
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        if not is_part(function):
+        if not calls.is_part(function):
             name = function.__qualname__
             call = RecordedCall(run=function.apply, operation=name, function=function)
             self._record(call, (args, {}), caller_line())
 
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         call = key = None
-        if any(map(_requires_grad, pytree.leaves((args, kwargs)))):
+        if any(map(requires_grad, pytree.leaves((args, kwargs)))):
             call = RecordedCall(run=func, operation=name or str(func))
             key = self._record(call, (args, kwargs), torch_call_line())
         result = func(*args, **kwargs)
-        made = any(map(_requires_grad, pytree.leaves(result)))
+        made = any(map(requires_grad, pytree.leaves(result)))
         if call is not None and not made and self._parts().get(key) is call:
             del self._parts()[key]
         return result
@@ -706,7 +693,3 @@ class _OperationRecorder(CallMode):
             call.line, call.module = line, running_module()
             parts[key] = call
         return key
-
-
-def _requires_grad(x: Any) -> bool:
-    return is_float(x) and bool(x.requires_grad)

@@ -31,8 +31,7 @@ WIDTH = 100
 
 def verify(
     target: str, inputs: Sequence[str], *, json: bool, verbose: bool, seed: int,
-    reference: str | None, orders: Sequence[int] | None, modes: Sequence[str] | None,
-    surrogate: bool, full: bool, time_limit: float,
+    reference: str | None, time_limit: float, **options: Any,
 ) -> int:  # fmt: skip
     """Verify the derivatives of custom Functions, to second order, in every mode that they support.
 
@@ -50,8 +49,6 @@ def verify(
     Exit status: 0 everything is right, 1 something is wrong, 2 something could not be run.
     """
     validation.number("--time-limit", time_limit, minimum=0)
-    options: dict[str, Any] = {"orders": orders, "modes": modes}
-    options |= {name: True for name, on in {"surrogate": surrogate, "full": full}.items() if on}
     with stdout_for(json):
         targets, without_samples = functions(target, inputs)
         make = partial(_verify_targets, target, tuple(inputs), reference, options)
@@ -90,10 +87,7 @@ def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
         yield label, partial(verify_function, target.fn, sample, **options)
 
 
-def audit(
-    target: str, *, json: bool, verbose: bool, seed: int, routes: Sequence[str] | None,
-    stand_ins: bool,
-) -> int:  # fmt: skip
+def audit(target: str, *, json: bool, verbose: bool, seed: int, **options: Any) -> int:
     """Audit the second derivatives of a whole model's loss, and name the modules at fault.
 
       hoglib audit package.module:factory
@@ -108,7 +102,6 @@ def audit(
     with stdout_for(json):
         found = factories(target)
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(found) == 1)
-        options = {"routes": routes, "stand_ins": stand_ins}
         targets = [(name, partial(_problems, name, make, options)) for name, make in found.items()]
         for one in found_here(targets, seed, making=""):
             outcomes.take(one, "auditing")

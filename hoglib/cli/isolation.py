@@ -35,15 +35,14 @@ class Found(NamedTuple):
 Check = tuple[str, Callable[[], Report]]  # its label, and what it runs
 # names, and what makes the checks of each
 Targets = Sequence[tuple[str, Callable[[], Iterator[Check]]]]
+Make = Callable[[], Targets]
 
 
 def found_here(
     targets: Targets, seed: int, start: int = 0, making: str = "its inputs could not be made: "
 ) -> Iterator[Found]:
     """What is found of each target from the start-th on, in this process."""
-    for place, (name, checks) in enumerate(targets):
-        if place < start:
-            continue
+    for place, (name, checks) in enumerate(targets[start:], start):
         yield Found(place, name)
         torch.manual_seed(seed)
         try:
@@ -69,9 +68,7 @@ def _error_text(error: BaseException) -> str:
     return error_text(error)
 
 
-def found_in_child(
-    make: Callable[[], Targets], seed: int, names: list[str], limit: float
-) -> Iterator[Found]:
+def found_in_child(make: Make, seed: int, names: list[str], limit: float) -> Iterator[Found]:
     """What is found of each target, with at most `limit` seconds for a check.
 
     Args:
@@ -89,7 +86,7 @@ def found_in_child(
         start = at.place + 1
 
 
-def _of_child(make: Callable[[], Targets], seed: int, at: Found, limit: float) -> Iterator[Found]:
+def _of_child(make: Make, seed: int, at: Found, limit: float) -> Iterator[Found]:
     """Until all targets are done, or the child is."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -129,7 +126,7 @@ def _describe_exit(code: int | None) -> str:
     return f"it ended the process with exit status {code}."
 
 
-def _run_child(to: Connection, make: Callable[[], Targets], seed: int, start: int) -> None:
+def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
     """The child: sends what it finds, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
     generation = 0  # of copies, which a Function forks

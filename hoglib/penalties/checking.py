@@ -6,7 +6,7 @@ these points: by its value, and by its gradient by the parameter of the critic.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from hoglib.errors import ArgumentValueError
 from hoglib.penalties.module import KINDS, Kind, kind_named
 from hoglib.verification.call import name_of, seed_all
 from hoglib.verification.comparison import agreement
-from hoglib.verification.report import Report, Row, finding
+from hoglib.verification.report import Report, Row, Rows, finding
 
 REACHES = "reaches the critic"
 N = 64  # samples
@@ -173,7 +173,7 @@ class _Subject:
     every: int
     weight: float
 
-    def rows(self, like: Tensor) -> Iterator[Row]:
+    def rows(self, like: Tensor) -> Rows:
         """The checks in order, of samples like a tensor; later ones need that earlier ones passed."""
         generator = Generator().manual_seed(0)
 

@@ -1,7 +1,7 @@
 """`hog.verify`: runs all checks of one function, and reports the cause of a failure first."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,22 +18,15 @@ from hoglib._core.torch_internals import eagerly, uncompiled
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
 from hoglib.verification.call import PrecisionWatch, as_function, exact_products, name_of
-from hoglib.verification.call_variants import VALUE, reference_rows, variant_rows
-from hoglib.verification.comparison import (
-    NATURAL,
-    Bounds,
-    Discrepancy,
-    Options,
-    parse_modes,
-    parse_orders,
-)
+from hoglib.verification.call_variants import reference_rows, variant_rows
+from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
-from hoglib.verification.report import ORDINALS, Report, Row
-from hoglib.verification.subject import Chosen, Subject, choices, lifted, structures
+from hoglib.verification.report import Report, Row, Rows
+from hoglib.verification.subject import Chosen, Subject, lifted, structures_of
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_FIRST = "first derivative: other values"
@@ -46,10 +39,10 @@ HIDDEN = (
 )
 LEAVING = (
     "it is right along directions that keep {kept}, as it is here, and differs along others. There the "
-    "{which} is wrong: {wrong}. That does no harm where the argument is always computed so that it has "
-    "this structure, such as `A @ A.mT`, `tril(A)` or `softmax(x)`: no gradient flows back from the "
-    "other directions. It is wrong for other arguments, and for a parameter that has the structure at "
-    "first only. The rows of derivatives are those along the directions that keep it."
+    "first derivative is wrong: {wrong}. That does no harm where the argument is always computed so "
+    "that it has this structure, such as `A @ A.mT`, `tril(A)` or `softmax(x)`: no gradient flows back "
+    "from the other directions. It is wrong for other arguments, and for a parameter that has the "
+    "structure at first only. The rows of derivatives are those along the directions that keep it."
 )
 OTHER_INPUTS = (
     "At values of other signs and sizes than the inputs, or for integers that repeat, {wrong}. That "
@@ -162,35 +155,41 @@ def verify(
 
 def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Options) -> Report:
     """The report of all checks, with the causes of failures first."""
-    name = name_of(fn)
-    noted = []
+    name, subject, judged = name_of(fn), None, None
+    rows: list[Row] = []
     if (module := lifted(fn, inputs)) is not None:
         fn, inputs, row = module
-        noted.append(row)
+        rows.append(row)
     try:
         subject = Subject(fn, inputs)
+        for row in _check_rows(subject, reference, options.in_dtype(subject.dtype)):
+            rows.append(row)
     except HoglibError:
         raise
     except Exception as error:
-        text = f"it does not run on its inputs: {format_error(error)}."
-        if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
-            text += " They are float64 copies; convert tensors that it holds itself to float64 too."
-        if isinstance(error, TypeError) and "argument" in str(error):
-            text += " `inputs` are the arguments one by one; put a list or tuple into another list."
-            text += " On the command line, each has an --input of its own."
-        return Report(name, [Row("runs", "fail", None, text)])
-    rows = list(_check_rows(subject, reference, options.in_dtype(subject.dtype)))
-    culprits = [row for row in rows if attribution.is_culprit(row)]
-    others = (row for row in rows if not attribution.is_culprit(row))
-    return Report(name, [*culprits, *noted, *others])
+        if subject is None:
+            return Report(name, [Row("runs", "fail", None, _why_it_does_not_run(error))])
+        # the checks themselves raised, of which the function may not be the cause
+        judged, line = False, error_line(error)
+        where = f" A run of it ended at {line}." if line else ""
+        rows.append(Row("checks", "warn", None, f"not judged: what follows from there.{where}"))
+    rows.sort(key=lambda row: not attribution.is_culprit(row))
+    return Report(name, rows, judged=judged)
 
 
-def _check_rows(subject: Subject, reference: Reference, options: Options) -> Iterator[Row]:
+def _why_it_does_not_run(error: Exception) -> str:
+    text = f"it does not run on its inputs: {format_error(error)}."
+    if any(word in str(error) for word in ("dtype", "Float", "Double", "scalar type")):
+        text += " They are float64 copies; convert tensors that it holds itself to float64 too."
+    if isinstance(error, TypeError) and "argument" in str(error):
+        text += " `inputs` are the arguments one by one; put a list or tuple into another list."
+        text += " On the command line, each has an --input of its own."
+    return text
+
+
+def _check_rows(subject: Subject, reference: Reference, options: Options) -> Rows:
     """The rows of all checks, in order."""
-    try:
-        stop = subject.prepare()
-    except Exception as error:
-        stop = Row(FIRST, "warn", None, not_judged("its derivatives", error))
+    stop = subject.prepare()
     if stop is not None:
         yield stop
         for app in subject.applications:  # a broken contract may be the cause
@@ -207,43 +206,34 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
         text = "declared a surrogate: it differs from the derivative on purpose."
         yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
-        known = list(_guard_rows(FIRST, "warn", derivatives.first_order()))
-        status = _row_status(known, FIRST, "fail")
-        found = None if status == "pass" else _restricted(derivatives, status)
+        known = list(derivatives.first_order())
+        status, found = _row_status(known, FIRST), None
+        if status == "fail":
+            found = _structured_derivatives(derivatives)
+        if status != "pass":
+            found = found or _phase_fixed_derivatives(derivatives, status)
         derivatives, known = found or (derivatives, known)
         yield from known
     for order in (2, 3, 4):
         if order in options.orders:
-            name = f"{ORDINALS[order]} derivative: reverse-over-reverse"
-            judged = list(_guard_rows(name, "warn", derivatives.higher_order(order)))
-            status = _row_status(judged, name, "pass")
-            again = order == 2 and 1 in options.orders and not options.surrogate
-            if again and status in ("warn", "fail") and subject.call.gauge is None:
-                # signs that change from point to point may agree in the first derivative by chance
-                found = _restricted(derivatives, "warn", second=status)
-                if found:
-                    derivatives, first_rows = found
-                    judged = [first_rows[-1], *derivatives.higher_order(order)]
+            judged = list(derivatives.higher_order(order))
             yield from judged
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate:
                 if as_function(subject.fn) is not None:
-                    yield from _guard_rows(OTHER_VALUES, "skip", _other_values(subject, options))
+                    yield from _other_values(subject, options)
                 elif _rounds_values(subject):
-                    yield from _guard_rows(ALONE, "skip", _functions_alone(subject))
+                    yield from _functions_alone(subject)
     differences = derivatives.found
-    causes = [attribution.attribution_rows(subject, points[-1], differences)]
+    yield from attribution.attribution_rows(subject, points[-1], differences)
     first = differences.get(FIRST)
     if first is not None and first.wrong:
-        causes.append(attribution.forward_rows(subject, points[-1]))
-        causes += [] if options.surrogate else [attribution.value_rows(subject)]
-    for rows in causes:
-        yield from _guard_rows("attribution", "skip", rows)
+        yield from attribution.forward_rows(subject, points[-1])
+        if not options.surrogate:
+            yield from attribution.value_rows(subject)
     if reference is not None:
-        rows = reference_rows(subject, reference, points, surrogate=options.surrogate)
-        yield from _guard_rows(VALUE, "warn", rows)
-    rows = _contract_rows(subject, options, differences)
-    contract_rows = list(_guard_rows("contract", "skip", rows))
+        yield from reference_rows(subject, reference, points, surrogate=options.surrogate)
+    contract_rows = list(_contract_rows(subject, options, derivatives))
     yield from contract_rows
     changes = any("in-place" in row.name and row.status == "fail" for row in contract_rows)
     options = replace(options, surrogate=options.surrogate or marked)
@@ -254,94 +244,64 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Ite
         yield row
 
 
-def _row_status(rows: Iterable[Row], name: str, default: str) -> str:
-    return next((row.status for row in rows if row.name == name), default)
+def _row_status(rows: Iterable[Row], name: str) -> str:
+    return next((row.status for row in rows if row.name == name), "")
 
 
 # Derivatives, and the rows of the first ones
 Restricted = tuple[Derivatives, list[Row]]
 
 
-def _restricted(without: Derivatives, first: str, second: str | None = None) -> Restricted | None:
-    """The derivatives along directions that keep a structure of the arguments, or with the phases
-    of the outputs fixed, if they are right then.
-
-    without: the derivatives without that. first, second: the status of the first derivative, and of the
-    second one, if that is why.
-    """
-    found = None
-    if (second or first) == "fail" and not without.subject.kept:
-        found = _structured_derivatives(without)
-    return found or _phase_fixed_derivatives(without, first, second)
-
-
 def _structured_derivatives(without: Derivatives) -> Restricted | None:
-    """The derivatives along directions that keep a structure of the arguments, if they are right then.
-
-    Where the first derivative is wrong along all directions, it is enough that it is right along these;
-    where only the second one is, that one has to be.
-    """
-    name, off = next((n, one) for n, one in without.found.items() if one.wrong)
+    """The derivatives along directions that keep a structure of the arguments, if the first one, which
+    is wrong along all directions, is right along these; the second one too, if there is such a
+    structure."""
+    off = without.found[FIRST]
     if off.raised is not None:
         return None
     subject = without.subject
     kept: Chosen = {}
     rows: list[Row] = []
-    for chosen in choices(structures(subject.call)):
-        subject.restrict(chosen)
+    for chosen in subject.restrictions():
         derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             found = list(derivatives.first_order())
-            if _row_status(found, FIRST, "") == "pass":
+            if _row_status(found, FIRST) == "pass":
                 right = derivatives.are_right()
-                if right or (name == FIRST and not kept):
+                if right or not kept:
                     kept, rows = chosen, found
                 if right:
                     break
     subject.restrict(kept)
     if not kept:
         return None
-    derivatives = without.again()
-    derivatives.found[FIRST] = Discrepancy()
     what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in kept.items())
-    text = LEAVING.format(which=name.split(":")[0], kept=what, wrong=off.wrong)
-    return derivatives, [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
+    text = LEAVING.format(kept=what, wrong=off.wrong)
+    return without.again(), [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
-def _phase_fixed_derivatives(
-    without: Derivatives, first: str, second: str | None
-) -> Restricted | None:
-    """The derivatives with the signs or phases of the outputs fixed, if they are right then.
+def _phase_fixed_derivatives(without: Derivatives, status: str) -> Restricted | None:
+    """The derivatives with the signs or phases of the outputs fixed, if the first one is right then.
 
-    A first derivative that depends on the signs that an algorithm chooses does not exist where they
-    change, so that nothing can be compared. The second one has to be right with fixed ones, or wrong
-    beyond doubt where it was not judged without.
+    One that depends on the signs that an algorithm chooses does not exist where they change, so that
+    nothing can be compared. status: that of the first derivative without.
     """
-    subject = without.subject
-    for gauge in subject.gauges(real_too=first == "warn"):
-        subject.restrict(subject.kept, gauge)
+    for _ in without.subject.phase_fixings(real_too=status == "warn"):
         derivatives = without.again()
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
-            right = _row_status(rows, FIRST, "") == "pass"
-            if right and second is not None:
-                right = derivatives.are_right() or (
-                    second == "warn"
-                    and any(row.status == "fail" for row in derivatives.higher_order(2))
-                )
-            if right:
+            if _row_status(rows, FIRST) == "pass":
                 return derivatives, [*rows, Row("first derivative: phases", "skip", None, PHASES)]
-    subject.restrict(subject.kept)
     return None
 
 
-def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
+def _other_values(subject: Subject, options: Options) -> Rows:
     """The second derivative at other values, where a Function may take another branch."""
     bounds = options.bounds._replace(natural=NATURAL)
     options = replace(options, orders=(1, 2), modes=("rr",), bounds=bounds)
     first_wrong: list[str] = []
     wrong = other_points_rows(subject, options, first_wrong)
-    if first_wrong and not (subject.kept or structures(subject.call)):
+    if first_wrong and not (subject.kept or any(map(structures_of, subject.x))):
         yield Row(OTHER_FIRST, "warn", None, OTHER_INPUTS.format(wrong=first_wrong[0]))
     if wrong is None:
         text = "it, or its first derivative, is not known at values of other signs and sizes."
@@ -357,7 +317,7 @@ def _other_values(subject: Subject, options: Options) -> Iterator[Row]:
         yield Row(OTHER_VALUES, "fail", failed.error, text)
 
 
-def _functions_alone(subject: Subject) -> Iterator[Row]:
+def _functions_alone(subject: Subject) -> Rows:
     """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
     second derivative."""
     for name, verdict in _examine_each(subject):
@@ -365,7 +325,7 @@ def _functions_alone(subject: Subject) -> Iterator[Row]:
             yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
 
 
-def _functions_apart(subject: Subject) -> Iterator[Row]:
+def _functions_apart(subject: Subject) -> Rows:
     """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
     of the whole differs on purpose."""
     functions = (app.function for app in subject.applications)
@@ -379,8 +339,7 @@ def _functions_apart(subject: Subject) -> Iterator[Row]:
 
 def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
     for app in subject.applications:
-        by = tuple(i in app.by for i in range(len(app.args)))
-        yield app.function.__name__, examine(applied(app.function, app.args, by, ""))
+        yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
 
 
 def _rounds_values(subject: Subject) -> bool:
@@ -391,7 +350,7 @@ def _rounds_values(subject: Subject) -> bool:
     return subject.dtype != torch.float64 or bool(watch.rounded)
 
 
-def _treatment_notes(subject: Subject) -> Iterator[Row]:
+def _treatment_notes(subject: Subject) -> Rows:
     """How the function and the inputs were treated, where that is not obvious."""
     if uncompiled(subject.fn) is not subject.fn:
         text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
@@ -420,29 +379,11 @@ def _treatment_notes(subject: Subject) -> Iterator[Row]:
         yield Row("constants", "warn", None, text)
 
 
-def _contract_rows(
-    subject: Subject, options: Options, found: Mapping[str, Discrepancy]
-) -> Iterator[Row]:
+def _contract_rows(subject: Subject, options: Options, derivatives: Derivatives) -> Rows:
     """The contract of each Function that is applied."""
-    yield contract.constants_row(subject, found)
+    yield contract.constants_row(subject, derivatives.found)
     several = len(subject.applications) > 1
     for app in subject.applications:
         declared = options.surrogate or is_surrogate(app.function)
         for row in contract.check(app, surrogate=declared):
             yield row._replace(name=f"{app.function.__name__}: {row.name}") if several else row
-
-
-def _guard_rows(name: str, status: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows; one that says what was not judged, if the checks themselves raise."""
-    try:
-        yield from rows
-    except HoglibError:
-        raise
-    except Exception as error:
-        yield Row(name, status, None, not_judged("what follows from there", error))
-
-
-def not_judged(what: str, error: Exception) -> str:
-    """What to say where a check raises, of which the function may not be the cause."""
-    line = error_line(error)
-    return f"not judged: {what}." + (f" A run of it ended at {line}." if line else "")

@@ -12,8 +12,9 @@ plain functions with one slot taken from x +- h v. What autograd computes of it 
 backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import torch
@@ -31,18 +32,11 @@ from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import Call, HalfWatch, laid_out_as, seed_all
-from hoglib.verification.comparison import Bounds, Discrepancy, Target, compared
+from hoglib.verification.comparison import Bounds, Discrepancy, Found, Target, compared
 from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
-from hoglib.verification.report import MODES, Row
-from hoglib.verification.subject import (
-    Application,
-    Subject,
-    application,
-    applications,
-    one_triangle,
-)
+from hoglib.verification.report import MODES, Row, Rows
+from hoglib.verification.subject import Application, Subject, application, applications, symmetrize
 
 LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
 LOST_NARROW = 0.03  # the same in other dtypes
@@ -50,7 +44,9 @@ WORTH_SAYING = 1e-3  # of what is lost
 DRAWS = 4
 WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd sees
 
-Moves = dict[int, Tensor]  # by argument
+Moves = dict[int, Tensor] | None  # by argument
+# by slot: the leaf that it is in backward, and how that moves
+Leaves = dict[str, tuple[Tensor, Tensor]]
 
 
 def step_of(dtypes: Iterable[torch.dtype]) -> float:
@@ -67,9 +63,7 @@ class Diagnosis:
     matrix, probabilities).
     """
 
-    def __init__(
-        self, app: Application, moves: Moves | None = None, *, in_jvp: bool = False
-    ) -> None:
+    def __init__(self, app: Application, moves: Moves = None, *, in_jvp: bool = False) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)
         self.lost = 0.0  # relative to the whole term
@@ -78,8 +72,6 @@ class Diagnosis:
         self.once = not in_jvp and is_once_differentiable(app.function)
         self.error: Exception | None = None  # what it raised when its graph was asked for
         self.inner: list[Application] = []  # Functions that it applies
-        self.only_backward = False  # a jvp, and nothing was saved for it
-        self.kept = True  # anything on the context
         rule: Any = app.function.jvp if in_jvp else backward_rule(app.function)
         self._rule: Callable[..., Any] = rule.__wrapped__ if self.once else rule
         self._v = moves or {
@@ -87,7 +79,7 @@ class Diagnosis:
         }
         self._incoming_name = "tangent" if in_jvp else "grad_output"
         self._moved: dict[str, Tensor] = {}  # the directions of the incoming gradients
-        with HalfWatch() as watch:
+        with calls.HalfWatch() as watch:
             base = self._run(0.0)
             self._arguments = self._incoming(base)
             with suppress(Exception):  # reported by `_diagnose`
@@ -105,10 +97,10 @@ class Diagnosis:
 
     def _run(self, h: float) -> Run:
         """A forward at x + h v."""
-        seed_all()
+        calls.seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
-            args[i] = laid_out_as(args[i], args[i] + h * v)
+            args[i] = calls.laid_out_as(args[i], args[i] + h * v)
         return self._app.run(args)
 
     def _slots(self, h: float) -> dict[str, Any]:
@@ -122,7 +114,7 @@ class Diagnosis:
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
         """The floating-point results of backward, or of jvp, for what is on the context."""
-        seed_all()
+        calls.seed_all()
         context = Context(record, in_jvp=self._in_jvp)
         returned = function_rules.as_tuple(self._rule(context, *incoming))
         kept = [r for i, r in enumerate(returned) if self._in_jvp or i in self._app.by]
@@ -153,6 +145,7 @@ class Diagnosis:
                     x.requires_grad_()
         return run.record
 
+    @cached_property
     def _terms(self) -> dict[str, list[Tensor]]:
         """The term of each slot and of each incoming gradient, by central differences.
 
@@ -179,91 +172,58 @@ class Diagnosis:
 
     # What autograd sees of it.
 
-    def _autograd_terms(
-        self, watch: DetachmentWatch
-    ) -> tuple[list[Tensor], dict[str, list[tuple[Tensor, Tensor]]]]:
-        """The results of backward with their graph; each slot's leaves, and how they move along v."""
-        run, moved = self._run(0.0), [self._slots(h) for h in (self._step, -self._step)]
+    def _autograd_terms(self, watch: DetachmentWatch) -> tuple[list[Tensor], Leaves]:
+        """The results of backward with their graph; the leaf of each slot."""
+        run, ends = self._run(0.0), [self._slots(h) for h in (self._step, -self._step)]
         own = (*(run.inputs[i] for i in self._app.by), *run.outputs)
         owned = {id(t) for t in own if not run.record.is_silent(t)}
-        leaves: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        held = {}
-        for label, value in run.record.slots(in_jvp=self._in_jvp).items():
-            flat, structure = pytree.flatten(value)
-            ends = [pytree.leaves(m.get(label)) for m in moved]
-            for n, leaf in enumerate(flat):
-                if is_float(leaf) and id(leaf) in owned:
-                    above, below = (f[n] for f in ends)
-                    flat[n] = leaf.detach().clone().requires_grad_()
-                    move = ((above - below) / (2 * self._step)).detach()
-                    leaves.setdefault(label, []).append((flat[n], move))
-            held[label] = pytree.unflatten(flat, structure)
-        record = run.record.with_slots(held, in_jvp=self._in_jvp)
+        leaves: Leaves = {}
+        slots = run.record.slots(in_jvp=self._in_jvp)
+        for label, value in slots.items():
+            if is_float(value) and id(value) in owned:
+                above, below = (end[label] for end in ends)
+                slots[label] = value.detach().clone().requires_grad_()
+                leaves[label] = slots[label], ((above - below) / (2 * self._step)).detach()
+        record = run.record.with_slots(slots, in_jvp=self._in_jvp)
         incoming = [None if g is None else g.clone().requires_grad_() for g in self._arguments]
         given = [g for g in incoming if g is not None]
         for (label, direction), g in zip(self._moved.items(), given, strict=True):
-            leaves[label] = [(g, direction)]
+            leaves[label] = g, direction
         with watch.outside_functions(self._apply), torch.enable_grad():
-            results = self._results(record, incoming)
-        return results, leaves
+            return self._results(record, incoming), leaves
 
     def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
         """Record a Function that backward applies."""
         app = application(function, args)
-        # ops of hoglib may read outputs as if they were constants
-        if function.__module__.startswith("hoglib.ops."):
-            return
         if app is not None and function not in [other.function for other in self.inner]:
             self.inner.append(app)
 
-    def _measure_lost(
-        self, repair: Iterable[DetachedGradient] = ()
-    ) -> tuple[dict[str, float], float, DetachmentWatch]:
+    def _measure_lost(self, watch: DetachmentWatch) -> tuple[dict[str, float], float]:
         """The loss of each slot and the whole term, root mean squares over random covectors."""
-        watch = DetachmentWatch([(cut.how, cut.place) for cut in repair])
         seen, leaves = self._autograd_terms(watch)
-        terms = self._terms()
-        lost = dict.fromkeys(terms, 0.0)
+        own = [leaf for leaf, _ in leaves.values()]
+        lost = dict.fromkeys(self._terms, 0.0)
         whole = 0.0
         for _ in range(DRAWS):
             w = [random_like(r, self._random) for r in seen]
-            carried = self._terms_by_autograd(seen, w, leaves)
-            for label, term in terms.items():
+            grads = calls.grad(seen, own, w, retain_graph=True) if own else []
+            pairs = zip(leaves.items(), grads, strict=True)
+            carried = {label: _dot([g], [move]) for (label, (_, move)), g in pairs}
+            for label, term in self._terms.items():
                 expected = _dot(w, term)
                 lost[label] += (expected - carried.get(label, 0.0)) ** 2
                 whole += expected**2
-        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5, watch
-
-    def _terms_by_autograd(
-        self, seen: list[Tensor], w: list[Tensor], leaves: dict[str, list[tuple[Tensor, Tensor]]]
-    ) -> dict[str, float]:
-        flat = [leaf for part in leaves.values() for leaf, _ in part]
-        scalars = [(c * r).sum().real for c, r in zip(w, seen, strict=True) if r.requires_grad]
-        if not scalars or not flat:
-            return {}
-        total = sum(scalars[1:], scalars[0])
-        grads = torch.autograd.grad(total, flat, retain_graph=True, materialize_grads=True)
-        by_leaf = {id(leaf): g for leaf, g in zip(flat, grads, strict=True)}
-        return {
-            label: sum(_dot([by_leaf[id(leaf)]], [move]) for leaf, move in part)
-            for label, part in leaves.items()
-        }
+        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5
 
     # Which of them do harm.
 
     def _diagnose(self) -> None:
         """Measure the loss, and find what causes it."""
+        watch = DetachmentWatch()
         try:
-            lost, whole, watch = self._measure_lost()
+            lost, whole = self._measure_lost(watch)
         except Exception as error:
-            record = self._run(0.0).record
-            self.lost, self.error, self.inner = 1.0, error, []
-            self.only_backward = self._in_jvp and bool(record.saved) and not record.for_forward
-            self.kept = bool(record.slots(in_jvp=self._in_jvp))
-            before = DetachmentWatch()
-            with suppress(Exception):  # the calls that left the graph before backward raised
-                self._autograd_terms(before)
-            self.detached = before.detached
+            self.lost, self.error, self.detached = 1.0, error, watch.detached
             return
         size = max(whole, 1e-300)
         total = sum(lost.values())
@@ -271,7 +231,7 @@ class Diagnosis:
             return
         self.lost = total / size
         self.detached = self._harmful_detachments(watch.detached, total, size)
-        for slot in self._describe_slots():
+        for slot in self._all_slots:
             slot.share = lost.get(slot.label, 0.0) / total
             if slot.share > max(WORTH_SAYING, self._least * size / total):
                 self.slots.append(slot)
@@ -294,14 +254,15 @@ class Diagnosis:
 
     def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
         """What slots with a graph still lose if some detached gradients are repaired."""
-        kinds = {slot.label: slot.kind for slot in self._describe_slots()}
+        seen = {slot.label for slot in self._all_slots if slot.kind in WITH_GRAPH}
         try:
-            lost, _, _ = self._measure_lost(repair)
+            lost, _ = self._measure_lost(DetachmentWatch([(cut.how, cut.place) for cut in repair]))
         except Exception:  # what was repaired does not run
             return 0.0
-        return sum(value for label, value in lost.items() if kinds.get(label) in WITH_GRAPH)
+        return sum(value for label, value in lost.items() if label in seen)
 
-    def _describe_slots(self) -> list[Slot]:
+    @cached_property
+    def _all_slots(self) -> list[Slot]:
         """All slots and incoming gradients, with their kinds and the lines that saved them."""
         run = self._run(0.0)
         slots = []
@@ -330,9 +291,7 @@ def _dot(w: list[Tensor], term: list[Tensor]) -> float:
 UNSEEN = "detached: unseen"  # a part is lost, and no call and no slot is known to lose it
 
 
-def attribution_rows(
-    subject: Subject, x: list[Tensor], found: Mapping[str, Discrepancy]
-) -> Iterator[Row]:
+def attribution_rows(subject: Subject, x: list[Tensor], found: Found) -> Rows:
     """A row for each culprit, if a second or third derivative is wrong."""
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
@@ -359,7 +318,7 @@ def attribution_rows(
         yield from _operation_rows(subject, x, wrong)
 
 
-def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
+def forward_rows(subject: Subject, x: list[Tensor]) -> Rows:
     """Where the function itself leaves the graph, when its first derivative is wrong."""
     watch = DetachmentWatch()
     with watch.outside_functions():
@@ -373,7 +332,7 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Iterator[Row]:
         yield Row(_title(detached), "fail", None, text)
 
 
-def value_rows(subject: Subject) -> Iterator[Row]:
+def value_rows(subject: Subject) -> Rows:
     """Which of several Functions has a wrong gradient."""
     if len({app.function for app in subject.applications}) > 1:
         for name, text in _wrong_alone(subject.applications):
@@ -381,7 +340,7 @@ def value_rows(subject: Subject) -> Iterator[Row]:
             yield Row(f"{name}: culprit: backward", "fail", None, text)
 
 
-def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Iterator[Row]:
+def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Rows:
     """The culprits when only some of a Function's inputs require grad."""
     for app, moves in _applications_near(subject, x):
         if len(app.by) == len(x):
@@ -396,7 +355,7 @@ def is_culprit(row: Row) -> bool:
     return row.status == "fail" and any(word in row.name for word in words)
 
 
-def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves | None]]:
+def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves]]:
     """The Functions that the subject applies near its inputs, and how their arguments move along v."""
     v = [random_like(y, subject.random) * element_scales(y) for y in x]
 
@@ -409,7 +368,7 @@ def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Applicat
     if not len(here) == len(above) == len(below):
         return [(app, None) for app in here]
 
-    def moves(app: Application, p: Application, m: Application) -> Moves | None:
+    def moves(app: Application, p: Application, m: Application) -> Moves:
         if not p.by == m.by == app.by or any(p.args[i].shape != m.args[i].shape for i in p.by):
             return None
         return {i: (p.args[i] - m.args[i]) / (2 * step) for i in app.by}
@@ -437,7 +396,7 @@ MOST = 200  # calls
 OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
 
 
-def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iterator[Row]:
+def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows:
     """A row for each torch operation that is wrong by itself in a mode that is wrong."""
     with _Calls() as watch:
         subject.map(*(y.clone().requires_grad_() for y in x))
@@ -453,25 +412,19 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Iter
             if fault:
                 at = f" at {place}" if place else ""
                 library = getattr(func, "namespace", "aten")
-                whose, fix = "torch's own ", "Use another mode, or another operation."
-                if library not in OWN:
-                    whose = f"the operator {library}::"
-                    fix = (
-                        "Its backward must be of operations that can be differentiated, of saved "
-                        "inputs and outputs."
-                    )
+                whose = "torch's own " if library in OWN else f"the operator {library}::"
                 text = (
                     f"{whose}{called}{at} is at fault: its derivative in {title} is wrong or "
-                    f"missing: {fault}. {fix}"
+                    f"missing: {fault}. Use another mode, or another operation."
                 )
                 yield Row(f"culprit: {called} in {title}", "fail", None, text)
 
 
 def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
     try:
-        call = Call(lambda a, k: func(*a, **k), (args, kwargs), None)
+        call = calls.Call(lambda a, k: func(*a, **k), (args, kwargs), None)
         call.reseed = True
-        call.projections = {j: one.project for j, one in one_triangle(call).items()}
+        symmetrize(call)
         which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
         names = [f"argument {j}" for j in range(len(call.point))]
@@ -494,11 +447,8 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        graphed, made = (
-            any(is_float(x) and x.requires_grad for x in pytree.leaves(tree))
-            for tree in ((args, kwargs), result)
-        )
-        if graphed and made and len(self.calls) < MOST:
+        live, made = (any(map(requires_grad, pytree.leaves(x))) for x in ((args, kwargs), result))
+        if live and made and len(self.calls) < MOST:
             line = source_location.torch_call_line()
             self.calls.append((func, detached_copy(args), detached_copy(kwargs), line))
         return result
@@ -506,9 +456,11 @@ class _Calls(TorchFunctionMode):
 
 def detached_copy(tree: Any) -> Any:
     """A copy whose tensors are leaves, which require grad where the originals do."""
-    return pytree.map_tensors(
-        lambda x: x.detach().clone().requires_grad_(x.requires_grad and is_float(x)), tree
-    )
+    return pytree.map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
+
+
+def requires_grad(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 # The rows that name a cause: what is lost, at which line, and the fix.
@@ -557,8 +509,8 @@ class _Rule(NamedTuple):
         return Row(f"{prefix}{name}", status, share, text.rstrip())
 
     def rows(
-        self, moves: Moves | None, *, right_once: bool, raises: bool = False, raised: bool = True
-    ) -> Iterator[Row]:
+        self, moves: Moves, *, right_once: bool, raises: bool = False, raised: bool = True
+    ) -> Rows:
         """The causes. right_once: whether the first derivative is right; raises: whether it raises;
         raised: whether autograd raises in the mode in question, too."""
         try:
@@ -603,7 +555,7 @@ class _Rule(NamedTuple):
                 lost,
             )
 
-    def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Iterator[Row]:
+    def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Rows:
         """The rows where the probe raises and autograd does not: where backward leaves the graph, as
         seen under autograd, and what was not judged."""
         for cuts in _grouped(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):
@@ -620,13 +572,13 @@ class _Rule(NamedTuple):
         """The row of a rule that raises, with a graph only or always."""
         name = f"culprit: {self.name}" if always else f"detached: in {self.name}"
         how = "" if always else "cannot be differentiated: with a graph it "
-        text = f"{how}raised {format_error(error)}."
+        text, saved = f"{how}raised {format_error(error)}.", self.app.seeded().record
         if found.detached:
             text += " It leaves the graph by " + "; by ".join(map(str, found.detached)) + "."
-        if not found.kept and not self.in_jvp:
+        if not self.in_jvp and not saved.slots():
             text += " Nothing is saved: ctx.save_for_backward is never called."
         advice, message = "", str(error)
-        if self.in_jvp and found.only_backward:
+        if self.in_jvp and saved.saved and not saved.for_forward:
             advice = (
                 "In a jvp ctx.saved_tensors are those of ctx.save_for_forward: call it in "
                 "setup_context too, with the same tensors."
@@ -696,7 +648,8 @@ def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
         args = app.leaves()
         values = [y for y in pytree.leaves(app.function.apply(*args)) if is_float(y)]
         with watch.outside_functions():
-            calls.watched_gradient(values, [args[i] for i in app.by])
+            leaves = [args[i] for i in app.by]
+            calls.grad(values, leaves, create_graph=True, unhandled=True)
     return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
 
 

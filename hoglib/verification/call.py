@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, source_location, validation
 from hoglib._core.ambient import replaced
-from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.element_differences import TensorMap, element_scales, max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.mixed_precision import is_half
@@ -30,6 +30,7 @@ from hoglib._core.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 
 Tensors = Sequence[Tensor]
+Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to
 
 # The memory layout of an argument: copies that have it too.
 #
@@ -144,13 +145,10 @@ def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tenso
     is nowhere zero."""
     sizes = [2 * max_abs(y) or 1.0 for y in values]
 
-    def map_(*given: Tensor) -> list[Tensor]:
-        inputs = [x if x.requires_grad else x.view_as(x).requires_grad_() for x in given]
-        outputs = function(*inputs)
-        triples = zip(weights, outputs, sizes, strict=True)
-        return grad(outputs, inputs, [w * (1 + y / s) for w, y, s in triples], create_graph=True)
+    def composed(*x: Tensor) -> list[Tensor]:
+        return [y + y * (y / (2 * s)) for y, s in zip(function(*x), sizes, strict=True)]
 
-    return map_
+    return lambda *x: gradient(composed, len(x))(*x, *weights)
 
 
 def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
@@ -168,26 +166,16 @@ def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tenso
     return leaves, function(*leaves)
 
 
-def grad(
-    outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **options: Any
-) -> list[Tensor]:
-    """The gradients of the weighted sum of those outputs that have a graph; zeros if none has."""
+def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **more: Any) -> Vector:
+    """The gradients of the weighted sum of those outputs that have a graph; zeros if none has. With
+    unhandled=True a mode sees what backward calls, which otherwise handles the call as one."""
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
     if not live:
         return [torch.zeros_like(x) for x in inputs]
     values, factors = zip(*live, strict=True)
-    return list(torch.autograd.grad(values, inputs, factors, materialize_grads=True, **options))
-
-
-def watched_gradient(outputs: Tensors, leaves: Tensors) -> list[Tensor]:
-    """The gradients, with a graph, of the sum of the outputs, where a mode sees what backward calls: it
-    handles torch.autograd.grad itself, and is off inside of it."""
-    live = [y for y in outputs if y.requires_grad]
-    if not live:
-        return [torch.zeros_like(x) for x in leaves]
-    grads = gradients(live, leaves, create_graph=True, unhandled=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True)]
+    found = gradients(values, inputs, factors, **more)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
 def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
@@ -203,9 +191,7 @@ def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> 
     return map_
 
 
-def vjps(
-    function: TensorMap, x: Tensors, covectors: Sequence[tuple[int, Tensor]]
-) -> list[list[Tensor]]:
+def vjps(function: TensorMap, x: Tensors, covectors: Numbered) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
     The graph is kept from one covector to the next, unless the function allows one backward pass only.
@@ -224,13 +210,11 @@ def vjps(
     return results
 
 
-def jvp(
-    function: TensorMap, x: Tensors, j: int, v: Tensor, *, by_torch_func: bool = False
-) -> list[Tensor]:
+def jvp(f: TensorMap, x: Tensors, j: int, v: Tensor, *, by_torch_func: bool = False) -> Vector:
     """J(x) v, with v a direction of input j, in forward mode."""
 
-    def moved(*y: Tensor) -> list[Tensor]:
-        return function(*x[:j], *y, *x[j + 1 :])
+    def moved(*y: Tensor) -> Vector:
+        return f(*x[:j], *y, *x[j + 1 :])
 
     pushed = tangent(moved, 1, by_torch_func=by_torch_func)
     return [t.detach() for t in pushed(x[j].detach().clone(), v)]
@@ -313,9 +297,8 @@ class Call:
         self.complex_variables = [self._values[i].is_complex() for i in self.positions]
 
     def with_settings_of(self, other: "Call") -> "Call":
-        self.reseed, self.clone, self.projections = other.reseed, other.clone, other.projections
-        self.layouts, self.gauge = other.layouts, other.gauge
-        self.needs_graph = other.needs_graph
+        for name in ("reseed", "clone", "needs_graph", "projections", "layouts", "gauge"):
+            setattr(self, name, getattr(other, name))
         return self
 
     def keep_layouts(self, inputs: Sequence[Any]) -> None:
@@ -334,18 +317,16 @@ class Call:
         values = [fresh(x) for x in self._values]
         variables_in = zip(self.positions, variables, self.complex_variables, strict=True)
         for j, (slot, x, parts) in enumerate(variables_in):
-            value = torch.complex(*x.unbind(-1)) if parts else x
-            value = self.projections[j](value) if j in self.projections else value
+            own = torch.complex(*x.unbind(-1)) if parts else x
+            own = self.projections[j](own) if j in self.projections else own
             if before is not None:
-                value = before(value)
+                own = before(own)
             elif j in self.layouts:
-                value = laid_out(value, self.layouts[j])
-            if not (value.requires_grad or transforms_active()):
+                own = laid_out(own, self.layouts[j])
+            if not (own.requires_grad or transforms_active()):
                 # fn may take a gradient itself
-                value = (
-                    value.detach().requires_grad_() if self.needs_graph else value.view_as(value)
-                )
-            values[slot] = value.clone() if self.clone else value
+                own = own.detach().requires_grad_() if self.needs_graph else own.view_as(own)
+            values[slot] = own.clone() if self.clone else own
         return self._run(values)
 
     def from_leaves(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
@@ -634,7 +615,7 @@ def _stage_reached(call: Call) -> tuple[int, Exception | None]:
         _run(call)
         reached = 1
         leaves, values = at_leaves(call.differentiable, call.point)
-        grads = watched_gradient(values, leaves)
+        grads = grad(values, leaves, create_graph=True, unhandled=True)
         reached = 2
         grad(grads, leaves)
     except Exception as error:

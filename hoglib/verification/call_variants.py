@@ -5,7 +5,7 @@ They are compared with those of a baseline, which the derivative checks have jud
 if the variant makes a difference.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any, final
@@ -20,11 +20,10 @@ from hoglib._core.source_location import format_error
 from hoglib._core.tolerances import TOLERANCES
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import subset_rows
-from hoglib.verification.call import Arrange, Call
 from hoglib.verification.comparison import Options, Pair, agreement, largest_difference
 from hoglib.verification.derivatives import nan_operation
 from hoglib.verification.function_rules import handles_memory
-from hoglib.verification.report import Row
+from hoglib.verification.report import Row, Rows
 from hoglib.verification.subject import Subject
 
 REFUSED = "forward refuses it with an error: {error}"
@@ -118,21 +117,18 @@ def create_graph(base: Baseline) -> Row:
 
 def deterministic(base: Baseline) -> Row:
     name, options = "deterministic", base.options
-    leaves, found = calls.at_leaves(base.f, base.x)
-    twice = base.second is not None
-    orders = (("the gradient", base.u, twice), ("the second derivative", base.w, False))
-    for what, weights, graphed in orders[: 1 + twice]:
-        keep = {"retain_graph": True, "create_graph": graphed}
-        found, again = (calls.grad(found, leaves, weights, **keep) for _ in range(2))
-        off, j = largest_difference(found, again, None)
-        if off > options.nondet_tol:
-            text = (
-                f"{what} by {base.names[j]} differs between two backward passes by {off:.2g} "
-                "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or "
-                "sums in no fixed order. Its derivatives were judged with the same draws each time. "
-                "Draw random numbers in forward and save them, or set nondet_tol."
-            )
-            return Row(name, "warn" if options.surrogate else "fail", off, text)
+    leaves, values = calls.at_leaves(base.f, base.x)
+    keep = {"retain_graph": True, "create_graph": base.second is not None}
+    found, again = (calls.grad(values, leaves, base.u, **keep) for _ in range(2))
+    off, j = largest_difference(found, again, None)
+    if off > options.nondet_tol:
+        text = (
+            f"the gradient by {base.names[j]} differs between two backward passes by {off:.2g} "
+            "(nondeterministic). backward draws random numbers (torch's, NumPy's or random's), or sums "
+            "in no fixed order. Its derivatives were judged with the same draws each time. Draw random "
+            "numbers in forward and save them, or set nondet_tol."
+        )
+        return Row(name, "warn" if options.surrogate else "fail", off, text)
     if base.subject.draws:
         text = (
             "forward draws random numbers (torch's, NumPy's or random's); it was checked with the same "
@@ -146,8 +142,6 @@ def state(base: Baseline) -> Row:
     """Whether a second call, between forward and backward of the first, changes the gradient."""
     name = "state"
     n = base.subject.call.num_inputs
-    if not n:
-        return Row(name, "skip", None, "it is differentiated by its parameters only.")
     before = {f: dict(vars(f)) for f in base.subject.functions}
     try:
         leaves, values = calls.at_leaves(base.f, base.x)
@@ -174,7 +168,7 @@ UNDEFINED = (
 )
 
 
-def subsets(base: Baseline) -> Iterator[Row]:
+def subsets(base: Baseline) -> Rows:
     """Each subset of inputs, and what loses the second derivative of one."""
     name = "inputs: each subset"
     if base.n < 2:
@@ -275,7 +269,7 @@ MEMORY = (
 )
 
 
-def layouts(base: Baseline) -> Iterator[Row]:
+def layouts(base: Baseline) -> Rows:
     """The same numbers in another memory layout."""
     handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
     reason = DRAWS if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
@@ -284,13 +278,20 @@ def layouts(base: Baseline) -> Iterator[Row]:
     yield from gradient_layouts(base)
 
 
-def gradient_layouts(base: Baseline) -> Iterator[Row]:
+def gradient_layouts(base: Baseline) -> Rows:
     """The same numbers where the incoming gradients have another memory layout."""
     yield _with_layout(base, "layout: non-contiguous gradients", None, strided)
     yield _stride_zero_gradients(base)
 
 
-def _with_layout(base: Baseline, name: str, before: Arrange | None, after: Arrange | None) -> Row:
+def gradient_variants(base: Baseline) -> list[Row]:
+    """Those that change the gradient alone: the graph and the layouts."""
+    return [create_graph(base), *gradient_layouts(base)]
+
+
+def _with_layout(
+    base: Baseline, name: str, before: calls.Arrange | None, after: calls.Arrange | None
+) -> Row:
     f = base.subject.call.map(base.subject.output_indices, before=before, after=after)
     try:
         values = f(*base.x)
@@ -328,7 +329,7 @@ def _stride_zero_gradients(base: Baseline) -> Row:
     """The gradient of a sum, which is one number expanded, against a contiguous one."""
     call, which = base.subject.call, base.subject.output_indices
 
-    def run(after: Arrange) -> Twice:
+    def run(after: calls.Arrange) -> Twice:
         leaves, values = calls.at_leaves(call.map(which, after=after), base.x)
         total = torch.stack([y.sum() for y in values]).sum()
         first = calls.grad([total], leaves, create_graph=base.second is not None)
@@ -366,7 +367,7 @@ def in_float32(base: Baseline) -> Row:
         skipped = f"it computes in {str(subject.half).removeprefix('torch.')}."
     if skipped:
         return Row(name, "skip", None, skipped)
-    call = Call(subject.fn, subject.inputs, torch.float32).with_settings_of(subject.call)
+    call = calls.Call(subject.fn, subject.inputs, torch.float32).with_settings_of(subject.call)
     x = [y.float() for y in base.x]
     try:
         values, found = _gradients(base, call, x)
@@ -388,7 +389,7 @@ def in_float32(base: Baseline) -> Row:
     return Row(name, "pass", max(offs[count:], default=0.0))
 
 
-def _gradients(base: Baseline, call: Call, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+def _gradients(base: Baseline, call: calls.Call, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
     f = call.map(base.subject.output_indices)
     values = f(*x)
     u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
@@ -465,9 +466,6 @@ def vmapped(base: Baseline) -> Row:
     try:
         fault = vmap_fault(base)
     except Exception as error:
-        if "randomness" in str(error):
-            why = "it draws random numbers, which this transform refuses."
-            return Row(name, "skip", None, why)
         text = f"it is not offered: {format_error(error)}"
         if declared:
             text = f"a vmap rule is declared, and it raised {format_error(error)}. {fix}"
@@ -481,7 +479,7 @@ VARIANTS: tuple[Callable[[Baseline], Row | Iterable[Row]], ...] = (
 )  # fmt: skip
 
 
-def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterator[Row]:
+def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Rows:
     """Whether values and derivatives are finite at the inputs, and the rows of all variants at x."""
     try:
         base, at_inputs = Baseline(subject, x, options), Baseline(subject, subject.x, options)
@@ -498,21 +496,17 @@ def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Iterato
 
 # Another function of plain torch operations
 
-VALUE, FIRST, SECOND = (
-    f"reference: {what}" for what in ("value", "first derivative", "second derivative")
-)
+REFERENCE = [f"reference: {what}" for what in ("value", "first derivative", "second derivative")]
 
 
 def reference_rows(
     subject: Subject, reference: Callable[..., Any], points: list[list[Tensor]], *, surrogate: bool
-) -> Iterator[Row]:
+) -> Rows:
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
-    theirs = Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
-    for order, name in enumerate((VALUE, FIRST, SECOND)):
-        worst, text = 0.0, ""
-        for x in points:
-            off, wrong = _off_from(subject, theirs, x, order)
-            worst, text = max(worst, off), text or wrong
+    theirs = calls.Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
+    for order, name in enumerate(REFERENCE):
+        found = [_off_from(subject, theirs, x, order) for x in points]
+        worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")
         yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
         if order:
             continue
@@ -523,11 +517,13 @@ def reference_rows(
         if not any(y.requires_grad for y in values):
             why = why or "the reference has no gradient: it leaves torch."
         if why:
-            yield from (Row(other, "skip", None, why) for other in (FIRST, SECOND))
+            yield from (Row(other, "skip", None, why) for other in REFERENCE[1:])
             return
 
 
-def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) -> tuple[float, str]:
+def _off_from(
+    subject: Subject, reference: calls.Call, x: list[Tensor], order: int
+) -> tuple[float, str]:
     """The largest difference of values or derivatives in units of what is allowed, and what is
     wrong."""
     n = subject.call.num_inputs
@@ -537,12 +533,9 @@ def _off_from(subject: Subject, reference: Call, x: list[Tensor], order: int) ->
     for call, who in ((reference, "the reference"), (subject.call, "it")):
         try:
             leaves = [y.detach().clone().requires_grad_(order > 0) for y in x[:n]]
-            others = call.point[n:]
-
-            def f(*given: Tensor, call: Call = call, others: list[Tensor] = others) -> list[Tensor]:
-                return call.map(subject.output_indices)(*given, *others)
-
-            grads = calls.gradient(f, n)(*leaves, *u) if order else call.leaves(*leaves, *others)
+            inputs = [*leaves, *call.point[n:]]
+            gradient = calls.gradient(call.map(subject.output_indices), len(inputs), range(n))
+            grads = gradient(*inputs, *u) if order else call.leaves(*inputs)
             found.append(calls.grad(grads, leaves, w) if order == 2 else grads)
         except Exception as raised:
             return inf, f"{who} raised {format_error(raised)}"

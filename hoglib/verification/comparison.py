@@ -18,7 +18,7 @@ their spread allows. So the noise is measured, and not assumed from the dtype.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, nan
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -37,6 +37,7 @@ from hoglib._core.element_differences import (
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import call as calls
+from hoglib.verification.call import Numbered, Tensors
 from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
@@ -140,12 +141,14 @@ class Target(NamedTuple):
     rows: list[str]
     columns: list[str]
     slopes: Sequence[Slope] = ()
+    full: bool = False  # whether these are along each element
 
     def with_slopes(
         self, random: Generator, *, full: bool = False, eps: float | None = None
     ) -> "Target":
         along = [(j, v) for j, x in enumerate(self.x) for v in directions(x, random, full=full)]
-        return self._replace(slopes=[slope(self.map, self.x, j, v, eps=eps) for j, v in along])
+        slopes = [slope(self.map, self.x, j, v, eps=eps) for j, v in along]
+        return self._replace(slopes=slopes, full=full)
 
 
 @final
@@ -185,11 +188,14 @@ class Discrepancy:
         elif not self.wrong:
             self.error = max(self.error, error)
 
+    @classmethod
+    def of_error(cls, error: Exception) -> "Discrepancy":
+        text = f"it raised {type(error).__name__}: {error}".rstrip()
+        return cls(error=inf, wrong=text, raised=error)
+
     def merge(self, other: "Discrepancy") -> "Discrepancy":
         """The worse of both; an unknown column, or a blank row, is one in both."""
-        worse = other if (other.wrong and not self.wrong) or other.error > self.error else self
-        if self.wrong and not other.wrong:
-            worse = self
+        worse = max(self, other, key=lambda one: (bool(one.wrong), one.error))
         result = Discrepancy(**vars(worse))
         result.checked = self.checked + other.checked
         result.unknown = self.unknown & other.unknown
@@ -199,11 +205,11 @@ class Discrepancy:
         return result
 
 
-Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to
+Found = Mapping[str, Discrepancy]  # by the name of the row that rests on it
 
 
 def products(
-    f: TensorMap, x: Sequence[Tensor], vectors: Numbered, covectors: Numbered, key: str
+    f: TensorMap, x: Tensors, vectors: Numbered, covectors: Numbered, key: str
 ) -> list[list[tuple[float, bool]]]:
     """<w, J v> for each covector w and each direction v of an input, and whether J^T w, or J v, is
     anything but exact zeros.
@@ -222,13 +228,8 @@ def products(
     ]
 
 
-def raised(error: Exception) -> Discrepancy:
-    text = f"it raised {type(error).__name__}: {error}".rstrip()
-    return Discrepancy(error=inf, wrong=text, raised=error)
-
-
 def largest_difference(
-    found: Sequence[Tensor], right: Sequence[Tensor], floor: float | None = 0.0
+    found: Tensors, right: Tensors, floor: float | None = 0.0
 ) -> tuple[float, int]:
     """The largest difference between two lists of tensors, and the index of its tensor: relative to the
     size of each tensor, or the floor, if that is larger; absolute for None."""
@@ -272,18 +273,15 @@ TRUST = 5.0  # the error of a difference may be this many times its estimate
 DROWNED = "their noise exceeds the derivative"
 
 
-def compared(
-    at: Target, key: str, bounds: Bounds, random: Generator, *, full: bool = False
-) -> Discrepancy:
+def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrepancy:
     """<w, J v> along the direction v of each slope for a few covectors w of each output."""
     found = Discrepancy()
-    covectors = [
-        (i, w) for i in range(len(at.rows)) for w in _covectors(at.slopes, i, bounds, random, full)
-    ]
+    outputs = range(len(at.rows))
+    covectors = [(i, w) for i in outputs for w in _covectors(at, i, bounds, random)]
     try:
         numbers = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
     except Exception as error:
-        return raised(error)
+        return Discrepancy.of_error(error)
     concluded, rows = set(), set()
     for k, ((i, w), along) in enumerate(zip(covectors, numbers, strict=True)):
         for n, (one, (got, moves)) in enumerate(zip(at.slopes, along, strict=True)):
@@ -347,25 +345,23 @@ def _is_drowned(
     return some and ((number <= rounding and off > 0.5 * number) or 0.1 * number < off <= rounding)
 
 
-def _covectors(
-    slopes: Sequence[Slope], i: int, bounds: Bounds, random: Generator, full: bool
-) -> list[Tensor]:
+def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Tensor]:
     """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere, but
     for elements below the tolerance. With a coarse tolerance the last one weighs them by their size."""
-    like = slopes[0].values[i]
+    like = at.slopes[0].values[i]
     known = torch.ones_like(like, dtype=torch.bool)
     sizes = torch.zeros_like(like)
-    for one in slopes:
+    for one in at.slopes:
         if bool(one.known(i).any()):
             known &= one.known(i)
             sizes += torch.where(one.known(i), one.values[i].abs(), 0.0)
-    if full:
+    if at.full:
         eye = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
     share = 1.0 / (sizes + max(1e-3, bounds.atol) * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
     draws = [random_like(like, random) * share for _ in range(DRAWS)]
-    if bounds.atol > COARSE or any(one.grains[i] > GRAIN for one in slopes):
+    if bounds.atol > COARSE or any(one.grains[i] > GRAIN for one in at.slopes):
         # what is allowed for many small elements would exceed the few that are large
         draws[-1] = random_like(like, random) * known
     return draws
@@ -374,7 +370,7 @@ def _covectors(
 MANY = 256  # elements that are differentiated one by one
 
 
-def wrong_elements(f: TensorMap, x: Sequence[Tensor], i: int, j: int, random: Generator) -> str:
+def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) -> str:
     """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
     input of not too many."""
     if x[j].numel() > MANY:
@@ -483,8 +479,7 @@ class Comparer(NamedTuple):
         return worst
 
     def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
-        bounds = bounds or self.options.bounds
-        return compared(at, key, bounds, self.random, full=self.options.full)
+        return compared(at, key, bounds or self.options.bounds, self.random)
 
 
 # In half precision, by means
@@ -492,7 +487,7 @@ class Comparer(NamedTuple):
 CENTRES = 16
 AROUND = 0.04  # how far the centres are apart, relative to the elements
 INTERVALS = 4
-HALF_LENGTHS = (0.25, 0.06)  # h; the shorter one where the map is not defined at the ends
+HALF_LENGTH = 0.25  # h
 PAIRS = 3  # directions and covectors of an input and an output
 SIGMAS = 6.0  # standard errors of the mean that are taken for noise
 BIAS = 4.0  # units of rounding: a covector is rounded to the same number at each centre
@@ -509,8 +504,9 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
         for j in (j for j in range(len(at.x)) for _ in range(PAIRS)):
             v = random_like(at.x[j], random) * element_scales(at.x[j])
             covectors = [(i, random_like(y, random)) for i, y in enumerate(values) if y.numel()]
-            integrals = _integrate_line(at, j, v, covectors, key, random)
-            if integrals is None:
+            lines = [[*_integrals(at, j, v, covectors, key, random)] for _ in range(CENTRES)]
+            integrals = torch.tensor(lines, dtype=torch.float64)
+            if not bool(integrals[..., 1:].isfinite().all()):
                 found.problem = found.problem or "it is not defined around the inputs"
                 continue
             off = integrals[..., 0] - integrals[..., 1]
@@ -526,42 +522,29 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
                 concluded.add(j)
                 rows.add(i)
     except Exception as error:
-        return raised(error)
+        return Discrepancy.of_error(error)
     found.unknown = set(range(len(at.x))) - concluded
     found.blank = {row for i, row in enumerate(at.rows) if i not in rows and values[i].numel()}
     return found
 
 
-def _integrate_line(
+def _integrals(
     at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator
-) -> Tensor | None:
-    """By centre and covector: the integral of <w, J v> by the derivative, and the difference of <w, F>
-    at the ends of the line, both divided by its length; and the size of a sum of its terms with random
-    signs. None where the map is not defined."""
-    state = random.get_state()
-    for h in HALF_LENGTHS:
-        random.set_state(state)
-        try:
-            lines = [[*_line_points(at, j, v, covectors, key, random, h)] for _ in range(CENTRES)]
-            found = torch.tensor(lines, dtype=torch.float64)
-        except Exception:
-            if h == HALF_LENGTHS[-1]:
-                raise
-            continue
-        if bool(found[..., 1:].isfinite().all()):
-            return found
-    return None
-
-
-def _line_points(
-    at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator, h: float
 ) -> Iterator[tuple[float, float, float]]:
+    """Of each covector, along a line through a centre: the integral of <w, J v> by the derivative, and
+    the difference of <w, F> at the ends, both divided by its length; and the size of a sum of its terms
+    with random signs. NaN where the map refuses the ends."""
+    h = HALF_LENGTH
     centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]
 
     def point(s: float) -> list[Tensor]:
         return [*centre[:j], centre[j] + s * v, *centre[j + 1 :]]
 
-    above, below = at.map(*point(h)), at.map(*point(-h))
+    try:
+        above, below = at.map(*point(h)), at.map(*point(-h))
+    except Exception:
+        yield from [(nan, nan, nan)] * len(covectors)
+        return
     shares = torch.rand(INTERVALS, generator=random, dtype=torch.float64).tolist()
     points = [point(h * (2 * (k + share) / INTERVALS - 1)) for k, share in enumerate(shares)]
     slopes = [products(at.map, x, [(j, v)], covectors, key) for x in points]

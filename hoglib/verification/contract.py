@@ -5,7 +5,7 @@ number, shape, dtype and device of gradients, whether they are linear in the inc
 kept on ctx, which gradients are computed, and which tensors are changed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, final
 
@@ -24,9 +24,9 @@ from hoglib._core.state import is_freed, put_back, same
 from hoglib._core.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
 from hoglib.verification.call import PrecisionWatch, as_function, seed_all
-from hoglib.verification.comparison import Discrepancy, largest_difference
+from hoglib.verification.comparison import Found, largest_difference
 from hoglib.verification.function_rules import kind_of
-from hoglib.verification.report import Row, finding
+from hoglib.verification.report import Row, Rows, finding
 from hoglib.verification.subject import Application, Subject
 
 SETUP = (
@@ -73,7 +73,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     return rows
 
 
-def gradients(app: Application) -> Iterator[Row]:
+def gradients(app: Application) -> Rows:
     run = app.seeded()
     returned, count = app.backward(run), len(run.inputs)
     odd = [
@@ -116,12 +116,11 @@ def gradients(app: Application) -> Iterator[Row]:
 
 
 def _is_expanded(small: Sequence[int], large: Sequence[int]) -> bool:
-    if len(small) > len(large):
-        return False
-    return all(a in (1, b) for a, b in zip(reversed(small), reversed(large), strict=False))
+    pairs = zip(reversed(small), reversed(large), strict=False)
+    return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
 
 
-def linear(app: Application) -> Iterator[Row]:
+def linear(app: Application) -> Rows:
     """B(2 g) = 2 B(g): a gradient is linear in the incoming one."""
     grads = app.seeded().incoming()
 
@@ -132,8 +131,7 @@ def linear(app: Application) -> Iterator[Row]:
         return [g for g in app.backward(run, scaled) if is_float(g)]
 
     is_linear = all(
-        a.shape == b.shape
-        and largest_difference([-2.0 * a], [b], max_abs(a))[0] <= torch.finfo(a.dtype).eps ** 0.5
+        largest_difference([-2.0 * a], [b], max_abs(a))[0] <= torch.finfo(a.dtype).eps ** 0.5
         for a, b in zip(returned(1.0), returned(-2.0), strict=True)
     )
     text = (
@@ -143,7 +141,7 @@ def linear(app: Application) -> Iterator[Row]:
     yield finding("gradients: linear", "" if is_linear else text)
 
 
-def needs_input_grad(app: Application) -> Iterator[Row]:
+def needs_input_grad(app: Application) -> Rows:
     name = "needs_input_grad"
     if len(app.by) < 2:
         yield Row(name, "skip", None, "it is differentiated by one input only.")
@@ -163,7 +161,7 @@ def needs_input_grad(app: Application) -> Iterator[Row]:
     yield finding(name, text or "", "warn")
 
 
-def context(app: Application) -> Iterator[Row]:
+def context(app: Application) -> Rows:
     run = app.seeded()
     attributes = []
     for attribute, value in run.record.attributes.items():
@@ -199,7 +197,7 @@ FREES = (
 )
 
 
-def in_place(app: Application) -> Iterator[Row]:
+def in_place(app: Application) -> Rows:
     seed_all()
     args = app.fresh()
     named = {app.name(i): x for i, x in enumerate(args)}
@@ -235,7 +233,7 @@ def in_place(app: Application) -> Iterator[Row]:
         yield finding(f"in-place: {what}", text if places else "", status)
 
 
-def device(app: Application) -> Iterator[Row]:
+def device(app: Application) -> Rows:
     watch = DeviceWatch()
     run_rules(app, watch)
     text = watch.found and (
@@ -245,7 +243,7 @@ def device(app: Application) -> Iterator[Row]:
     yield finding("device", text, "warn")
 
 
-def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
+def constants_row(subject: Subject, found: Found) -> Row:
     """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
     derivatives are further off than with float32 inputs."""
     name = "dtype: constants"
@@ -273,20 +271,15 @@ def constants_row(subject: Subject, found: Mapping[str, Discrepancy]) -> Row:
     return finding(name, text, "warn")
 
 
-def _is_further_off(subject: Subject, found: Mapping[str, Discrepancy], least: float) -> bool:
+def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
     """Whether the first derivative is further off than that at inputs rounded to float32."""
     first = found.get("first derivative: reverse")
     if first is None or first.raised is not None:
         return False
-    if first.wrong:
-        return True
     rounded = [(x, x.float().to(x.dtype)) for x in subject.x]
     moved = [torch.where(a == b, a * (1 + 6e-8), b) for a, b in rounded]
-    try:
-        there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
-    except Exception:  # reported by the derivative checks
-        return False
-    return first.error > max(10 * largest_difference(there, here)[0], least)
+    there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
+    return bool(first.wrong) or first.error > max(10 * largest_difference(there, here)[0], least)
 
 
 LEAST = 1e-5  # differences may be off by that much
@@ -379,9 +372,7 @@ class DeviceWatch(TorchFunctionMode):
             self._note("a tensor made on the default device is mixed with the inputs")
         made_here = not given and (device is None or named is not None)
         if made_here or (given and len(foreign) == len(given)):
-            for y in pytree.leaves(result):
-                if isinstance(y, Tensor):
-                    self._made[id(y)] = y
+            self._made |= {id(y): y for y in pytree.tensors(result)}
         return result
 
     def _note(self, what: str) -> None:
@@ -397,7 +388,7 @@ ACCUMULATES = (
 )
 
 
-def accumulates(app: Application) -> Iterator[Row]:
+def accumulates(app: Application) -> Rows:
     """Whether backward changes the .grad of a tensor. That of each is restored."""
     run = app.seeded()
     with preserved_grads(app.function, *app.args) as changed:
@@ -437,25 +428,22 @@ def trainable(found: Iterable[Any]) -> dict[int, tuple[str, Tensor]]:
 def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
     """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
     that describes those whose .grad was changed."""
-    named = trainable(reached(fn, held))
-    before = {
-        key: (x.grad, None if x.grad is None else x.grad.detach().clone())
-        for key, (_, x) in named.items()
-    }
+    kept: list[tuple[str, Tensor, Any, Any]] = [
+        (label, x, x.grad, None if x.grad is None else x.grad.detach().clone())
+        for label, x in trainable(reached(fn, held)).values()
+    ]
 
-    def is_changed(key: int) -> bool:
-        grad, value = before[key]
-        now = named[key][1].grad
-        if now is not grad:
-            return True
-        return now is not None and value is not None and not same(now.detach(), value)
+    def changed() -> list[tuple[str, Tensor, Any, Any]]:
+        return [
+            (label, x, grad, value)
+            for label, x, grad, value in kept
+            if x.grad is not grad or not (value is None or same(value, grad))
+        ]
 
     try:
-        yield lambda: [label for key, (label, _) in named.items() if is_changed(key)]
+        yield lambda: [label for label, *_ in changed()]
     finally:
-        for key, (_, x) in named.items():
-            if is_changed(key):
-                grad, value = before[key]
-                x.grad = grad
-                if grad is not None and value is not None:
-                    put_back(grad, value)
+        for _, x, grad, value in changed():
+            x.grad = grad
+            if value is not None:
+                put_back(grad, value)

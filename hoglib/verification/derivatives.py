@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from math import inf
 from typing import Any, final
 
 import torch
@@ -22,15 +21,9 @@ from hoglib._core.source_location import SourceLine, format_error, innermost_lin
 from hoglib._core.torch_internals import backward_rule
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.comparison import (
-    Comparer,
-    Discrepancy,
-    Options,
-    Target,
-    raised,
-    wrong_elements,
-)
-from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Row, finding
+from hoglib.verification.call import Tensors
+from hoglib.verification.comparison import Comparer, Discrepancy, Options, Target, wrong_elements
+from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Row, Rows, finding
 from hoglib.verification.subject import Subject
 
 FIRST = "first derivative: reverse"
@@ -65,9 +58,7 @@ NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an
 Like = Callable[[Sequence[Tensor]], list[Tensor]]  # random tensors like those that are given
 
 
-def stage(
-    first: Target, mode: str, order: int, like: Like, *, by_torch_func: bool = False
-) -> Target:
+def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool = False) -> Target:
     """The map of order - 1 in a mode, whose derivative is of that order.
 
     Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.
@@ -76,7 +67,7 @@ def stage(
     """
     at = first
     for k in range(1, order):
-        f, x, rows, columns, _ = at
+        f, x, rows, columns, *_ = at
         which = f"{ORDINALS[k]} " if k > 1 else ""
         if mode[1] == "r" if k == 1 else mode != "ff":
             what = f"the {which}derivative" if which else "the gradient"
@@ -117,7 +108,7 @@ class Derivatives:
         second = [row.status for row in self.higher_order(2)]
         return "pass" in second and not {"fail", "warn"}.intersection(second)
 
-    def first_order(self) -> Iterator[Row]:
+    def first_order(self) -> Rows:
         """The first derivative in reverse and in forward mode, and the kinks at the first point."""
         subject = self.subject
         at = [self._comparer.target(self._first(x)) for x in self._points]
@@ -161,7 +152,7 @@ class Derivatives:
         columns = range(len(self.subject.x))
         return next(filter(None, (what_it_looks_like(self.subject, j) for j in columns)), "")
 
-    def higher_order(self, order: int) -> Iterator[Row]:
+    def higher_order(self, order: int) -> Rows:
         """The second, third or fourth derivative in each mode."""
         asked = self._options.modes
         for mode in MODES if asked is None else asked:
@@ -193,7 +184,7 @@ class Derivatives:
         try:
             found = self._comparer.worst(at, mode)
         except Exception as error:
-            found = raised(error)
+            found = Discrepancy.of_error(error)
         row = self._judged(name, found, may_lack=mode != "rr")
         if mode != "rr" or order != 2:
             return row
@@ -208,7 +199,7 @@ class Derivatives:
         inputs, as it does in a network, or where those of several outputs are parts of one tensor."""
         subject, x = self.subject, self._points[-1]
         rows = [f"the gradient by {name}" for name in subject.names]
-        try:
+        with suppress(Exception):  # with a gradient that does not depend on the inputs it is right
             values = subject.map(*x)
             weights = self._like(values)
             parts = ((f, IN_PARTS) for f in calls.stacked(subject.map, values))
@@ -219,8 +210,6 @@ class Derivatives:
                     self.found[row.name] = found
                     judged = self._judged(row.name, found)
                     return judged._replace(text=f"{judged.text} {where}")
-        except Exception:  # with a gradient that does not depend on the inputs it is right
-            return row
         return row
 
     def _nan_origin(self) -> str:
@@ -241,15 +230,12 @@ class Derivatives:
     def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
         """The row of what was compared. may_lack: whether there is a forward level in it, which raises
         where it is not offered: a fault where it was declared or asked for."""
-        if found.raised is not None and may_lack:
-            text = f"it raised {format_error(found.raised)}."
-            if not (self.subject.offers_forward or self._options.modes is not None):
-                return Row(name, "skip", None, f"it is not offered: {text}")
-            self.found[name] = Discrepancy(error=inf, wrong=text, raised=found.raised)
-            return Row(name, "fail", None, text)
+        text = "" if found.raised is None else f"it raised {format_error(found.raised)}"
+        if text and may_lack and not (self.subject.offers_forward or self._options.modes):
+            return Row(name, "skip", None, f"it is not offered: {text}.")
         self.found[name] = found
-        if found.raised is not None:
-            text = f"{name.split(':')[0]} is missing: it raised {format_error(found.raised)}"
+        if text:
+            text = f"{text}." if may_lack else f"{name.split(':')[0]} is missing: {text}"
             return Row(name, "fail", None, text)
         if found.wrong:
             others = self._labels(found.faulty - {found.column})
@@ -295,9 +281,8 @@ class Derivatives:
             if bool(kink.any())
         }
         text = kinked and (
-            f"the inputs lie on a kink {'; '.join(sorted(kinked))}: the "
-            "slopes to either side differ, and the gradient there is a convention. It was checked near "
-            "the inputs."
+            f"the inputs lie on a kink {'; '.join(sorted(kinked))}: the slopes to either side differ, "
+            "and the gradient there is a convention. It was checked near the inputs."
         )
         return finding("kinks", text or "", "warn")
 
@@ -324,9 +309,7 @@ def ratio(found: Discrepancy) -> str:
     return f" ({share:.4g} times the expected value)"
 
 
-def nan_operation(
-    f: TensorMap, x: Sequence[Tensor], u: Sequence[Tensor], w: Sequence[Tensor] | None = None
-) -> str:
+def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None) -> str:
     """Where the first number arises that is not finite, in the gradient of <u, f> or, with w, in that
     of <w, G>, where G is the gradient of <u, f>: the backward of a custom Function, or the derivative
     of what a line of the user's computes; "" if neither is known. An infinite number becomes NaN
@@ -356,6 +339,10 @@ def nan_operation(
 
 NEAR = 1e-6  # a move that changes the output of no step function, but at a few elements
 
+STEP = ", so that its derivative is zero almost everywhere."
+IDENTITY = "is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
+CLIPS = "clips: its output is the input, or does not depend on it."
+DIGITS = "rounds its input to fewer digits (quantisation)."
 DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the class."
 
 
@@ -375,32 +362,21 @@ def what_it_looks_like(subject: Subject, column: int) -> str:
 
 
 def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
-    if y.shape == x.shape and torch.equal(y, x) and torch.equal(z, moved):
-        return "forward is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
-    still = y == z
+    still, alike, values = y == z, y.shape == x.shape, set(y.unique().tolist())
     share = float(still.double().mean())
-    if share > 0.9:
-        return _describe_step(x, y)
-    through = (y == x) & (z == moved) if y.shape == x.shape else torch.zeros_like(still)
-    if share > 0 and bool((still | through).all()):
-        return "forward clips: its output is the input, or does not depend on it."
-    if y.shape == x.shape and 0 < max_abs(y - x) < 0.01 * max_abs(x):
-        return "forward rounds its input to fewer digits (quantisation)."
-    return ""
-
-
-def _describe_step(x: Tensor, y: Tensor) -> str:
-    """A function that is constant near the inputs."""
-    values = set(y.unique().tolist())
-    if y.shape == x.shape and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all()):
-        what = "takes the sign of its input"
-    elif values <= {0.0, 1.0}:
-        what = "is a step (a threshold, a comparison, an argmax)"
-    elif _is_on_a_grid(sorted(values)):
-        what = "rounds its input"
-    else:
-        what = "is a step function (rounding, quantisation, a choice)"
-    return f"forward {what}, so that its derivative is zero almost everywhere."
+    flat = share > 0.9  # near the inputs
+    through = (y == x) & (z == moved) if alike else torch.zeros_like(still)
+    sign = flat and alike and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all())
+    kinds = (
+        (alike and bool(through.all()), IDENTITY),
+        (sign, f"takes the sign of its input{STEP}"),
+        (flat and values <= {0.0, 1.0}, f"is a step (a threshold, a comparison, an argmax){STEP}"),
+        (flat and _is_on_a_grid(sorted(values)), f"rounds its input{STEP}"),
+        (flat, f"is a step function (rounding, quantisation, a choice){STEP}"),
+        (share > 0 and bool((still | through).all()), CLIPS),
+        (alike and 0 < max_abs(y - x) < 0.01 * max_abs(x), DIGITS),
+    )
+    return next((f"forward {what}" for found, what in kinds if found), "")
 
 
 def _is_on_a_grid(values: Sequence[float]) -> bool:

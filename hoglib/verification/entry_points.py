@@ -262,8 +262,7 @@ class AppliedFunctions:
             return None
         key, by = noted
         self.parts.discard(key)
-        own = ((i, x) for i, x in enumerate(args) if by[i] and _counts_changes(x))
-        versions = [(i, x, x._version) for i, x in own]
+        versions = [(i, x, x._version) for i, x in enumerate(args) if by[i] and _counts_changes(x)]
         return partial(self._applied, key, args, versions)
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
@@ -488,9 +487,7 @@ def _explain_backward_error(caller: str, error: Exception, functions: AppliedFun
     names = [name for name in names if name not in str(error)]
     if "modified by an inplace operation" in str(error) and names and not texts:
         texts = [CHANGED.format(", ".join(dict.fromkeys(names)))]
-    for text in texts:
-        if text in str(error):
-            continue
+    for text in (text for text in texts if text not in str(error)):
         if isinstance(error, HoglibError):
             error.args = (f"{error} {text[0].upper()}{text[1:]}", *error.args[1:])
         else:

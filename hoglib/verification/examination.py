@@ -31,30 +31,12 @@ from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
-from hoglib.verification.call import copied, exact_products
-from hoglib.verification.call_variants import (
-    OWN_RULE,
-    Baseline,
-    create_graph,
-    gradient_layouts,
-    vmap_fault,
-)
+from hoglib.verification.call_variants import OWN_RULE, Baseline, gradient_variants, vmap_fault
 from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached, trainable
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.report import Row
-from hoglib.verification.subject import (
-    Application,
-    Lifted,
-    Structure,
-    Subject,
-    choices,
-    is_computed_so,
-    lifted,
-    parameters,
-    structures,
-    structures_of,
-)
+from hoglib.verification.subject import Application, Lifted, Structure, Subject, kept_names, lifted
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
@@ -112,14 +94,14 @@ def applied(
     given: the arguments as the user passed them.
     """
     with torch_internals.without_transforms(), torch.no_grad():
-        copies = pytree.map_tensors(copied, args)
+        copies = pytree.map_tensors(calls.copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     held = {i: kinds for i, x in enumerate(given) if (kinds := held_kinds(x, given))}
-    app = Application(_sharing(function, held), copies, wanted, parameters(function, len(args)))
+    app = Application(_sharing(function, held), copies, wanted)
     by_module = lifted(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
-    kept = () if by_module else tuple(_kept_structures(graphed, copies, wanted))
+    kept = () if by_module else tuple(kept_names(graphed, copies, wanted))
     shown = {id(x) for x in pytree.tensors(given or args)}
     reaches = trainable(reached(function, [*args, class_state(function)])).items()
     hidden = [
@@ -174,23 +156,6 @@ def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type
     return type(function.__name__, (function,), {**own, "__qualname__": function.__qualname__})
 
 
-def _kept_structures(
-    graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
-) -> Iterator[tuple[int, frozenset[str]]]:
-    """The structures that arguments are computed to have, by their position among the leaves."""
-    place = 0
-    for i, copy in enumerate(copies):
-        if i in by:
-            with torch_internals.without_transforms():
-                found = structures_of(copy)
-            names = frozenset(
-                one.name for one in found if graphed is None or is_computed_so(graphed[i], one)
-            )
-            if names:
-                yield place, names
-        place += len(pytree.leaves(copy))
-
-
 def examine(given: Applied) -> Verdict:
     """Whether the first and second derivative of a Function are right. What it changes is restored."""
     app = given.app
@@ -202,7 +167,7 @@ def examine(given: Applied) -> Verdict:
         torch_internals.without_saved_tensor_hooks(),
         grad_enabled(),
         keep_swapped(),
-        exact_products(),
+        calls.exact_products(),
         preserve_random_state(),
         # as where the Function was applied, which may have been left since
         given.autocast.restored(),
@@ -327,19 +292,17 @@ def _restricted_verdict(
     the verdict that was found."""
     kept = dict(given.kept)
     place_of = {j: subject.call.positions[j] for j in range(subject.call.num_inputs)}
-    computed = {
-        j: [one for one in some if one.name in kept.get(place_of.get(j, -1), ())]
-        for j, some in structures(subject.call).items()
-    }
-    for chosen in choices(computed):
-        subject.restrict(chosen)
+
+    def computed(j: int, one: Structure) -> bool:
+        return one.name in kept.get(place_of.get(j, -1), ())
+
+    for chosen in subject.restrictions(computed):
         if Derivatives(subject, here, options).are_right():
             return RIGHT._replace(within=tuple((place_of[j], one) for j, one in chosen.items()))
-    for gauge in subject.gauges(real_too=found.status != "wrong"):
-        subject.restrict({}, gauge)
+    subject.restrict({})
+    for _ in subject.phase_fixings(real_too=found.status != "wrong"):
         if Derivatives(subject, here, options).are_right():
             return RIGHT
-    subject.restrict({})
     return found
 
 
@@ -483,8 +446,7 @@ def _compare_derivatives(
         return _wrong_second(function, [wrong[0], *causes], order=1 if wrong_first else 2)
     if not options.surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
-            base = Baseline(subject, points[-1], options)
-            variants = (create_graph(base), *gradient_layouts(base))
+            variants = gradient_variants(Baseline(subject, points[-1], options))
             differing = [r for r in variants if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
     if first and not wrong_first and (kind := derivatives.what_it_looks_like()):

@@ -119,10 +119,8 @@ class SavedAt:
 
     def __init__(self, frame: FrameType, target: str) -> None:
         """target: "save_for_backward", or the attribute that is set."""
-        self._frame: FrameType | None = frame
-        code = frame.f_code
-        self.place = SourceLine(code.co_filename, frame.f_lineno)
-        self._expressions = _expressions(code.co_filename, frame.f_lineno, target)
+        self._frame, self.place = frame, SourceLine(frame.f_code.co_filename, frame.f_lineno)
+        self._expressions = _expressions(*self.place, target)
 
     def noted(self, value: Any, position: int, keys: Sequence[Key]) -> Noted:
         """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
@@ -134,7 +132,7 @@ class SavedAt:
         """The local variable that is the value, or holds it, there or further out."""
         if value is None or isinstance(value, bool | int | str):
             return ""  # the same object may have any name
-        frame = self._frame
+        frame: FrameType | None = self._frame
         while frame is not None and is_user_code(frame.f_code.co_filename):
             held = (
                 (written(name, keys), part)
@@ -150,36 +148,29 @@ class SavedAt:
             frame = frame.f_back
         return ""
 
-    def forget(self) -> None:
-        """Let the frame go, and what it holds."""
-        self._frame = None
-
 
 def _expressions(file: str, line: int, target: str) -> Sequence[ast.expr]:
     """The arguments of the call that saves, or the value that is assigned; none without a source."""
     lines = linecache.getlines(file)
-    text = lines[line - 1] if line <= len(lines) else ""
-    return _find_expressions(file, len(lines), text, line, target)
+    return _find_expressions(file, len(lines), "".join(lines[line - 1 : line]), line, target)
 
 
 @lru_cache(maxsize=1024)
-def _find_expressions(
-    file: str, count: int, text: str, line: int, target: str
-) -> Sequence[ast.expr]:
-    """count, text: the number of lines, and the one in question: a file is the same as long as they
+def _find_expressions(file: str, n: int, text: str, line: int, target: str) -> Sequence[ast.expr]:
+    """n, text: the number of lines, and the one in question: a file is the same as long as they
     are."""
-    calls: list[ast.Call] = []
-    values: list[ast.expr] = []
+    saved: list[ast.expr] = []
+    assigned: list[ast.expr] = []
     for node in _enclosing_nodes(_parse_source("".join(linecache.getlines(file))), line):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr == target:
-                calls.append(node)
-        elif isinstance(node, ast.Assign):
-            for one in node.targets:
-                values += _assigned_expressions(one, node.value, target)
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            values += _assigned_expressions(node.target, node.value, target)
-    return calls[-1].args if calls else values[:1]
+        match node:
+            case ast.Call(func=ast.Attribute(attr=name)) if name == target:
+                saved = node.args
+            case ast.Assign(value=value):
+                for one in node.targets:
+                    assigned += _assigned_expressions(one, value, target)
+            case ast.AnnAssign(target=one, value=ast.expr() as value):
+                assigned += _assigned_expressions(one, value, target)
+    return saved or assigned[:1]
 
 
 def _enclosing_nodes(tree: ast.AST, line: int) -> Iterator[ast.AST]:
@@ -221,15 +212,16 @@ def _at(expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]) -> 
 
 def _member(expression: ast.expr, key: Key) -> ast.expr | None:
     how, which = key
-    if how == "index" and isinstance(expression, ast.Tuple | ast.List):
-        starred = any(isinstance(e, ast.Starred) for e in expression.elts)
-        return None if starred or which >= len(expression.elts) else expression.elts[which]
-    if how == "key" and isinstance(expression, ast.Dict):
-        for name, value in zip(expression.keys, expression.values, strict=True):
-            if isinstance(name, ast.Constant) and name.value == which:
-                return value
-    if how == "key" and isinstance(expression, ast.Call):  # dict(a=x)
-        return next((k.value for k in expression.keywords if k.arg == which), None)
+    match expression:
+        case ast.Tuple(elts=members) | ast.List(elts=members) if how == "index":
+            starred = any(isinstance(e, ast.Starred) for e in members)
+            return None if starred or which >= len(members) else members[which]
+        case ast.Dict() if how == "key":
+            pairs = zip(expression.keys, expression.values, strict=True)
+            named = (x for n, x in pairs if isinstance(n, ast.Constant) and n.value == which)
+            return next(named, None)
+        case ast.Call() if how == "key":  # dict(a=x)
+            return next((k.value for k in expression.keywords if k.arg == which), None)
     return None
 
 
@@ -286,8 +278,7 @@ class Record:
             self._describe(f"{SAVED}[{k}]", value, k, SAVED)
         for name, value in self.attributes.items():
             self._describe(f"ctx.{name}", value, 0, name)
-        for at in self.written.values():
-            at.forget()
+        self.written.clear()  # which lets the frames go, and what they hold
 
     def _describe(self, label: str, value: Any, position: int, place: str) -> None:
         at = self.written.get(place)
@@ -307,6 +298,8 @@ class Context(FunctionCtx):
     """Replaces autograd's context. What is in its `__dict__` is the Function's, and nothing else."""
 
     __slots__ = ("_hoglib_in_jvp", "_hoglib_record")
+    _hoglib_in_jvp: bool
+    _hoglib_record: Record
 
     def __init__(self, record: Record, *, in_jvp: bool = False) -> None:
         object.__setattr__(self, "_hoglib_record", record)
@@ -314,50 +307,41 @@ class Context(FunctionCtx):
         object.__setattr__(self, "__dict__", record.attributes)
 
     def save_for_backward(self, *tensors: Any) -> None:
-        _record_of(self).saved = tensors
+        self._hoglib_record.saved = tensors
         _note_saving_line(self, SAVED, "save_for_backward")
 
     def save_for_forward(self, *tensors: Any) -> None:
-        _record_of(self).for_forward = tensors
-        if SAVED not in _record_of(self).written:
-            _note_saving_line(self, SAVED, "save_for_forward")
+        self._hoglib_record.for_forward = tensors
 
     def mark_dirty(self, *tensors: Any) -> None:
-        _record_of(self).dirty = tensors
+        self._hoglib_record.dirty = tensors
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        _record_of(self).silent = tensors
+        self._hoglib_record.silent = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        _record_of(self).materialize = value
-
-    def name(self) -> str:
-        return "Backward"
+        self._hoglib_record.materialize = value
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        return _record_of(self).needed
+        return self._hoglib_record.needed
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        in_jvp: bool = object.__getattribute__(self, "_hoglib_in_jvp")
-        return _record_of(self).for_forward if in_jvp else _record_of(self).saved
+        record = self._hoglib_record
+        return record.for_forward if self._hoglib_in_jvp else record.saved
 
     saved_variables = saved_for_forward = saved_tensors
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "needs_input_grad":
-            _record_of(self).needed = value
+            self._hoglib_record.needed = value
             return
-        _record_of(self).attributes[name] = value
+        self._hoglib_record.attributes[name] = value
         _note_saving_line(self, name, name)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"ctx has no attribute {name!r}")
-
-
-def _record_of(context: Context) -> Record:
-    return object.__getattribute__(context, "_hoglib_record")
 
 
 def _note_saving_line(context: Context, written: str, target: str) -> None:
@@ -366,7 +350,7 @@ def _note_saving_line(context: Context, written: str, target: str) -> None:
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
     if is_user_code(frame.f_code.co_filename):
-        _record_of(context).written[written] = SavedAt(frame, target)
+        context._hoglib_record.written[written] = SavedAt(frame, target)
 
 
 class Run(NamedTuple):

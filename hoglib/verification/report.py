@@ -43,6 +43,9 @@ class Row(NamedTuple):
     text: str = ""
 
 
+Rows = Iterator[Row]
+
+
 def finding(name: str, text: str, status: str = "fail") -> Row:
     """The row of a check, which passes where there is nothing to say."""
     return Row(name, status if text else "pass", None, text)
@@ -192,9 +195,6 @@ class Report:
         counts = ", ".join(f"{len(self._with_status(status))} {status}" for status in STATUSES)
         return f"Report({self.name}: {counts})"
 
-    def __str__(self) -> str:
-        return self.text()
-
     def text(self, *, table: bool = True, width: int = WIDTH) -> str:
         """A headline, a paragraph for each failure and warning, and one line for each check.
 
@@ -206,6 +206,8 @@ class Report:
         """
         lines = [*textwrap.wrap(self._headline(), width), *self._sentences(width)]
         return "\n".join([*lines, "", *self._table(width)] if table else lines)
+
+    __str__ = text
 
     def _headline(self) -> str:
         checks = [row for row in self.rows if not row.name.startswith(CULPRIT)]

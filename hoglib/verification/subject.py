@@ -17,25 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hoglib._core import pytree
+from hoglib._core import pytree, torch_internals
 from hoglib._core.closures import held
 from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_random_state, put_back, same
-from hoglib._core.torch_internals import backward_rule, gradients, watching_functions
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
-from hoglib.verification.call import (
-    Arrange,
-    Call,
-    Gauge,
-    as_function,
-    call_for,
-    custom_functions,
-    fresh,
-    is_part,
-)
 from hoglib.verification.report import Row
 
 # Arguments with a structure: a Function may be right along directions that keep it, and no others.
@@ -59,7 +48,7 @@ class Structure(NamedTuple):
     """What an argument has, as in "keep it symmetric", and the map P to such arguments."""
 
     name: str
-    project: Arrange
+    project: calls.Arrange
 
     def fits(self, x: Tensor) -> bool:
         """Whether P(x) = x, to rounding."""
@@ -98,20 +87,7 @@ def structures_of(x: Tensor) -> list[Structure]:
 
 
 Chosen = dict[int, Structure]  # by variable
-
-
-def choices(found: dict[int, list[Structure]]) -> Iterator[Chosen]:
-    """The structures to keep, one variable alone before several together."""
-    options = [[None, *found[j]] for j in found]
-    picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
-    for some in picked[1 : 1 + MOST_CHOICES]:
-        yield {j: one for j, one in zip(found, some, strict=True) if one is not None}
-
-
-def structures(call: Call) -> dict[int, list[Structure]]:
-    """The structures of each variable of a call that has any."""
-    found = {j: structures_of(_as_given(call.value(j))) for j in range(len(call.point))}
-    return {j: some for j, some in found.items() if some}
+Allowed = Callable[[int, Structure], bool]
 
 
 def _as_given(x: Tensor) -> Tensor:
@@ -144,13 +120,29 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
     return True
 
 
+def kept_names(
+    graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
+) -> Iterator[tuple[int, frozenset[str]]]:
+    """The structures that arguments are computed to have, by their position among the leaves. graphed:
+    the arguments with their graph; without these any structure counts."""
+    place = 0
+    for i, one_copy in enumerate(copies):
+        if i in by:
+            with torch_internals.without_transforms():
+                found = structures_of(one_copy)
+            kept = (one for one in found if graphed is None or is_computed_so(graphed[i], one))
+            if names := frozenset(one.name for one in kept):
+                yield place, names
+        place += len(pytree.leaves(one_copy))
+
+
 def _largest_element(tensors: Sequence[Tensor]) -> float:
     return max(map(max_abs, tensors), default=0.0)
 
 
-def one_triangle(call: Call) -> dict[int, Structure]:
-    """The variables that are symmetric (Hermitian) matrices of which the function reads one triangle
-    only, or which it refuses if they are not symmetric.
+def symmetrize(call: calls.Call) -> dict[int, Structure]:
+    """Keeps those variables symmetric that are symmetric (Hermitian) matrices of which the function
+    reads one triangle only, or which it refuses if they are not symmetric; returns them.
 
     The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
     over both, others leave it where it was read. Along symmetric matrices all conventions agree.
@@ -168,10 +160,11 @@ def one_triangle(call: Call) -> dict[int, Structure]:
             symmetric_only = near == [None, None] and _call_values(call, j, x + small + small.mH)
             if unread or symmetric_only:
                 found[j] = MATRICES[0]
+    call.projections = {j: one.project for j, one in found.items()}
     return found
 
 
-def _call_values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
+def _call_values(call: calls.Call, j: int, x: Tensor) -> list[Tensor] | None:
     """What fn returns for another value of the variable j; None if it refuses that."""
     x = torch.view_as_real(x) if x.is_complex() else x
     try:
@@ -192,7 +185,7 @@ def _call_values(call: Call, j: int, x: Tensor) -> list[Tensor] | None:
 COLUMNS, ROWS = "columns", "rows"
 
 
-def gauges(outputs: Sequence[Tensor]) -> Iterator[Gauge]:
+def gauges(outputs: Sequence[Tensor]) -> Iterator[calls.Gauge]:
     """The maps that fix the phases of the columns, or of the rows, of the matrices among some outputs.
 
     The columns j of all matrices have one phase, as those of U and V in U diag(s) V^H have, whose rows
@@ -234,14 +227,17 @@ class Application(NamedTuple):
     function: type[Function]
     args: tuple[Any, ...]
     by: tuple[int, ...]  # which arguments it is differentiated by
-    names: tuple[str, ...]  # of the arguments
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What forward calls its arguments."""
+        return parameters(self.function, len(self.args))
 
     @property
     def needed(self) -> tuple[bool, ...]:
         return tuple(i in self.by for i in range(len(self.args)))
 
-    def run(self, args: Sequence[Any] | None = None) -> function_rules.Run:
-        args = self.args if args is None else args
+    def run(self, args: Sequence[Any]) -> function_rules.Run:
         return function_rules.forward(self.function, args, self.needed)
 
     def seeded(self) -> function_rules.Run:
@@ -255,7 +251,8 @@ class Application(NamedTuple):
         """What its backward returns, as a plain function, for what a run left on the context."""
         context = function_rules.Context(run.record)
         given = run.incoming() if incoming is None else incoming
-        return function_rules.as_tuple(backward_rule(self.function)(context, *given))
+        rule = torch_internals.backward_rule(self.function)
+        return function_rules.as_tuple(rule(context, *given))
 
     def changed_by_backward(self) -> list[str]:
         """The labels of what backward changes on the context or on the class."""
@@ -275,18 +272,11 @@ class Application(NamedTuple):
         return [label for label, now in state().items() if before.get(label) != now]
 
     def name(self, i: int) -> str:
-        return self.names[i] if i < len(self.names) else f"input {i}"
-
-    def declares_changes(self) -> bool:
-        """Whether it marks inputs as changed in place."""
-        try:
-            return bool(self.seeded().record.dirty)
-        except Exception:  # reported by the contract
-            return False
+        return self.names[i] if i < len(self.args) else f"input {i}"
 
     def fresh(self) -> list[Any]:
         """Copies of the arguments, with their layouts."""
-        return [fresh(x) for x in self.args]
+        return [calls.fresh(x) for x in self.args]
 
     def leaves(self) -> list[Any]:
         """The same, which require grad where it is differentiated by them."""
@@ -303,7 +293,7 @@ def applications(run: Callable[[], Any]) -> list[Application]:
         if app is not None:
             found.setdefault((function, tuple(_argument_kind(x) for x in args)), app)
 
-    with watching_functions(seen):
+    with torch_internals.watching_functions(seen):
         run()
     return list(found.values())
 
@@ -313,13 +303,13 @@ def application(function: type[Function], args: tuple[Any, ...]) -> Application 
     if not is_users(function):
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
-    values = tuple(map(fresh, args))
-    return Application(function, values, by, parameters(function, len(args))) if by else None
+    values = tuple(map(calls.fresh, args))
+    return Application(function, values, by) if by else None
 
 
 def is_users(function: type[Function]) -> bool:
     """Whether it is judged by itself: it is no part of an op, and nothing of torch's own."""
-    return not (is_part(function) or function.__module__.startswith("torch."))
+    return not (calls.is_part(function) or function.__module__.startswith("torch."))
 
 
 def parameters(function: type[Function], count: int) -> tuple[str, ...]:
@@ -348,12 +338,12 @@ CONSTANTS = (
 )  # fmt: skip
 
 
-def constants_of(call: Call, names: Sequence[str]) -> list[int]:
+def constants_of(call: calls.Call, names: Sequence[str]) -> list[int]:
     """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
     values are integers, not all equal. names: those of the arguments."""
     try:
         variables, found = calls.at_leaves(call.differentiable, call.point)
-        grads = gradients(found, variables)
+        grads = torch_internals.gradients(found, variables)
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
@@ -397,28 +387,27 @@ class Subject:
         self, fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, keep_layouts: bool = False
     ) -> None:
         self.fn, self.inputs = fn, list(inputs)
-        self.call, self.refused, self.computes_narrow, self.half = call_for(
+        self.call, self.refused, self.computes_narrow, self.half = calls.call_for(
             fn, inputs, own_dtype=own_dtype
         )
         self.name = self.call.name
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
-        function = as_function(fn)
+        function = calls.as_function(fn)
         own_names = () if function is None else parameters(function, len(inputs))
         constants = [] if asked else constants_of(self.call, own_names)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
             self.inputs = marked(inputs, [self.call.positions[j] for j in constants])
-            self.call = Call(fn, self.inputs, self.call.dtype).with_settings_of(self.call)
+            self.call = calls.Call(fn, self.inputs, self.call.dtype).with_settings_of(self.call)
         if keep_layouts:
             self.call.keep_layouts(self.inputs)
         named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
-        self.symmetric = one_triangle(self.call)
-        self.call.projections = {j: one.project for j, one in self.symmetric.items()}
+        self.symmetric = symmetrize(self.call)
         self.names = [named.get(name, name) for name in self.call.names]
         self.x = self.call.point
         self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
         self.applications = applications(self.call.run_with_grad)
-        self.functions = custom_functions(self.call.run_with_grad())
+        self.functions = calls.custom_functions(self.call.run_with_grad())
         self.random = torch.Generator().manual_seed(0)
 
     def find_outputs(self) -> None:
@@ -429,7 +418,7 @@ class Subject:
         self.map = self.call.map(self.output_indices)
         self.rows = [f"output {i}" for i in self.output_indices]
 
-    def restrict(self, kept: Mapping[int, Structure], gauge: Gauge | None = None) -> None:
+    def restrict(self, kept: Mapping[int, Structure], gauge: calls.Gauge | None = None) -> None:
         """Derivatives are along directions that keep the structure of these variables, and of outputs
         whose signs or phases are fixed by the gauge."""
         self.kept, self.call.gauge = kept, gauge
@@ -448,7 +437,7 @@ class Subject:
         again.inputs = pytree.map_tensors(repeated, self.inputs)
         if all(map(same, pytree.tensors(again.inputs), pytree.tensors(self.inputs))):
             return None
-        again.call = Call(self.fn, again.inputs, self.call.dtype).with_settings_of(self.call)
+        again.call = calls.Call(self.fn, again.inputs, self.call.dtype).with_settings_of(self.call)
         again.applications = applications(again.call.run_with_grad)
         again.find_outputs()
         return again
@@ -457,12 +446,29 @@ class Subject:
         leaves, values = calls.at_leaves(self.map, x)
         return calls.grad(values, leaves)
 
-    def gauges(self, *, real_too: bool) -> list[Gauge]:
-        """What may fix the phases of the outputs, or their signs if real outputs are meant too."""
+    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator[Chosen]:
+        """Restricts it in turn to structures that its variables have, if they are allowed; one variable
+        alone before several together."""
+        values = [_as_given(self.call.value(j)) for j in range(len(self.x))]
+        options = [
+            [None, *(one for one in structures_of(x) if allowed(j, one))]
+            for j, x in enumerate(values)
+        ]
+        picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
+        for some in picked[1 : 1 + MOST_CHOICES]:
+            chosen = {j: one for j, one in enumerate(some) if one is not None}
+            self.restrict(chosen)
+            yield chosen
+
+    def phase_fixings(self, *, real_too: bool) -> Iterator[None]:
+        """Fixes in turn what may be the phases of the outputs, or their signs if real outputs are meant
+        too; at the end none."""
         outputs = [self.outputs[i] for i in self.output_indices]
-        if not real_too and not any(y.is_complex() for y in outputs):
-            return []
-        return list(gauges(outputs))
+        if real_too or any(y.is_complex() for y in outputs):
+            for gauge in gauges(outputs):
+                self.restrict(self.kept, gauge)
+                yield
+        self.restrict(self.kept)
 
     def prepare(self) -> Row | None:
         """Adapt the call to a function that draws random numbers or changes its inputs; find the
@@ -474,9 +480,7 @@ class Subject:
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
         pairs = zip(before, self.x, strict=True)
-        call.clone |= any(not same(a, b) for a, b in pairs) or any(
-            app.declares_changes() for app in self.applications
-        )
+        call.clone |= any(not same(a, b) for a, b in pairs)
         for x, value in zip(self.x, before, strict=True):
             put_back(x, value)
         self.find_outputs()
@@ -592,7 +596,7 @@ class Lifted(NamedTuple):
 
 def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     """The call as that of a module; None if no argument is a parameter of another one."""
-    function = as_function(fn)
+    function = calls.as_function(fn)
     if function is None:
         return None
     leaves, structure = pytree.flatten(inputs)
