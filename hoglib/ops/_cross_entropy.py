@@ -362,41 +362,33 @@ def _may_overwrite(*tensors: Tensor | None) -> bool:
 
 def _residual(p: Tensor, rows: Rows, g: Tensor, overwrite: bool) -> Tensor:
     """g_n (p_n - q_n)"""
-    smoothing = rows.smoothing
-    index, minus = rows.targets.unsqueeze(1), torch.full_like(p[:, :1], smoothing - 1)
-    if overwrite:
-        r = p.scatter_add_(1, index, minus)
-        r = r.sub_(smoothing / p.shape[1]) if smoothing else r
-        return r.mul_(g.unsqueeze(1))
-    r = p.scatter_add(1, index, minus)
-    r = r - smoothing / p.shape[1] if smoothing else r
-    return r * g.unsqueeze(1)
+    smoothing, out = rows.smoothing, p if overwrite else None
+    minus = torch.full_like(p[:, :1], smoothing - 1)
+    r = torch.scatter_add(p, 1, rows.targets.unsqueeze(1), minus, out=out)
+    r = torch.sub(r, smoothing / p.shape[1], out=out) if smoothing else r
+    return torch.mul(r, g.unsqueeze(1), out=out)
 
 
 def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Tensor:
     """z'_n = W h'_n + W' h_n + b'"""
     (h, W), (dh, dW, db) = rows[:2], vector
-    left = [x for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
-    right = [y for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
-    if not left:
+    pairs = [(x, y) for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
+    if not pairs:
         tangent = torch.zeros_like(like)
         return tangent if db is None else tangent + db.to(like.dtype)
-    first = upcast_half(F.linear(left[0], right[0], db))
-    if len(left) == 1:
-        return first
-    if overwrite and first.dtype == left[1].dtype:
-        return first.addmm_(left[1], right[1].mT)
-    return first + upcast_half(F.linear(left[1], right[1]))
+    tangent = upcast_half(F.linear(*pairs[0], db))
+    for x, y in pairs[1:]:
+        fits = overwrite and tangent.dtype == x.dtype
+        tangent = tangent.addmm_(x, y.mT) if fits else tangent + upcast_half(F.linear(x, y))
+    return tangent
 
 
 def _accumulate(total: Tensor | None, term: Tensor | None, overwrite: bool) -> Tensor | None:
     """A sum over chunks with one more term, in float32 for half precision, in place if it may be."""
-    if term is None:
-        return total
-    term = upcast_half(term)
-    if total is None:
-        return term
-    return total.add_(term) if overwrite else total + term
+    term = None if term is None else upcast_half(term)
+    if total is None or term is None:
+        return total if term is None else term
+    return torch.add(total, term, out=total if overwrite else None)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, overwrite: bool) -> Tensor | None:

@@ -6,7 +6,7 @@ norms have, also where they are squared.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import torch_internals, validation
+from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
 from hoglib._core.torch_modes import needs_linear_backward, only_plain_operations
 from hoglib.ops._define import promote_dtypes
-from hoglib.ops._directions import Directions, in_front, values
-from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._directions import Directions, values
+from hoglib.ops._function import Saved, apply_function, make_function, vmap_in_front
 from hoglib.ops._spectra import svdvals
 from hoglib.ops._stand_in import (
     NO_DOUBLE_BACKWARD,
@@ -310,7 +310,7 @@ def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True)
 
 
-def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
+def _norm_vjp(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
     along = directions.take()
     if along is not None and torch_internals.forward_mode_active():
@@ -329,7 +329,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
     return apply_function(_TANGENT, None, found, n, tangent, dims, directions)
 
 
-def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:
+def _tangent_vjp(saved: Saved, g: Tensor) -> list[Tensor | None]:
     """That of the identity; g is the slope of what was made of the norm."""
     _, n, tangent, dims, directions = saved.inputs
     _find_kinks(g, n, tangent, dims, directions)
@@ -349,7 +349,7 @@ def _find_kinks(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Dire
     return steep
 
 
-def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
+def _gradient_vjp(saved: Saved, w: Tensor) -> list[Tensor | None]:
     g, x, n, dims, directions = saved.inputs
     steep = _find_kinks(g, n, w, dims, directions)
     along = directions.noted = _leaving_directions(w, (n != 0) | steep, dims)
@@ -370,17 +370,10 @@ def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
     return found if tn is None else found - g * tn * _unit(_unit(x, n), n)
 
 
-_NORM = make_function(
-    "Norm", 3, _norm_forward, _norm_backward, _norm_jvp, vmap=in_front, keep_inputs=(0,),
-    keep_outputs=(0,),
-)  # fmt: skip
-_TANGENT = make_function(
-    "NormTangent", 5, lambda found, *_: found.clone(), _tangent_backward,
-    lambda saved, tangent, *_: tangent, vmap=in_front,
-)  # fmt: skip
-_NORM_GRADIENT = make_function(
-    "NormGradient", 5, _gradient_forward, _gradient_backward, _gradient_jvp, vmap=in_front
-)
+_make = partial(make_function, vmap=vmap_in_front)
+_NORM = _make("Norm", 3, _norm_forward, _norm_vjp, _norm_jvp, keep_inputs=(0,), keep_outputs=(0,))
+_TANGENT = _make("NormTangent", 5, lambda y, *_: y.clone(), _tangent_vjp, lambda _, t, *rest: t)
+_NORM_GRADIENT = _make("NormGradient", 5, _gradient_forward, _gradient_vjp, _gradient_jvp)
 
 
 def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
@@ -397,10 +390,9 @@ def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
     return y if input.dim() else y.reshape(())
 
 
-def _is_plain(x: Any, options: dict[str, Any]) -> bool:
-    """Whether nothing asks for torch's own: another dtype, a place for the result."""
-    strided = isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0
-    return strided and (x.is_floating_point() or x.is_complex()) and not any(options.values())
+def _is_plain(x: Any, dtype: torch.dtype | None = None) -> bool:
+    """Whether nothing asks for torch's own, such as another dtype."""
+    return pytree.is_float(x) and x.layout == torch.strided and x.numel() > 0 and dtype is None
 
 
 def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -417,7 +409,7 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if ord == "nuc" or (ord == 2 and not vectors):
             return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
         y = original(input, *args, **kw)
-        if _is_smooth(y) or len(args) > 3 or not _is_plain(input, given):
+        if _is_smooth(y) or len(args) > 3 or not _is_plain(input, **given):
             return y
         return _norm_over(input, dim, keepdim) if ord in (None, 2, "fro") else y
 
@@ -439,7 +431,7 @@ def matrix_norm(
     A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
 ) -> Any:
     """torch.linalg.matrix_norm by the norm of Euclid and singular values that may be equal."""
-    if not _is_plain(A, kw) or ord not in ("fro", "nuc", 2, -2):
+    if not _is_plain(A, **kw) or ord not in ("fro", "nuc", 2, -2):
         return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
     if ord == "fro":
         return _norm_over(A, dim, keepdim)
@@ -452,7 +444,7 @@ def matrix_norm(
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     """torch.dist, likewise; that of p = 0 is constant, where torch's backward raises."""
     d = input - other
-    plain = p == 2 and _is_plain(d, {})
+    plain = p == 2 and _is_plain(d)
     return _norm_over(d, None, False) if plain else torch.linalg.vector_norm(d, p)
 
 
@@ -462,7 +454,7 @@ def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw:
     if isinstance(dim, bool):  # torch.std(input, unbiased)
         dim, kw = None, {"correction": int(dim)}
     y = torch.std(input, dim, *args, keepdim=keepdim, **kw)
-    if args or not _is_plain(input, {}) or _is_smooth(y):
+    if args or not _is_plain(input) or _is_smooth(y):
         return y
     dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
     correction = kw.get("correction", 1) if kw.get("unbiased", True) else 0
@@ -473,10 +465,10 @@ def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw:
 @stands_in_for(
     torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS["name"]
 )
-def absolute(input: Tensor, **kw: Any) -> Tensor:
+def absolute(input: Tensor) -> Tensor:
     """torch.abs, whose square has second derivatives at 0."""
-    if not _is_plain(input, kw):
-        return torch.abs(input, **kw)
+    if not _is_plain(input):
+        return torch.abs(input)
     if not input.is_complex() and only_plain_operations():  # a kink by its name
         return torch.abs(input)
     x = torch.view_as_real(input) if input.is_complex() else input.unsqueeze(-1)
@@ -484,9 +476,9 @@ def absolute(input: Tensor, **kw: Any) -> Tensor:
 
 
 @stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS["name"])
-def hypot(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+def hypot(input: Tensor, other: Tensor) -> Tensor:
     """torch.hypot, whose square has second derivatives at 0."""
-    if not (_is_plain(input, kw) and _is_plain(other, kw)):
-        return torch.hypot(input, other, **kw)
+    if not (_is_plain(input) and _is_plain(other)):
+        return torch.hypot(input, other)
     x = torch.stack(torch.broadcast_tensors(*promote_dtypes(input, other)), -1)
     return euclidean(x, (-1,), lambda x: torch.hypot(*x.unbind(-1)).unsqueeze(-1)).squeeze(-1)

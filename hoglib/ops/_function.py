@@ -48,12 +48,8 @@ class Batch(NamedTuple):
 
     def to_front(self, i: int, tensor: Tensor) -> Tensor:
         """Input i with its batch dimension first; without one it is expanded."""
-        return batch_to_front(tensor, self.in_dims[i], self.size)
-
-
-def batch_to_front(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
-    """The batch dimension of vmap first; a tensor without one is expanded."""
-    return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        dim = self.in_dims[i]
+        return tensor.expand(self.size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def make_function(
@@ -182,6 +178,13 @@ def vmap_by_broadcasting(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
         for (x, dim), own in zip(pairs, ranks, strict=True)
     ]
     return batch.function.apply(*aligned), 0
+
+
+def vmap_in_front(batch: Batch, *inputs: Any) -> Any:
+    """A vmap rule for ops that count dimensions from the end: those of vmap go in front."""
+    tensors = (batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs))
+    result = batch.function.apply(*tensors)
+    return result, (0,) * len(result) if isinstance(result, tuple) else 0
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.mixed_precision import upcast_half
 from hoglib.errors import ArgumentIndexError, ArgumentValueError, UnsupportedError
 from hoglib.ops._stand_in import (
@@ -77,8 +77,8 @@ def scatter_reduce(
                 [1., 0.]]))
     """
     validation.tensor("input", input)
-    differentiable = input.is_floating_point() or input.is_complex()
-    if reduce != "prod" or not differentiable or input.dtype != src.dtype or _is_larger(index, src):
+    larger = index.dim() != src.dim() or any(map(gt, index.shape, src.shape))  # torch's error
+    if reduce != "prod" or not pytree.is_float(input) or input.dtype != src.dtype or larger:
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
     if not input.dim() or not index.dim() or not src.dim():
         x, index, src = torch.atleast_1d(input, index, src)
@@ -153,11 +153,6 @@ def index_reduce(
     ones = (1,) * axis, (1,) * (x.dim() - axis - 1)
     into = index.long().reshape(*ones[0], -1, *ones[1]).expand(shape)
     return scatter_reduce(x, axis, into, s, reduce, include_self=include_self).reshape(input.shape)
-
-
-def _is_larger(index: Tensor, src: Tensor) -> bool:
-    """Whether index is larger than src, for which torch has an error."""
-    return index.dim() != src.dim() or any(map(gt, index.shape, src.shape))
 
 
 @stands_in_for(torch.segment_reduce, lacks=NO_DOUBLE_BACKWARD)
@@ -291,21 +286,14 @@ def segmented_scan(x: Tensor, keys: Tensor, dim: int) -> Tensor:
     return x
 
 
-def _run_ends(keys: Tensor, dim: int) -> Tensor:
-    """Where a run of equal keys ends."""
-    n = keys.shape[dim]
-    if n == 0:
-        return keys != keys
-    changes = keys.narrow(dim, 0, n - 1) != keys.narrow(dim, 1, n - 1)
-    return torch.cat([changes, torch.ones_like(keys.narrow(dim, 0, 1), dtype=torch.bool)], dim)
-
-
 def _products_by_key(x: Tensor, keys: Tensor, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The product of each key's entries, in the shape of like, and a mask of the keys that occur.
 
     keys has the shape of x, and is sorted along dim.
     """
-    products = torch.where(_run_ends(keys, dim), segmented_scan(x, keys, dim), 0.0)
+    beyond = torch.full_like(keys.narrow(dim, 0, min(keys.shape[dim], 1)), -1)
+    ends = keys.diff(dim=dim, append=beyond) != 0  # of runs of equal keys
+    products = torch.where(ends, segmented_scan(x, keys, dim), 0.0)
     zeros = torch.zeros(like.shape, dtype=x.dtype, device=x.device)
     named = zeros.bool().scatter(dim, keys, True)
     return torch.where(named, zeros.scatter_add(dim, keys, products), 1.0), named

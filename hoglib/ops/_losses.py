@@ -425,7 +425,14 @@ def ctc_loss(
                 [-0.1111,  0.1111]]))
     """
     number = reduction_number(reduction)
-    p = _cast_log_probs(log_probs)
+    validation.real("log_probs", log_probs)
+    # float32 for any but float64 under autocast, as torch's
+    p = log_probs.float() if is_autocast(log_probs) else log_probs
+    if p.dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError(
+            f"ctc_loss: expected float32 or float64 log_probs, got "
+            f"{validation.describe(log_probs)}; convert them with `log_probs.float()`."
+        )
     p = p.unsqueeze(1) if p.dim() == 2 else p
     lengths = (input_lengths, target_lengths)
     if not (_are_lengths(*lengths) and _is_supported(p, targets, lengths, blank)):
@@ -559,16 +566,3 @@ def _read_lengths(lengths: Lengths) -> list[int] | int:
         return lengths.reshape(-1).tolist()
     except RuntimeError:  # vmap and fake tensors have no numbers to read
         return lengths.numel()
-
-
-def _cast_log_probs(log_probs: Tensor) -> Tensor:
-    """float32 or float64, the former for any but the latter under autocast, as torch's."""
-    validation.real("log_probs", log_probs)
-    if is_autocast(log_probs):
-        return log_probs.float()
-    if log_probs.dtype not in (torch.float32, torch.float64):
-        raise UnsupportedError(
-            f"ctc_loss: expected float32 or float64 log_probs, got "
-            f"{validation.describe(log_probs)}; convert them with `log_probs.float()`."
-        )
-    return log_probs

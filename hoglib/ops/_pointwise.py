@@ -803,11 +803,9 @@ def _clip_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     return [grad.clamp(-bound, bound), None]
 
 
-def _clip_jvp(saved: Saved, tangent: Tensor, _: None) -> Tensor:
-    return tangent.clone()
-
-
-_CLIP_GRADIENT = make_function("ClipGradient", 2, _copy, _clip_backward, _clip_jvp, keep_inputs=())
+_CLIP_GRADIENT = make_function(
+    "ClipGradient", 2, _copy, _clip_backward, lambda _, t, *bound: t.clone(), keep_inputs=()
+)
 _COMPILED_CLIP_GRADIENT = without_jvp(_CLIP_GRADIENT)
 
 

@@ -187,7 +187,9 @@ class _SecondOrder(StandInMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
-        if replacement is not None:
+        if "out" in kwargs and kwargs["out"] is None:
+            kwargs = {name: x for name, x in kwargs.items() if name != "out"}
+        if replacement is not None and "out" not in kwargs:  # which torch does not differentiate
             _recompute_inside()
             return replacement(*args, **kwargs)
         if type(func) in torch_library.OPERATORS:

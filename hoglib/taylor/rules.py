@@ -10,7 +10,7 @@ torch's own operation. A maximum is subtracted where rounding asks for it, as a 
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.torch_internals import decomposition
+from hoglib.ops._attention import by_formula
+from hoglib.ops._special_points import scan
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import MATRICES, PRODUCTS
@@ -239,18 +241,13 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Any = None, scale: Any = None,
-) -> Any:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **given: Any
+) -> Any:
     if dropout_p:
         raise Refused("fused attention with dropout")
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    return torch.softmax(scores, -1) @ v, None
+    scale, mask = given.get("scale"), given.get("attn_mask")
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return by_formula(q, k, v, mask, dropout_p, is_causal), None
 
 
 def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
@@ -266,21 +263,6 @@ def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: An
         product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
         x = torch.cat([product, x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)], dim)
     return x if keepdim else x.squeeze(dim)
-
-
-def _scanned(pair: Callable[[Tensor, Tensor], Tensor]) -> Composite:
-    """The cumulative results of an associative operation, by doubling: a product divides by nothing."""
-
-    def scan(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-        step = 1
-        while x.dim() and step < x.shape[dim]:
-            rest = x.shape[dim] - step
-            both = pair(x.narrow(dim, step, rest), x.narrow(dim, 0, rest))
-            x = torch.cat([x.narrow(dim, 0, step), both], dim)
-            step *= 2
-        return x
-
-    return scan
 
 
 def _modulo(rounding: str) -> Composite:
@@ -335,8 +317,8 @@ COMPOSITES: dict[str, Composite] = {
         x, weight, bias, mean, var, False, m, eps
     ),
     "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
-    "cumprod": _scanned(torch.mul),
-    "logcumsumexp": _scanned(torch.logaddexp),
+    "cumprod": lambda x, dim, *, dtype=None: scan(torch.mul, x, dim),
+    "logcumsumexp": partial(scan, torch.logaddexp),
     "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
     "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
