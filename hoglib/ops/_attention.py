@@ -18,6 +18,8 @@ from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._function import Batch, Saved, apply_function, by_name, make_function, sum_terms
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
+__all__ = ["attention_dropout_mask", "scaled_dot_product_attention"]
+
 
 @stands_in_for(
     F.scaled_dot_product_attention, lacks=f"{NO_DOUBLE_BACKWARD}: its fused kernels", issue="116350"

@@ -30,6 +30,8 @@ from hoglib.ops._pointwise import mul
 from hoglib.ops._products import logsumexp, sum
 from hoglib.ops._stand_in import SILENT, TorchValueError, stands_in_for
 
+__all__ = ["linear_cross_entropy", "softmax_cross_entropy"]
+
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # by h, W and b
 NAMES = "hWb"
 CHUNK_ELEMENTS = 2**22  # of the logits of a chunk, where no size is given

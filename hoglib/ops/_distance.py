@@ -30,6 +30,8 @@ from hoglib.ops._stand_in import (
     stands_in_for,
 )
 
+__all__ = ["cdist", "pairwise_distance", "pdist"]
+
 INFINITY = float("inf")
 _COMPUTE_MODES = {
     "use_mm_for_euclid_dist_if_necessary": None,

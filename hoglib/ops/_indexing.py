@@ -27,6 +27,8 @@ from hoglib.ops._stand_in import (
     stands_in_for,
 )
 
+__all__ = ["embedding_bag", "index_reduce", "scatter_reduce", "segment_reduce"]
+
 _SEGMENT_REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
 _OF_NO_ENTRIES = {"sum": 0.0, "mean": nan, "max": -inf, "min": inf, "prod": 1.0}
 

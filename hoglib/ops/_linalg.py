@@ -16,6 +16,8 @@ from hoglib._core.mixed_precision import full_precision
 from hoglib._core.torch_modes import reverse_only
 from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
 
+__all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve"]
+
 # By so much can the rank be less than n with every derivative to the third order right.
 _DEFICIENCY = 3
 _DETERMINANTS = "det, slogdet, logdet"

@@ -17,6 +17,9 @@ from hoglib._core.torch_modes import reverse_only
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, TorchValueError, stands_in_for
 
+__all__ = ["ctc_loss", "huber_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss"]
+__all__ += ["soft_margin_loss"]
+
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 
 # torch's annotations lack the weight

@@ -46,6 +46,8 @@ from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, stands_in_for
 
+__all__ = ["batch_norm", "instance_norm", "layer_norm", "weight_norm"]
+
 Parameter = Tensor | None
 Mask = tuple[bool, bool, bool]
 Normalized = tuple[Tensor, Tensor, Tensor]  # y, mean and r
