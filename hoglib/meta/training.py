@@ -432,7 +432,9 @@ class Replay:
         at = Cotangents(self.training.count, own, list(constants), zero)
         after = self._final.leaves
         name = digest([x for x in (*own, *constants) if x is not None])
-        at, after = self._resumed(name, at, after)
+        known = None if self._files is None else self._files.get(BACKWARD)
+        if known is not None and known["of"] == name:  # where an earlier process was
+            at, after = Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
         every = max(1, isqrt(self.training.count))
         try:
             while at.step:
@@ -445,13 +447,6 @@ class Replay:
         finally:
             self._generators.set(self._final.generators)
         return at
-
-    def _resumed(self, name: str, at: Cotangents, after: list[Any]) -> tuple[Cotangents, list[Any]]:
-        """Where an earlier process was with the same gradient, or the end."""
-        known = None if self._files is None else self._files.get(BACKWARD)
-        if known is not None and known["of"] == name:
-            return Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
-        return at, after
 
     def _state_before(self, step: int) -> State:
         """The state after so many steps, from the last one before it that is kept."""

@@ -65,28 +65,32 @@ def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptio
     """The reduced terms at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
+    body = partial(evaluate, func, term, options._replace(batch=None))
+    return returned(body, func, options, (x, args, options.batch))
+
+
+def returned(body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...]) -> Any:
+    """What a penalty returns, of (value, outputs) = body(*inputs), or of its graph: the value, whose
+    gradient is that of all processes, or also the outputs of the function."""
+    every = options.return_outputs
     if captures(options.policy):
-        body = partial(_terms, func, term, options._replace(batch=None))
-        found = run_as_graph(body, func, options, (x, args, options.batch))
+        value, outputs = run_as_graph(body, func, options, inputs, every)
     else:
-        found = evaluate(func, x, args, term, options)
-    return with_outputs(options, *found)
-
-
-def with_outputs(options: CheckedOptions, value: Tensor, outputs: Any) -> Any:
-    """What a penalty returns: its value, whose gradient is that of all processes, or also the outputs
-    of the function."""
+        value, outputs = body(*inputs)
     value = averaged(options.name, value, outputs)
-    return PenaltyWithOutputs(value, outputs) if options.return_outputs else value
+    return PenaltyWithOutputs(value, outputs) if every else value
 
 
 def evaluate(
-    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions,
-    draws: "RecordedDraws | None" = None,
+    func: Function, term: Term, options: CheckedOptions,
+    x: Any, args: tuple[Any, ...], batch: Any, draws: "RecordedDraws | list[Tensor] | None" = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """The reduced terms, with all checks done, and the outputs of the function."""
-    with input_vjp(func, x, args, options) as at:
-        at.draws = draws
+    """The reduced terms, with all checks done, and the outputs of the function.
+
+    draws: of a generator; a list in a graph.
+    """
+    with input_vjp(func, x, args, options._replace(batch=batch)) as at:
+        at.draws = RecordedDraws(draws) if isinstance(draws, list) else draws
         terms = term(at)
         if at.create_graph and not at.in_transform:
             if not terms.requires_grad or not depends_on_any(terms, at.trainable):
@@ -113,17 +117,15 @@ def captures(policy: Policy) -> bool:
 
 
 def run_as_graph(
-    body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...],
-    every: bool | None = None,
-) -> Any:  # fmt: skip
+    body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...], every: bool
+) -> Any:
     """body(*inputs, draws) by a graph. Of (value, outputs) the outputs are None where they are not
     returned; the gradients of a value that comes alone are computed with it, for backward.
 
     body: created for each call, with all that it depends on in its arguments. draws: RecordedDraws in
     an eager run with checks, then what the generator drew, in a run without; None in a plain run.
-    every: whether all that body returns is needed. Default: where outputs are returned.
+    every: whether all that body returns is needed.
     """
-    every = options.return_outputs if every is None else every
     name, generator, owner = options.name, options.generator, owner_of(func)
     run = body if every else partial(_first_of, body)
     kind = Compiled if every or options.reduction == "none" else CompiledLoss
@@ -161,15 +163,6 @@ def run_as_graph(
 
 def _first_of(body: Callable[..., Any], *inputs: Any) -> Any:
     return body(*inputs)[0]
-
-
-def _terms(
-    func: Function, term: Term, options: CheckedOptions,
-    x: Any, args: tuple[Any, ...], batch: Any, draws: "RecordedDraws | list[Tensor] | None",
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """`evaluate` as a function of tensors; a list of draws is given in a graph."""
-    drawn = RecordedDraws(draws) if isinstance(draws, list) else draws
-    return evaluate(func, x, args, term, options._replace(batch=batch), drawn)
 
 
 class Draw(NamedTuple):

@@ -14,13 +14,8 @@ from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
-from hoglib.penalties.evaluation import captures, penalty, run_as_graph, with_outputs
-from hoglib.penalties.input_vjp import (
-    Function,
-    autocast_devices,
-    cast_like_parameters,
-    no_gradient_flow,
-)
+from hoglib.penalties.evaluation import penalty, returned
+from hoglib.penalties.input_vjp import Function, no_gradient_flow, without_autocast
 from hoglib.penalties.module import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.penalties.samples import check_points
@@ -292,12 +287,8 @@ def parameter_gradient(
     validation.boolean("squared", squared)
     checked = check_options("parameter_gradient", options, without=OF_SAMPLES)
     validation.parameters(params)
-    if captures(checked.policy):
-        body = partial(_norm_and_value, func, squared, checked)
-        found = run_as_graph(body, func, checked, (params, args))
-    else:
-        found = _norm_and_value(func, squared, checked, params, args)
-    return with_outputs(checked, *found)
+    body = partial(_norm_and_value, func, squared, checked)
+    return returned(body, func, checked, (params, args))
 
 
 def _norm_and_value(
@@ -308,9 +299,7 @@ def _norm_and_value(
     leaves, structure = pytree.flatten(params)
     in_transform, policy = transforms_active(), options.policy
     create_graph = policy.create_graph and any(leaf.requires_grad for leaf in leaves)
-    devices = () if options.autocast else autocast_devices(leaves)
-    if devices:
-        args = cast_like_parameters(leaves, args)
+    devices, args = without_autocast(options, leaves, args)
     with ring(policy, func, autocast_off=devices) as blocks:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
         if in_transform:  # whose levels autograd.grad does not see

@@ -6,6 +6,7 @@ torch's operation. None is zero. At a kink it is torch's derivative, and zero be
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ def _multiply_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
 
 
 def _add_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
-    size = max(len(p), len(q))
-    return [(p[i] if i < len(p) else 0.0) + (q[i] if i < len(q) else 0.0) for i in range(size)]
+    return [a + b for a, b in zip_longest(p, q, fillvalue=0.0)]
 
 
 def autonomous(first: Polynomial, y: Tensor, K: int) -> list[Derivative]:
@@ -171,16 +171,6 @@ def _polygammas(x: Tensor, first: int, K: int) -> list[Derivative]:
     return [torch.special.polygamma(n, x) for n in range(first, first + K)]
 
 
-def _erfinv(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
-    # y' = c exp(y^2) =: w(y); d/dx = w d/dy, and w(y)^k p(y) -> w^(k+1) (p' + 2 k y p)
-    found: list[Derivative] = []
-    w, p = math.sqrt(math.pi) / 2 * torch.exp(y * y), [1.0]
-    for k in range(1, K + 1):
-        found.append(_evaluate_polynomial(p, y) * w**k)
-        p = _add_polynomials(_differentiate_polynomial(p), _multiply_polynomials((0.0, 2.0 * k), p))
-    return found
-
-
 LN2, LN10 = math.log(2), math.log(10)
 SIN = (("cos", 1), ("sin", -1), ("cos", -1), ("sin", 1))
 COS = (("sin", -1), ("cos", -1), ("sin", 1), ("cos", 1))
@@ -189,25 +179,6 @@ ROOT_PI = 2 / math.sqrt(math.pi)
 
 def _erfs(x: Tensor, K: int, sign: float) -> list[Derivative]:
     return weighted(sign * ROOT_PI * torch.exp(-x * x), (0, -2), x, K)
-
-
-def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
-    """Of f(pi x), f(z) = sin(z) / z. Far from 0 by z f^(k) = sin^(k) - k f^(k-1), which cancels near 0;
-    there by the series f^(k) = sum_m (-1)^m z^(2m-k) / ((2m-k)! (2m+1))."""
-    z, limit = math.pi * x, K / 2 + 1
-    near = z.abs() < limit
-    small, large = torch.where(near, z, 0), torch.where(near, limit, z)
-    sines: list[Any] = [large.sin(), *_cycle(large, SIN, K)]
-    found: list[Derivative] = []
-    f = sines[0] / large
-    for k in range(1, K + 1):
-        f = (sines[k] - k * f) / large
-        series = [0.0] * int(25 + 3 * limit)
-        for n in range(k % 2, len(series), 2):
-            m = (n + k) // 2
-            series[n] = (-1) ** m / (math.factorial(n) * (2 * m + 1))
-        found.append(math.pi**k * torch.where(near, _evaluate_polynomial(series, small), f))
-    return found
 
 
 def _by_value(p: float) -> Tower:
@@ -238,7 +209,6 @@ POINTWISE: dict[str, Tower] = {
     "log1p": lambda x, y, K: _log(1 + x, K),
     "sin": lambda x, y, K: _cycle(x, SIN, K),
     "cos": lambda x, y, K: _cycle(x, COS, K),
-    "sinc": _sinc,
     "tan": lambda x, y, K: autonomous((1, 0, 1), y, K),
     "sinh": lambda x, y, K: _cycle(x, (("cosh", 1), ("sinh", 1)), K),
     "cosh": lambda x, y, K: _cycle(x, (("sinh", 1), ("cosh", 1)), K),
@@ -261,7 +231,6 @@ POINTWISE: dict[str, Tower] = {
     "elu": _elu,
     "erf": lambda x, y, K: _erfs(x, K, 1),
     "erfc": lambda x, y, K: _erfs(x, K, -1),
-    "erfinv": _erfinv,
     "special_ndtr": lambda x, y, K: _normal_density(x, K),
     "lgamma": lambda x, y, K: _polygammas(x, 0, K),
     "digamma": lambda x, y, K: _polygammas(x, 1, K),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from hoglib._core.torch_internals import decomposition
 from hoglib.ops._attention import by_formula
-from hoglib.ops._special_points import scan
+from hoglib.ops._special_points import scan, sinc
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import MATRICES, PRODUCTS
@@ -98,20 +98,6 @@ def _dropout(call: Call) -> list[Parts | None]:
     return [scaled(factor, call.known(x)), None]
 
 
-RULES: dict[str, Rule] = {
-    **MATRICES,
-    **PRODUCTS,
-    **JOINS,
-    "native_dropout": _dropout,
-    "atan2": _atan2,
-    "view_as_complex": lambda call: each(
-        lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
-    ),
-    "pow": _pow,
-    "linalg_vector_norm": _vector_norm,
-}
-
-
 def _pointwise(name: str) -> Rule:
     tower = POINTWISE[name]
     several = name == "log_sigmoid_forward"
@@ -145,6 +131,24 @@ def _several(function: Callable[..., Any]) -> Rule:
     return rule
 
 
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ZERO, lambda call: None),
+    **{name: _pointwise(name) for name in POINTWISE},
+    **{name: _several(function) for name, function in SEVERAL.items()},
+    **{name: _linear(function) for name, function in LINEAR.items()},
+    **MATRICES,
+    **PRODUCTS,
+    **JOINS,
+    "native_dropout": _dropout,
+    "atan2": _atan2,
+    "view_as_complex": lambda call: each(
+        lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
+    ),
+    "pow": _pow,
+    "linalg_vector_norm": _vector_norm,
+}
+
+
 def names_of(func: Any) -> tuple[str, str]:
     """The name of an operation with and without its overload, without the underscore of in-place."""
     packet = func.overloadpacket.__name__
@@ -175,20 +179,8 @@ def is_constant(func: Any) -> bool:
 @cache
 def rule_of(func: Any) -> Rule | None:
     """The rule of an operation of torch; None if it has none."""
-    if func.namespace != "aten":
-        return None
-    for name in names_of(func):
-        if name in RULES:
-            return RULES[name]
-        if name in LINEAR:
-            return _linear(LINEAR[name])
-        if name in SEVERAL:
-            return _several(SEVERAL[name])
-        if name in POINTWISE:
-            return _pointwise(name)
-        if name in ZERO:
-            return lambda call: None
-    return None
+    names = names_of(func) if func.namespace == "aten" else ()
+    return next((RULES[name] for name in names if name in RULES), None)
 
 
 Composite = Callable[..., Any]
@@ -269,10 +261,6 @@ def _modulo(rounding: str) -> Composite:
     return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 
-def _copysign(x: Tensor, y: Any) -> Tensor:
-    return x * torch.where((x < 0) == torch.signbit(torch.as_tensor(y)), 1, -1) * (x != 0)
-
-
 def _magnitude(z: Tensor) -> Tensor:
     if not z.is_complex():
         return z * z.sgn()
@@ -319,12 +307,12 @@ COMPOSITES: dict[str, Composite] = {
     "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
     "cumprod": lambda x, dim, *, dtype=None: scan(torch.mul, x, dim),
     "logcumsumexp": partial(scan, torch.logaddexp),
+    "sinc": sinc,
     "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
     "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
     **dict.fromkeys(("remainder.Tensor", "remainder.Scalar_Tensor"), _modulo("floor")),
     "fmod.Tensor": _modulo("trunc"),
-    "copysign": _copysign,
     "abs": _magnitude,
     "angle": _angle,
     "complex": _complex,
@@ -332,11 +320,6 @@ COMPOSITES: dict[str, Composite] = {
     "var_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
         _variance(x, dim, correction=correction, keepdim=keepdim),
         x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
-    ),
-    "cholesky_solve": lambda B, L, upper=False: torch.linalg.solve_triangular(
-        L if upper else L.mH,
-        torch.linalg.solve_triangular(L.mH if upper else L, B, upper=False),
-        upper=True,
     ),
     "var": _variance,
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
@@ -359,10 +342,9 @@ COMPOSITES: dict[str, Composite] = {
 
 def composite_of(func: Any) -> Composite | None:
     """The operation by others: hoglib's, else torch's own decomposition; None if there is none."""
-    if func.namespace == "aten":
-        for name in names_of(func):
-            if name in COMPOSITES:
-                return COMPOSITES[name]
+    for name in names_of(func) if func.namespace == "aten" else ():
+        if name in COMPOSITES:
+            return COMPOSITES[name]
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None  # it would draw other numbers
     return decomposition(func)

@@ -56,11 +56,10 @@ def shifted(dim: Any, lead: int, x: Tensor) -> Any:
 
 def _reduced(operation: Callable[..., Tensor]) -> Linear:
     def run(
-        part: Tensor, lead: int, x: Tensor, out: Tensor, dim: Any = None, keepdim: bool = False,
-        **_: Any,
-    ) -> Tensor:  # fmt: skip
+        part: Tensor, lead: int, x: Tensor, out: Any, dim: Any = None, keep: bool = False, **_: Any
+    ) -> Tensor:
         dims = list(range(x.dim())) if dim is None or dim == [] else dim
-        return part if x.dim() == 0 else operation(part, shifted(dims, lead, x), keepdim)
+        return part if x.dim() == 0 else operation(part, shifted(dims, lead, x), keep)
 
     return run
 
@@ -110,9 +109,8 @@ def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
 
 
 def _strided(
-    part: Tensor, lead: int, x: Tensor, out: Tensor, size: Sequence[int], stride: Sequence[int],
-    offset: int | None = None,
-) -> Tensor:  # fmt: skip
+    part: Tensor, lead: int, x: Tensor, out: Any, size: Any, stride: Any, offset: Any = None
+) -> Tensor:
     start = 0 if offset is None else offset - x.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if not x.is_contiguous() or start < 0 or last >= x.numel():
@@ -152,7 +150,7 @@ LINEAR: dict[str, Linear] = {
         _same,
     ),
     **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
-    "_neg_view": lambda part, *_: -part,
+    **dict.fromkeys(("neg", "_neg_view"), lambda part, *_: -part),
     "view_as_real": lambda part, *_: torch.view_as_real(part.resolve_conj()),
     **{name: by_dim(getattr(aten, name)) for name in ("_fft_r2c", "_fft_c2r", "_fft_c2c")},
     **dict.fromkeys(("as_strided", "as_strided_copy"), _strided),
@@ -187,7 +185,6 @@ LINEAR: dict[str, Linear] = {
     "trace": lambda part, lead, x, out: part.diagonal(dim1=-2, dim2=-1).sum(-1),
     "sum": _reduced(torch.sum),
     "mean": _reduced(torch.mean),
-    "neg": lambda part, lead, x, out: -part,
     "mul.Scalar": lambda part, lead, x, out, factor: part * factor,
     "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
     "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),
