@@ -440,8 +440,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
     References:
         Spearman, The proof and measurement of association between two things, 1904.
     """
-    x, y = (_ranks(v) - _ranks(v).mean() for v in (a, b))
-    return float((x @ y) / (x.norm() * y.norm()))
+    return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
 
 
 def _ranks(values: Tensor) -> Tensor:

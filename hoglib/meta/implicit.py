@@ -192,10 +192,9 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     fixed = pytree.map_tensors(Tensor.detach, hyper)
     point = pytree.map_tensors(Tensor.detach, params)
     leaf = pytree.leaves(point)[0]
-    operator: Any = HessianOperator(
-        lambda params, batch: inner(params, fixed), point, leaf.new_zeros(1),
-        check_deterministic=False, stand_ins=False,
-    )  # fmt: skip
+    loss = lambda params, _: inner(params, fixed)  # noqa: E731
+    options: Any = {"check_deterministic": False, "stand_ins": False}
+    operator: Any = HessianOperator(loss, point, leaf.new_zeros(1), **options)
     if solver.damping:
         operator = operator.damped(solver.damping)
     if not bool(pytree.norm(v) > 0):

@@ -72,10 +72,8 @@ def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> 
         return [same.loss(tasks)]
 
 
-DEFAULTS = {
-    "rule": "sgd", "inner_loss": None, "forward": None, "stand_ins": True, "remat": False,
-    "compile": False,
-}  # fmt: skip
+DEFAULTS: dict[str, Any] = {"rule": "sgd", "inner_loss": None, "forward": None}
+DEFAULTS |= {"stand_ins": True, "remat": False, "compile": False}
 T = TypeVar("T")
 
 NOT_TWICE = (
@@ -224,7 +222,8 @@ class Learner(nn.Module, ABC):
             refuse_graph(f"{type(self).__name__}.adapt")
         with self._ring(loop, placement) as blocks:
             loop = replace(loop, placement=placement.defer(self.model, blocks))
-            adapted = loop.unrolled(start, autograd.clone_inference_tensors(support), count).params
+            support = autograd.clone_inference_tensors(support)
+            adapted = loop.unrolling(start, support, count)().params
         return spread({**start.model, **adapted}, placement.wrap)
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
@@ -239,10 +238,9 @@ class Learner(nn.Module, ABC):
         policy = loop.options.policy
         if of_tasks and policy.one_graph:
             policy = policy._replace(stand_ins=False)
-        return ring(
-            policy, self.model, first_order=loop.options.first_order and not loop.strength,
-            gradients=autograd.outside_inference_mode, placement=placement,
-        )  # fmt: skip
+        around: Any = {"gradients": autograd.outside_inference_mode, "placement": placement}
+        first_order = loop.options.first_order and not loop.strength
+        return ring(policy, self.model, first_order=first_order, **around)
 
     def loss(self, tasks: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
@@ -359,10 +357,10 @@ class Learner(nn.Module, ABC):
             of_task = self._of_task(loop, MetaParams(model, modules), wanted)
             of_stack = partial(map_tasks, of_task)
         in_loop = loop.placement.is_sharded or policy.compiles_blocks
+        how = "loop" if in_loop else self.over_tasks, self._vmappable
         found, self._vmappable = task_sets.run_tasks(
-            of_task, of_stack, tasks, policy.caller, start.model,
-            "loop" if in_loop else self.over_tasks, self._vmappable,
-        )  # fmt: skip
+            of_task, of_stack, tasks, policy.caller, start.model, *how
+        )
         return found
 
     @abstractmethod
@@ -520,7 +518,7 @@ def check_derivatives(
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
         constant = replace(loop, options=replace(loop.options, first_order=True))
         steps = loop.options.inner_steps  # some rules use all their parameters in the second step
-        params = constant.unrolled(at, support, min(2, steps)).params
+        params = constant.unrolling(at, support, min(2, steps))().params
         last = loop.outer_value(at, params, query, steps)
         if not last.requires_grad:
             raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))

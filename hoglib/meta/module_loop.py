@@ -252,7 +252,7 @@ class ModuleLoop:
         """
         steps = self.options.inner_steps
         weights = self.options.weights_for(steps) if weights is None else weights
-        found = self.unrolled(start, support, steps, query, weights)
+        found = self.unrolling(start, support, steps, query, weights)()
         with self._record_statistics() as statistics:
             value = self.outer_value(start, found.params, query, steps)
         if weights is not None:
@@ -267,10 +267,10 @@ class ModuleLoop:
         """The outer loss of one task alone."""
         return self.outer_loss(start, support, query, weights)[1][0]
 
-    def unrolled(
+    def unrolling(
         self, start: MetaParams, support: Any, steps: int, query: Any = None, weights: Any = None
-    ) -> Unrolled:
-        """So many steps, and with weights the outer losses before the last."""
+    ) -> Callable[[], Unrolled]:
+        """What runs so many steps, with weights and the outer losses before the last."""
 
         def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
             start, support, _ = constants
@@ -294,14 +294,14 @@ class ModuleLoop:
         with without_stand_ins():
             params = {name: start.model[name].clone() for name in self.adapting}
         if options.memory == "store":
-            return unroll(inner, steps, params, (start, support, query), "store")
+            return partial(unroll, inner, steps, params, (start, support, query), "store")
         # A recomputation saves all its inputs: the initial values of what adapts are not needed.
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
         criteria = [x.user_criterion for x in (self.criterion_loss, self.inner_criterion_loss)]
         inner = inner._replace(generators=closures.generators(*criteria), modes_of=modules)
-        return unroll(inner, steps, params, constants, options.memory)
+        return partial(unroll, inner, steps, params, constants, options.memory)
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
         """The loss that an inner step decreases."""

@@ -142,7 +142,9 @@ class Passes(Batches):
         with preserve_random_state(*self._generators):
             if self._iterator is None:
                 self._next, self._stream = self._starts[-1]
-            self._set_random(self._stream)
+            set_random_state(self._stream)
+            for generator, own in zip(self._generators, self._stream["own"], strict=True):
+                generator.set_state(own)
             if self._iterator is None:
                 self._iterator = iter(self._source)
             batch = next(self._iterator, _END)
@@ -168,11 +170,6 @@ class Passes(Batches):
             name, keys, *rest = state["numpy"]
             state["numpy"] = (name, keys.tolist(), *rest)
         return {**state, "own": [generator.get_state() for generator in self._generators]}
-
-    def _set_random(self, state: dict[str, Any]) -> None:
-        set_random_state(state)
-        for generator, own in zip(self._generators, state["own"], strict=True):
-            generator.set_state(own)
 
 
 _END = object()

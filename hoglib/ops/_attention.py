@@ -102,7 +102,7 @@ def scaled_dot_product_attention(
     query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
     if short:
         k, v = (_repeat_heads(x, query) if enable_gqa else x for x in (key, value))
-        result = by_formula(query, k, v, attn_mask, dropout_p, is_causal)
+        result = _by_formula(query, k, v, attn_mask, dropout_p, is_causal)
     else:
         with without_autocast(query):
             form = _Form.of(query, key, value, attn_mask, dropout_p, enable_gqa)
@@ -254,7 +254,7 @@ def _are_large(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return rows * columns > kept and query.numel() > 0
 
 
-def by_formula(
+def _by_formula(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool
 ) -> Tensor:
     """dropout(softmax(Q K^T + B)) V, of Q that is scaled."""

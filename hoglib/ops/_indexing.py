@@ -413,10 +413,8 @@ def torch_embedding_bag(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """With the signature of `torch.embedding_bag`, and what it returns beside the bags."""
     name = _MODES[mode]
-    y = embedding_bag(
-        indices, weight, offsets, None, 2.0, scale_grad_by_freq, name, sparse, per_sample_weights,
-        include_last_offset, padding_idx,
-    )  # fmt: skip
+    more = scale_grad_by_freq, name, sparse, per_sample_weights, include_last_offset, padding_idx
+    y = embedding_bag(indices, weight, offsets, None, 2.0, *more)
     bags = _bags(indices, offsets, include_last_offset, _padding_row(padding_idx, weight))
     sizes = bags.sizes(torch.float64).to(indices.dtype)
     rows = _reduce_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
@@ -444,7 +442,8 @@ def _reduce_bags(
         if bags.indices.shape[0]:
             return _maxima(bags, weight)
         return weight[:0].sum(0).expand(bags.num_bags, -1), None  # zeros that depend on weight
-    rows = upcast_half(_select_rows(bags.indices, weight))
+    # not by `embedding`, whose double backward fails where there are no indices
+    rows = upcast_half(weight.index_select(0, bags.indices))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
     sums = rows.new_zeros(bags.num_bags + 1, rows.shape[1]).index_add(0, bags.bag, rows)
@@ -455,7 +454,7 @@ def _reduce_bags(
 
 
 def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
-    rows = _select_rows(bags.indices, weight.detach())
+    rows = weight.detach().index_select(0, bags.indices)
     n, width = bags.indices.shape[0], weight.shape[1]
     into = bags.bag.unsqueeze(-1).expand(n, width)
     low = rows.new_full((bags.num_bags + 1, width), float("-inf"))
@@ -467,11 +466,6 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     empty = first == n
     row = bags.indices.long()[first.clamp(max=n - 1)]
     return torch.where(empty, 0.0, weight.gather(0, row)), torch.where(empty, 0, row)
-
-
-def _select_rows(input: Tensor, weight: Tensor) -> Tensor:
-    """By index_select: the double backward of `embedding` fails where there are no indices."""
-    return weight.index_select(0, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
 
 
 def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:

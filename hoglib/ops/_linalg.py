@@ -22,9 +22,8 @@ __all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", 
 _DEFICIENCY = 3
 _DETERMINANTS = "det, slogdet, logdet"
 _ISSUE = "198017"
-_WRONG_FORWARD: Any = {
-    "lacks": f"a wrong forward mode{SILENT}", "modes": ("fr", "ff"), "issue": _ISSUE,
-}  # fmt: skip
+_LACKS = f"a wrong forward mode{SILENT}"
+_WRONG_FORWARD: Any = {"lacks": _LACKS, "modes": ("fr", "ff"), "issue": _ISSUE}
 
 
 def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -158,14 +158,13 @@ class InputVJP:
         return self.problem.params(leaves)
 
     def vjp(
-        self, cotangent: Tensor | None = None, retain_graph: bool = False,
-        create_graph: bool | None = None,
-    ) -> Vector:  # fmt: skip
-        """J^T u, like the leaves; without a cotangent for u = 1, the gradient of the sum of y.
+        self, u: Tensor | None = None, retain_graph: bool = False, create_graph: bool | None = None
+    ) -> Vector:
+        """J^T u, like the leaves; by default for u = 1, the gradient of the sum of y.
 
         create_graph: by default, where the penalty is differentiated.
         """
-        u = torch.ones_like(self.y) if cotangent is None else cotangent
+        u = torch.ones_like(self.y) if u is None else u
         if self._transform_vjp is not None:
             with self._suspended.resumed():
                 return list(self._transform_vjp(u))

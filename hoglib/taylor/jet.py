@@ -1,6 +1,6 @@
 """Taylor mode for any function: the derivatives of a function along a path."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Unpack, get_args
@@ -131,9 +131,8 @@ class TaylorOptions(NamedTuple):
 
     @classmethod
     def of(
-        cls, caller: str, func: Any, modes: Any, mode: str, create_graph: Any,
-        options: Mapping[str, Any],
-    ) -> "TaylorOptions":  # fmt: skip
+        cls, caller: str, func: Any, modes: Any, mode: str, create_graph: Any, options: Any
+    ) -> "TaylorOptions":
         validation.function("func", func)
         validation.choice("mode", mode, get_args(modes))
         if create_graph is not None:

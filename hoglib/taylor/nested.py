@@ -48,10 +48,8 @@ def nested(
         def total(values: Leaves) -> Tensor:
             return torch.stack([_as_real(y).sum().to(like) for y in compress(values, depend)]).sum()
 
-        warn_if_not_finite(
-            caller, total(value).detach(), [y for ys in found for y in compress(ys, depend)],
-            lambda t: total(path(t)), [t], preserve_random_state,
-        )  # fmt: skip
+        parts, again = [y for ys in found for y in compress(ys, depend)], lambda t: total(path(t))
+        warn_if_not_finite(caller, total(value).detach(), parts, again, [t], preserve_random_state)
     if not needed:
         value, found = [y.detach() for y in value], [[y.detach() for y in ys] for ys in found]
     return value, found

@@ -164,17 +164,10 @@ def _slogdet(call: Call) -> list[Parts | None]:
     return [None, _log_determinant(call, call.args[0]), None, None]
 
 
-def _determinant(call: Call) -> list[Parts | None]:
-    det = call.out[0]
-    n = call.algebra.compose([1.0] * call.algebra.order, _log_determinant(call, call.args[0]))
-    return [scaled(det, n), None, None]
-
-
 MATRICES: dict[str, Rule] = {
     "linalg_inv_ex": _inverse,
     "_linalg_solve_ex": _solved,
     "_linalg_slogdet": _slogdet,
-    "_linalg_det": _determinant,
 }
 
 

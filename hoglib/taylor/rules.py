@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.torch_internals import decomposition
-from hoglib.ops._attention import by_formula
+from hoglib.ops._norms import layer_norm, torch_batch_norm
 from hoglib.ops._special_points import scan, sinc
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import MATRICES, PRODUCTS
-from hoglib.taylor.series import Bilinear, Call, Parts, Refused, Rule, each, multiply, scaled, sums
+from hoglib.taylor.series import Bilinear, Call, Parts, Rule, each, multiply, scaled, sums
 from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, chosen
 
 
@@ -91,13 +91,6 @@ def _atan2(call: Call) -> Parts:
     return algebra.compose(POINTWISE["atan"](zero, zero, algebra.order), tangent)
 
 
-def _dropout(call: Call) -> list[Parts | None]:
-    x, p, training = call.args
-    mask = call.out[1]
-    factor = mask / (1 - p) if training and p < 1 else mask
-    return [scaled(factor, call.known(x)), None]
-
-
 def _pointwise(name: str) -> Rule:
     tower = POINTWISE[name]
     several = name == "log_sigmoid_forward"
@@ -139,7 +132,6 @@ RULES: dict[str, Rule] = {
     **MATRICES,
     **PRODUCTS,
     **JOINS,
-    "native_dropout": _dropout,
     "atan2": _atan2,
     "view_as_complex": lambda call: each(
         lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
@@ -196,32 +188,9 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return found if keepdim else found.squeeze(dim)
 
 
-def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalized tensor, the mean, and the inverse of the standard deviation."""
-    mean = x.mean(dims, keepdim=True)
-    centred = x - mean
-    inverse = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    return centred * inverse, mean, inverse
-
-
-def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    found, mean, inverse = _normalized(x, list(range(-len(shape), 0)), eps)
-    found = found if weight is None else found * weight
-    return (found if bias is None else found + bias), mean, inverse
-
-
-def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, _: float, eps: float
-) -> Any:
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    if training:
-        found, mean, inverse = _normalized(x, [0, *range(2, x.dim())], eps)
-    else:
-        inverse = (var + eps).rsqrt()
-        found = (x - mean.reshape(shape)) * inverse.reshape(shape)
-    found = found if weight is None else found * weight.reshape(shape)
-    found = found if bias is None else found + bias.reshape(shape)
-    return found, *((mean.flatten(), inverse.flatten()) if training else (None, None))
+def _batch_norm(x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, *given: Any) -> Any:
+    running = (None, None) if training else (mean, var)  # which torch's own updates
+    return torch_batch_norm(x, w, b, *running, training, *given), None, None
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
@@ -230,20 +199,6 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
     count = x.numel() // max(centred.sum(dims).numel(), 1)
     correction = 1 if correction is None else correction
     return centred.square().sum(dims, keepdim=keepdim) / (count - correction)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **given: Any
-) -> Any:
-    if dropout_p:
-        raise Refused("fused attention with dropout")
-    scale, mask = given.get("scale"), given.get("attn_mask")
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return by_formula(q, k, v, mask, dropout_p, is_causal), None
-
-
-def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
-    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=[-1])
 
 
 def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -261,21 +216,9 @@ def _modulo(rounding: str) -> Composite:
     return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 
-def _magnitude(z: Tensor) -> Tensor:
-    if not z.is_complex():
-        return z * z.sgn()
-    return torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), 2, [-1])
-
-
 def _angle(z: Tensor) -> Tensor:
-    if not z.is_complex():
-        return torch.where(z < 0, math.pi, 0.0).to(z.dtype) + 0 * z
-    real, imaginary = torch.view_as_real(z.resolve_conj()).unbind(-1)
-    return torch.atan2(imaginary, real)
-
-
-def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
-    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imaginary), -1))
+    parts = torch.view_as_real(z.resolve_conj()).unbind(-1) if z.is_complex() else (z, 0 * z)
+    return torch.atan2(parts[1], parts[0])
 
 
 def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
@@ -297,14 +240,9 @@ def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **
 
 COMPOSITES: dict[str, Composite] = {
     "logsumexp": _logsumexp,
-    "native_layer_norm": _layer_norm,
-    "native_batch_norm": _batch_norm,
-    "_native_batch_norm_legit": _batch_norm,
-    # without the argument training
-    "_native_batch_norm_legit_no_training": lambda x, weight, bias, mean, var, m, eps: _batch_norm(
-        x, weight, bias, mean, var, False, m, eps
-    ),
-    "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
+    "native_layer_norm": lambda *given: (layer_norm(*given), None, None),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
+    "cudnn_batch_norm": lambda *given: (*_batch_norm(*given), None),
     "cumprod": lambda x, dim, *, dtype=None: scan(torch.mul, x, dim),
     "logcumsumexp": partial(scan, torch.logaddexp),
     "sinc": sinc,
@@ -313,25 +251,17 @@ COMPOSITES: dict[str, Composite] = {
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
     **dict.fromkeys(("remainder.Tensor", "remainder.Scalar_Tensor"), _modulo("floor")),
     "fmod.Tensor": _modulo("trunc"),
-    "abs": _magnitude,
+    "abs": lambda z: torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), 2, [-1]),
     "angle": _angle,
-    "complex": _complex,
-    "polar": lambda size, angle: _complex(size * angle.cos(), size * angle.sin()),
+    "complex": lambda a, b: torch.view_as_complex(torch.stack(torch.broadcast_tensors(a, b), -1)),
     "var_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
         _variance(x, dim, correction=correction, keepdim=keepdim),
         x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
     ),
     "var": _variance,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "hardswish": lambda x: x * F.hardtanh(x + 3, 0, 6) / 6,
-    "hardsigmoid": lambda x: F.hardtanh(x + 3, 0, 6) / 6,
-    "_cdist_forward": _distances,
-    "_euclidean_dist": lambda a, b: _distances(a, b, 2, None),
     "prod": _prod,
     "lerp": lambda a, b, weight: a + weight * (b - a),
-    "hypot": lambda a, b: torch.linalg.vector_norm(
-        torch.stack(torch.broadcast_tensors(a, b)), dim=[0]
-    ),
     "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
     "linalg_vector_norm": _norm_by,
     # torch's decompositions are constant where x is 0

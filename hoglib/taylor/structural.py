@@ -97,13 +97,6 @@ def _batched(operation: Any, rank: int) -> Linear:
     return run
 
 
-def _selected(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor) -> Tensor:
-    part = align(part, lead, mask.dim())
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
-    part, mask = part.expand(part.shape[:lead] + shape), mask.expand(shape)
-    return part[:, mask] if lead else part[mask]
-
-
 def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
     return to_dtype(part, out.dtype).to(out.device)
 
@@ -171,7 +164,6 @@ LINEAR: dict[str, Linear] = {
     ),
     "index.Tensor": _indexed,
     "gather": _gathered,
-    "masked_select": _selected,
     "flip": by_dim(torch.flip),
     "roll": _rolled,
     "repeat": lambda part, lead, x, out, n=(): align(part, lead, len(n)).repeat([*(1,) * lead, *n]),
