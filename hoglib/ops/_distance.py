@@ -382,13 +382,12 @@ def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """The norm of Euclid over dimensions, all by default, of what :func:`_is_plain` takes."""
     x = input if input.dim() else input.reshape(1)
     dim = range(x.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
-    dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
+    own = dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
     if x.is_complex():
         x, dims = torch.view_as_real(x), (*(d - 1 for d in dims), -1)
     y = euclidean(x, dims, lambda x: torch.linalg.vector_norm(x, dim=dims, keepdim=True))
     y = y.squeeze(-1) if input.is_complex() else y
-    if not keepdim:
-        y = y.squeeze(tuple(d + 1 for d in dims[:-1]) if input.is_complex() else dims)
+    y = y if keepdim else y.squeeze(own)
     return y if input.dim() else y.reshape(())
 
 

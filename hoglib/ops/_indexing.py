@@ -82,16 +82,12 @@ def scatter_reduce(
     larger = index.dim() != src.dim() or any(map(gt, index.shape, src.shape))  # torch's error
     if reduce != "prod" or not pytree.is_float(input) or input.dtype != src.dtype or larger:
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
-    if not input.dim() or not index.dim() or not src.dim():
-        x, index, src = torch.atleast_1d(input, index, src)
-        y = scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
-        return y.reshape(input.shape)
     dim = validation.dim("dim", dim, input.dim())
+    x, index, src = torch.atleast_1d(upcast_half(input), index, upcast_half(src))
     keys, order = torch.sort(index, dim=dim, stable=True)
-    products, named = _products_by_key(upcast_half(src).gather(dim, order), keys, dim, input)
-    x = upcast_half(input)
+    products, named = _products_by_key(src.gather(dim, order), keys, dim, x)
     y = x * products if include_self else torch.where(named, products, x)
-    return y.to(input.dtype)
+    return y.to(input.dtype).reshape(input.shape)
 
 
 @stands_in_for(torch.index_reduce, Tensor.index_reduce, name=_BY_INDEX)

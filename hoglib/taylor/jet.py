@@ -323,7 +323,6 @@ def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]
         )
     lengths = set()
     for i, (x, parts) in enumerate(zip(primals, series, strict=True)):
-        validation.differentiable(f"primals[{i}]", x)
         validation.real(f"primals[{i}]", x)
         if not isinstance(parts, tuple | list) or not parts:
             raise errors.ArgumentTypeError(

@@ -188,9 +188,25 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     return found if keepdim else found.squeeze(dim)
 
 
-def _batch_norm(x: Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, *given: Any) -> Any:
+def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    """The mean, and the inverse of the standard deviation."""
+    mean = x.mean(dims, keepdim=True)
+    return mean, ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+    of_rows = _statistics(x, list(range(-len(shape), 0)), eps)
+    return layer_norm(x, shape, weight, bias, eps), *of_rows
+
+
+def _batch_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any
+) -> Any:
     running = (None, None) if training else (mean, var)  # which torch's own updates
-    return torch_batch_norm(x, w, b, *running, training, *given), None, None
+    y = torch_batch_norm(x, weight, bias, *running, training, momentum, eps)
+    if not training:
+        return y, None, None
+    return y, *(s.flatten() for s in _statistics(x, [0, *range(2, x.dim())], eps))
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
@@ -240,7 +256,7 @@ def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **
 
 COMPOSITES: dict[str, Composite] = {
     "logsumexp": _logsumexp,
-    "native_layer_norm": lambda *given: (layer_norm(*given), None, None),
+    "native_layer_norm": _layer_norm,
     **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
     "cudnn_batch_norm": lambda *given: (*_batch_norm(*given), None),
     "cumprod": lambda x, dim, *, dtype=None: scan(torch.mul, x, dim),
