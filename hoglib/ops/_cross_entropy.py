@@ -118,7 +118,7 @@ def _softmax_forward(z: Tensor, *rows: Any) -> Tensor:
     return -_picked(torch.log_softmax(z, rows[1]), *rows)
 
 
-def _softmax_backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+def _softmax_vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     z, classes, axis, smoothing = saved.inputs
     # p comes from z again: an output of log_softmax that forward kept would have no graph
     grad = torch.softmax(z, axis) * g
@@ -412,7 +412,7 @@ def _forward(*given: Any) -> Tensor:
     return torch.cat([run(part) for (part,) in row_chunks(Rows(*given))])
 
 
-def _backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+def _vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     return *row_gradients(Rows(*saved.inputs), g, saved.needed(NAMES)), None, None, None
 
 
@@ -442,7 +442,7 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
     return tuple(x for x in found if x is not None)
 
 
-def _gradients_backward(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients_vjp(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, g, needs = saved.inputs
     vector: Any = by_name(NAMES, needs, grads)
     found = _curvature(Rows(*inputs), g, vector, saved.needed(NAMES))
@@ -539,10 +539,8 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise TorchValueError(wrong)
 
 
-_SOFTMAX = make_function(
-    "SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_backward, _softmax_jvp
-)
-_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _backward, _jvp)
+_SOFTMAX = make_function("SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_vjp, _softmax_jvp)
+_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _vjp, _jvp)
 _GRADIENTS = make_function(
-    "LinearCrossEntropyGradients", 8, _gradients, _gradients_backward, _gradients_jvp
+    "LinearCrossEntropyGradients", 8, _gradients, _gradients_vjp, _gradients_jvp
 )

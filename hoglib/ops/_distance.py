@@ -417,17 +417,17 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return norm
 
 
-_NORMS: Any = {
-    "name": "vector_norm, norm, abs, hypot",
+_NORMS = "vector_norm, norm, abs, hypot"
+_LACKS: Any = {
     "lacks": f"second derivatives of a squared norm at 0 are NaN or 0{SILENT}",
     "modes": ("rr", "fr"),
 }
-stands_in_for(torch.linalg.vector_norm, **_NORMS)(_two_norm(torch.linalg.vector_norm))
+stands_in_for(torch.linalg.vector_norm, name=_NORMS, **_LACKS)(_two_norm(torch.linalg.vector_norm))
 for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
-    stands_in_for(_function, name=_NORMS["name"])(_two_norm(_function))
+    stands_in_for(_function, name=_NORMS)(_two_norm(_function))
 
 
-@stands_in_for(torch.linalg.matrix_norm, name=_NORMS["name"])
+@stands_in_for(torch.linalg.matrix_norm, name=_NORMS)
 def matrix_norm(
     A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
 ) -> Any:
@@ -441,7 +441,7 @@ def matrix_norm(
     return y.unsqueeze(-1).unsqueeze(-1).movedim((-2, -1), dim) if keepdim else y
 
 
-@stands_in_for(torch.dist, Tensor.dist, name=_NORMS["name"])
+@stands_in_for(torch.dist, Tensor.dist, name=_NORMS)
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     """torch.dist, likewise; that of p = 0 is constant, where torch's backward raises."""
     d = input - other
@@ -449,7 +449,7 @@ def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     return _norm_over(d, None, False) if plain else torch.linalg.vector_norm(d, p)
 
 
-@stands_in_for(torch.std, Tensor.std, name=_NORMS["name"])
+@stands_in_for(torch.std, Tensor.std, name=_NORMS)
 def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw: Any) -> Tensor:
     """torch.std, whose square has second derivatives where all numbers are equal."""
     if isinstance(dim, bool):  # torch.std(input, unbiased)
@@ -463,9 +463,7 @@ def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw:
     return _norm_over(input - input.mean(dims, keepdim=True), dims, keepdim) / max(count, 0) ** 0.5
 
 
-@stands_in_for(
-    torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS["name"]
-)
+@stands_in_for(torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS)
 def absolute(input: Tensor) -> Tensor:
     """torch.abs, whose square has second derivatives at 0."""
     if not _is_plain(input):
@@ -476,7 +474,7 @@ def absolute(input: Tensor) -> Tensor:
     return euclidean(x, (-1,), lambda x: torch.abs(input).unsqueeze(-1)).squeeze(-1)
 
 
-@stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS["name"])
+@stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS)
 def hypot(input: Tensor, other: Tensor) -> Tensor:
     """torch.hypot, whose square has second derivatives at 0."""
     if not (_is_plain(input) and _is_plain(other)):

@@ -20,7 +20,7 @@ __all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", 
 
 # By so much can the rank be less than n with every derivative to the third order right.
 _DEFICIENCY = 3
-_DETERMINANTS = "det, slogdet, logdet"
+_DETERMINANTS, _SYSTEMS = "det, slogdet, logdet", "linalg.solve"
 _ISSUE = "198017"
 _LACKS = f"a wrong forward mode{SILENT}"
 _WRONG_FORWARD: Any = {"lacks": _LACKS, "modes": ("fr", "ff"), "issue": _ISSUE}
@@ -227,9 +227,7 @@ def _det_up_to_3(M: Tensor) -> Tensor:
     )
 
 
-@stands_in_for(
-    torch.linalg.solve, name="linalg.solve", lacks=OVER_FORWARD, modes=OVER, issue=_ISSUE
-)
+@stands_in_for(torch.linalg.solve, name=_SYSTEMS, lacks=OVER_FORWARD, modes=OVER, issue=_ISSUE)
 @full_precision(widen=True)
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     r"""The solution of a linear system, as `torch.linalg.solve`.
@@ -265,7 +263,7 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     return _refine_solution(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
 
 
-@stands_in_for(torch.linalg.solve_ex, name="linalg.solve")
+@stands_in_for(torch.linalg.solve_ex, name=_SYSTEMS)
 @full_precision(widen=True)
 def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
     r"""`solve` that reports a singular matrix instead of raising, as `torch.linalg.solve_ex`.
@@ -303,7 +301,7 @@ def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = Fa
     return make((_refine_solution(A, B, X, left), info))
 
 
-@stands_in_for(torch.linalg.tensorsolve, name="linalg.solve")
+@stands_in_for(torch.linalg.tensorsolve, name=_SYSTEMS)
 @full_precision(widen=True)
 def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     r"""The solution of a tensor equation, as `torch.linalg.tensorsolve`.
@@ -378,10 +376,8 @@ stands_in_for(
 )(_of_input(cholesky_inverse))
 
 
-@stands_in_for(
-    torch.triangular_solve, Tensor.triangular_solve, name="triangular_solve", **_WRONG_FORWARD
-)
-def torch_triangular_solve(
+@stands_in_for(torch.triangular_solve, Tensor.triangular_solve, **_WRONG_FORWARD)
+def triangular_solve(
     b: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`torch.triangular_solve` by `torch.linalg.solve_triangular`, which is right in every mode."""

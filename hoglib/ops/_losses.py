@@ -469,9 +469,8 @@ def _are_lengths(*lengths: Any) -> bool:
     """Whether both are tensors of integers, or both tuples."""
     if all(isinstance(given, tuple | list) for given in lengths):
         return True
-    return all(
-        isinstance(x, Tensor) and x.dtype != torch.bool and not pytree.is_float(x) for x in lengths
-    )
+    tensors = all(isinstance(x, Tensor) and not pytree.is_float(x) for x in lengths)
+    return tensors and torch.bool not in [x.dtype for x in lengths]
 
 
 def _is_supported(p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int) -> bool:

@@ -146,7 +146,11 @@ def run_as_graph(
 
     def by_graph(precheck: Callable[..., Any]) -> Any:
         graph = graph_of(options.policy, name, owner, run, precheck=precheck, kind=kind)
-        return graph(*inputs, [draw.tensor(generator) for draw in known.get(signature, ())])
+        drawn = [
+            random_like(torch.empty((), dtype=dtype, device=device), sampler, shape, generator)
+            for sampler, shape, dtype, device in known.get(signature, ())
+        ]
+        return graph(*inputs, drawn)
 
     again: Any = None
     try:
@@ -165,26 +169,13 @@ def _first_of(body: Callable[..., Any], *inputs: Any) -> Any:
     return body(*inputs)[0]
 
 
-class Draw(NamedTuple):
-    """One call that draws random numbers from a generator."""
-
-    sampler: Callable[..., Tensor]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self, generator: torch.Generator | None) -> Tensor:
-        like = torch.empty((), dtype=self.dtype, device=self.device)
-        return random_like(like, self.sampler, self.shape, generator)
-
-
 @final
 class RecordedDraws:
     """Replaces `random_like`: records what a generator draws, or returns numbers that were drawn
     before, in the same order."""
 
     def __init__(self, numbers: list[Tensor] | None = None) -> None:
-        self.recorded: list[Draw] = []
+        self.recorded: list[Any] = []  # the sampler, shape, dtype and device of each call
         self._numbers = None if numbers is None else iter(numbers)
 
     def __call__(
@@ -194,7 +185,7 @@ class RecordedDraws:
             return random_like(like, sampler, shape, None)
         if self._numbers is not None:
             return next(self._numbers)
-        self.recorded.append(Draw(sampler, tuple(shape), like.dtype, like.device))
+        self.recorded.append((sampler, tuple(shape), like.dtype, like.device))
         return random_like(like, sampler, shape, generator)
 
 
