@@ -10,6 +10,7 @@ A Function is right to second order when three things hold, and `make_function` 
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, cast
 
@@ -101,9 +102,8 @@ def make_function(
     def run_backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * num_inputs
-        if runs_user_code or torch.compiler.is_dynamo_compiling():
-            return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
-        with without_stand_ins():
+        seen = runs_user_code or torch.compiler.is_dynamo_compiling()
+        with nullcontext() if seen else without_stand_ins():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
 
     def run_jvp(ctx: Any, *tangents: Tensor | None) -> Any:
@@ -162,9 +162,7 @@ def apply_function(
                 f"one of the two levels."
             )
         return reference(*inputs)
-    if torch.compiler.is_dynamo_compiling():
-        return function.apply(*inputs)
-    with without_stand_ins():
+    with nullcontext() if torch.compiler.is_dynamo_compiling() else without_stand_ins():
         return function.apply(*inputs)
 
 

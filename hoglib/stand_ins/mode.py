@@ -271,10 +271,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
     """What runs in the place of each torch callable."""
     own = {original: op for original, (_, op) in _table_rows().items()}
     data: Any = Tensor.data
-    return own | {
-        data.__get__: torch_internals.get_data,
-        data.__set__: torch_internals.set_data,
-    }
+    return own | {data.__get__: torch_internals.get_data, data.__set__: torch_internals.set_data}
 
 
 @functools.cache

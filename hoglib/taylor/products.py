@@ -164,13 +164,6 @@ def _slogdet(call: Call) -> list[Parts | None]:
     return [None, _log_determinant(call, call.args[0]), None, None]
 
 
-MATRICES: dict[str, Rule] = {
-    "linalg_inv_ex": _inverse,
-    "_linalg_solve_ex": _solved,
-    "_linalg_slogdet": _slogdet,
-}
-
-
 PRODUCTS: dict[str, Rule] = {
     "mm": _bilinear(matmul),
     "bmm": _bilinear(matmul),
@@ -183,4 +176,7 @@ PRODUCTS: dict[str, Rule] = {
     "mul.Tensor": _mul,
     "div": _div,
     "convolution": _convolution,
+    "linalg_inv_ex": _inverse,
+    "_linalg_solve_ex": _solved,
+    "_linalg_slogdet": _slogdet,
 }

@@ -22,7 +22,7 @@ from hoglib.ops._norms import layer_norm, torch_batch_norm
 from hoglib.ops._special_points import scan, sinc
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
-from hoglib.taylor.products import MATRICES, PRODUCTS
+from hoglib.taylor.products import PRODUCTS
 from hoglib.taylor.series import Bilinear, Call, Parts, Rule, each, multiply, scaled, sums
 from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, chosen
 
@@ -129,7 +129,6 @@ RULES: dict[str, Rule] = {
     **{name: _pointwise(name) for name in POINTWISE},
     **{name: _several(function) for name, function in SEVERAL.items()},
     **{name: _linear(function) for name, function in LINEAR.items()},
-    **MATRICES,
     **PRODUCTS,
     **JOINS,
     "atan2": _atan2,
