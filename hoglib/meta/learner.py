@@ -136,7 +136,7 @@ class Learner(nn.Module, ABC):
     batch_norm = Option[norms.NormKind]()
     stand_ins = Option[bool]()
     remat = Option[Remat]()
-    over_tasks = Option[module_loop.OverTasks]()
+    over_tasks = Option[task_sets.OverTasks]()
     _traceable = True  # by torch.compile
 
     def __init__(self, model: nn.Module, criterion: Any, options: Any, **own: Any) -> None:

@@ -4,7 +4,7 @@ takes where they end for a gradient."""
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack, final
+from typing import Any, Unpack, final, get_args
 
 import torch
 from torch import nn
@@ -13,20 +13,13 @@ from hoglib._core import validation
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, trainable_params
+from hoglib.meta import module_loop
 from hoglib.meta.implicit import Residual, Solver, SolverName, implicit_gradient
 from hoglib.meta.inner_loop import Memory
 from hoglib.meta.learner import Learner, Option
-from hoglib.meta.module_loop import (
-    GRANULARITIES,
-    Granularity,
-    LearnedRates,
-    LearnerOptions,
-    MetaParams,
-    ModuleLoop,
-    OverTasks,
-)
+from hoglib.meta.module_loop import Granularity, LearnerOptions, MetaParams, ModuleLoop
 from hoglib.meta.optimizers import is_transformation
-from hoglib.meta.tasks import TaskFunction, TaskResult
+from hoglib.meta.tasks import OverTasks, TaskFunction, TaskResult
 
 
 @final
@@ -120,7 +113,7 @@ class MAML(Learner):
         if lr_per_step and learn_lr is None:
             raise ArgumentValueError(
                 "lr_per_step: expected learn_lr to say what the learned rates are of, got "
-                f"None; set it to one of {', '.join(GRANULARITIES)}."
+                f"None; set it to one of {', '.join(get_args(Granularity))}."
             )
         if learn_lr is not None:
             if is_transformation(self.rule):
@@ -130,7 +123,8 @@ class MAML(Learner):
                 )
             params, steps = trainable_params(self.model), inner_steps if lr_per_step else None
             adapting = {name: params[name] for name in self._loop().adapting}
-            self.rates = LearnedRates(adapting, self.inner_lr, granularity=learn_lr, steps=steps)
+            given: Any = {"granularity": learn_lr, "steps": steps}
+            self.rates = module_loop.LearnedRates(adapting, self.inner_lr, **given)
 
     def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
         return partial(loop.meta_gradient if wanted else loop.value, start)

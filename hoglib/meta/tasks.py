@@ -8,7 +8,7 @@ run all at once, by vmap, or one after the other.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hoglib._core.source_location import warn_once
 from hoglib._core.swap import Params
 
 Task = tuple[Any, Any]
+OverTasks = Literal["auto", "vmap", "loop"]
 EMPTY = (
     "{}: expected at least one example, got an empty set; give every task examples to adapt to and "
     "examples to evaluate on."
