@@ -131,17 +131,9 @@ _BATCHED = {
 }  # fmt: skip
 # By the name of torch's operation with its overload, or of all its overloads.
 LINEAR: dict[str, Linear] = {
-    **dict.fromkeys(
-        ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten"),
-        _reshaped,
-    ),
-    **dict.fromkeys(
-        (
-            "clone", "contiguous", "alias", "lift_fresh", "positive", "view_as", "resolve_conj",
-            "resolve_neg", "add.Scalar", "sub.Scalar", "remainder.Scalar", "fmod.Scalar",
-        ),
-        _same,
-    ),
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshaped),
+    **dict.fromkeys(("clone", "alias", "lift_fresh", "add.Scalar", "sub.Scalar"), _same),
+    **dict.fromkeys(("remainder.Scalar", "fmod.Scalar"), _same),
     **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
     **dict.fromkeys(("neg", "_neg_view"), lambda part, *_: -part),
     "view_as_real": lambda part, *_: torch.view_as_real(part.resolve_conj()),
@@ -152,12 +144,8 @@ LINEAR: dict[str, Linear] = {
     **dict.fromkeys(("permute", "permute_copy"), _permuted),
     "transpose": _transposed,
     "t": lambda part, lead, x, out: part.transpose(-1, -2) if x.dim() == 2 else part,
-    "numpy_T": lambda part, lead, x, out: part.permute(
-        *range(lead), *range(part.dim() - 1, lead - 1, -1)
-    ),
     "select": by_dim(torch.select),
     "slice": by_dim(aten.slice.Tensor),
-    "narrow": by_dim(torch.narrow),
     "index_select": by_dim(torch.index_select),
     "diagonal": lambda part, lead, x, out, offset=0, dim1=0, dim2=1: part.diagonal(
         offset, shifted(dim1, lead, x), shifted(dim2, lead, x)
