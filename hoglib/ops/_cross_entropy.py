@@ -22,13 +22,14 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half, without_autocast
 from hoglib._core.recomputation import recompute
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._function import Saved, apply_function, by_name, make_function
 from hoglib.ops._losses import reduce_loss, reduction_number
 from hoglib.ops._pointwise import mul
 from hoglib.ops._products import logsumexp, sum
-from hoglib.ops._stand_in import SILENT, TorchValueError, stands_in_for
+from hoglib.ops._stand_in import SILENT, stands_in_for
 
 __all__ = ["linear_cross_entropy", "softmax_cross_entropy"]
 

@@ -17,18 +17,12 @@ from torch import Tensor
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
 from hoglib._core.torch_modes import needs_linear_backward, only_plain_operations
+from hoglib._core.validation import TorchValueError
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._directions import Directions, values
 from hoglib.ops._function import Saved, apply_function, make_function, vmap_in_front
 from hoglib.ops._spectra import svdvals
-from hoglib.ops._stand_in import (
-    NO_DOUBLE_BACKWARD,
-    SILENT,
-    TorchValueError,
-    check_dtype,
-    check_real,
-    stands_in_for,
-)
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, SILENT, stands_in_for
 
 __all__ = ["cdist", "pairwise_distance", "pdist"]
 
@@ -85,7 +79,7 @@ def cdist(
         tensor([[ 0.8000, -0.6000]])
     """
     for name, x in (("x1", x1), ("x2", x2)):
-        check_real(name, x)
+        validation.torch_real(name, x)
         if x.dim() < 2:
             raise TorchValueError(
                 f"{name}: expected at least 2 dimensions, rows and entries, got "
@@ -100,7 +94,7 @@ def cdist(
     norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
-        check_dtype("x1", x1, "x2", x2)
+        validation.same_dtype("x1", x1, "x2", x2)
     products = max(a.shape[-2], b.shape[-2]) > _MANY_ROWS if products is None else products
     if norm != 2 or (not products and (only_plain_operations() or torch_internals.tracing())):
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
@@ -146,7 +140,7 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
         tensor([[-0.8000,  0.6000],
                 [ 0.8000, -0.6000]])
     """
-    check_real("input", input)
+    validation.torch_real("input", input)
     if input.dim() != 2:
         raise TorchValueError(
             f"input: expected 2 dimensions, got {validation.describe(input)}; use `vmap` for more."

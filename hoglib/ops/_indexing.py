@@ -15,17 +15,9 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentValueError, UnsupportedError
-from hoglib.ops._stand_in import (
-    IN_FORWARD,
-    NO_DOUBLE_BACKWARD,
-    SILENT,
-    TorchValueError,
-    check_dtype,
-    check_indices,
-    check_real,
-    stands_in_for,
-)
+from hoglib.ops._stand_in import IN_FORWARD, NO_DOUBLE_BACKWARD, SILENT, stands_in_for
 
 __all__ = ["embedding_bag", "index_reduce", "scatter_reduce", "segment_reduce"]
 
@@ -138,8 +130,8 @@ def index_reduce(
     if index.dim() > 1:
         got = validation.describe(index)
         raise ArgumentIndexError(f"index: expected a vector of indices, got {got}.")
-    check_indices("index", index)
-    check_dtype("input", input, "source", source)
+    validation.indices("index", index)
+    validation.same_dtype("input", input, "source", source)
     axis = validation.dim("dim", dim, input.dim())
     x, s = torch.atleast_1d(input), torch.atleast_1d(source)
     shape = (*x.shape[:axis], index.numel(), *x.shape[axis + 1 :])
@@ -205,7 +197,7 @@ def segment_reduce(
     if reduce not in _SEGMENT_REDUCTIONS:
         text = f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
         raise TorchValueError(text)
-    check_real("data", data)
+    validation.torch_real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
         # an assertion inside the graph, because a branch on values would leave it
@@ -255,7 +247,7 @@ def _check_segments(
             f"lengths: expected {tuple(data.shape[:axis])} before the last dimension, as in data, got "
             f"{tuple(given.shape[:-1])}."
         )
-    check_indices("lengths", given, "integers, int64 or int32")
+    validation.indices("lengths", given, "integers, int64 or int32")
     return given, axis
 
 
@@ -504,7 +496,7 @@ def _check_bags(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) 
         raise ArgumentValueError(
             f"weight: expected 2 dimensions, got {validation.describe(weight)}; it is a table of rows."
         )
-    check_real("weight", weight)
+    validation.torch_real("weight", weight)
     if scale is not None:
-        check_dtype("weight", weight, "per_sample_weights", scale)
-    check_indices("input", input, "indices, int64 or int32")
+        validation.same_dtype("weight", weight, "per_sample_weights", scale)
+    validation.indices("input", input, "indices, int64 or int32")

@@ -14,8 +14,9 @@ from torch.nn import _reduction
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, is_half, upcast_half
 from hoglib._core.torch_modes import reverse_only
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import UnsupportedError
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, TorchValueError, stands_in_for
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, stands_in_for
 
 __all__ = ["ctc_loss", "huber_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss"]
 __all__ += ["soft_margin_loss"]

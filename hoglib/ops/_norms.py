@@ -43,8 +43,9 @@ from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, stands_in_for
+from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
 
 __all__ = ["batch_norm", "instance_norm", "layer_norm", "weight_norm"]
 
