@@ -141,11 +141,11 @@ def adapt(
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
     validation.choice("memory", memory, get_args(Memory))
-    lifts = memory != "store"
-    rest, modules, drawn_from = _lifted_from(loss, rule, params) if lifts else ({}, [], [])
+    lifted = _lifted_from(loss, rule, params) if memory != "store" else ({}, [], [], [])
+    rest, modules, modes, drawn_from = lifted
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
-    modes, value = _modules_of(loss, modules), _value_of(loss)
-    inner = InnerSteps(value, lambda i, _: rule, constant, modes_of=modes, generators=drawn_from)
+    own: Any = {"modes_of": modes, "generators": drawn_from}
+    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant, **own)
     with _ring("adapt", stand_ins=memory == "mixed"):
         params, batch = autograd.clone_inference_tensors((params, batch))
         return unroll(inner, steps, params, (batch, rest, modules), memory).params
@@ -400,22 +400,15 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
     return run_lifted, [*filter(is_lifted, pytree.leaves(constants))]
 
 
-def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """All modules whose train or eval mode the loss depends on."""
-    models = [loss.model] if isinstance(loss, FunctionalLoss) else []
-    return [part for module in (*models, *modules) for part in module.modules()]
-
-
-def _lifted_from(
-    loss: Loss, rule: Any, params: Params
-) -> tuple[Params, list[nn.Module], list[torch.Generator]]:
-    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation, and
-    the generators that it draws from."""
+def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, Any, Any, Any]:
+    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation, all
+    modules on whose modes it depends, and the generators that it draws from."""
     drawn_from = closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):
-        return {}, [], [*drawn_from, *closures.refuse("adapt", loss)]
+        return {}, [], [], [*drawn_from, *closures.refuse("adapt", loss)]
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion
-    drawn_from += closures.generators(criterion)
-    return rest, [criterion] if isinstance(criterion, nn.Module) else [], drawn_from
+    modules = [criterion] if isinstance(criterion, nn.Module) else []
+    modes = [part for module in (loss.model, *modules) for part in module.modules()]
+    return rest, modules, modes, [*drawn_from, *closures.generators(criterion)]

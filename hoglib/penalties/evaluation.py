@@ -65,18 +65,18 @@ def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptio
     """The reduced terms at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
-    body = partial(evaluate, func, term, options._replace(batch=None))
-    return returned(body, func, options, (x, args, options.batch))
+    return returned(partial(evaluate, func, term), func, options, (x, args, options.batch))
 
 
 def returned(body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...]) -> Any:
-    """What a penalty returns, of (value, outputs) = body(*inputs), or of its graph: the value, whose
-    gradient is that of all processes, or also the outputs of the function."""
+    """What a penalty returns, of (value, outputs) = body(options, *inputs), or of its graph: the value,
+    whose gradient is that of all processes, or also the outputs of the function."""
     every = options.return_outputs
     if captures(options.policy):
-        value, outputs = run_as_graph(body, func, options, inputs, every)
+        whole = partial(body, options._replace(batch=None))
+        value, outputs = run_as_graph(whole, func, options, inputs, every)
     else:
-        value, outputs = body(*inputs)
+        value, outputs = body(options, *inputs)
     value = averaged(options.name, value, outputs)
     return PenaltyWithOutputs(value, outputs) if every else value
 
@@ -89,7 +89,8 @@ def evaluate(
 
     draws: of a generator; a list in a graph.
     """
-    with input_vjp(func, x, args, options._replace(batch=batch)) as at:
+    options = options if options.batch is batch else options._replace(batch=batch)
+    with input_vjp(func, x, args, options) as at:
         at.draws = RecordedDraws(draws) if isinstance(draws, list) else draws
         terms = term(at)
         if at.create_graph and not at.in_transform:

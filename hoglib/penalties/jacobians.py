@@ -287,7 +287,7 @@ def parameter_gradient(
     validation.boolean("squared", squared)
     checked = check_options("parameter_gradient", options, without=OF_SAMPLES)
     validation.parameters(params)
-    body = partial(_norm_and_value, func, squared, checked)
+    body = partial(_norm_and_value, func, squared)
     return returned(body, func, checked, (params, args))
 
 
