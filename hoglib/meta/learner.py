@@ -357,10 +357,8 @@ class Learner(nn.Module, ABC):
             of_task = self._of_task(loop, MetaParams(model, modules), wanted)
             of_stack = partial(map_tasks, of_task)
         in_loop = loop.placement.is_sharded or policy.compiles_blocks
-        how = "loop" if in_loop else self.over_tasks, self._vmappable
-        found, self._vmappable = task_sets.run_tasks(
-            of_task, of_stack, tasks, policy.caller, start.model, *how
-        )
+        how = policy.caller, start.model, "loop" if in_loop else self.over_tasks, self._vmappable
+        found, self._vmappable = task_sets.run_tasks(of_task, of_stack, tasks, *how)
         return found
 
     @abstractmethod

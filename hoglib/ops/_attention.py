@@ -90,8 +90,7 @@ def scaled_dot_product_attention(
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
-    if attn_mask is not None:
-        _check_mask_dtype(attn_mask, query)
+    _check_mask_dtype(attn_mask, query)
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
@@ -231,9 +230,9 @@ def _check_shapes(
         )
 
 
-def _check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+def _check_mask_dtype(mask: Tensor | None, query: Tensor) -> None:
     """Raise for what torch refuses: an integer mask would be added to the scores."""
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
         advice = f".to({query.dtype})" if mask.is_floating_point() else ".bool()"
         raise ArgumentTypeError(
             "attn_mask: expected a boolean mask, True for what takes part, or numbers in torch.float32 "

@@ -182,9 +182,8 @@ def multi_margin_loss(
     rows = input.numel() // max(classes, 1)
     fits = p in (1, 2) and _are_rows(input, target) and target.dim() < 2 and target.numel() == rows
     if not fits or (weight is not None and weight.shape != (classes,)):  # torch's error
-        return F.multi_margin_loss(
-            input, target, p, margin, weight, size_average, reduce, reduction
-        )
+        given: Any = p, margin, weight, size_average, reduce, reduction
+        return F.multi_margin_loss(input, target, *given)
     x = upcast_half(input.reshape(rows, classes))
     index = target.reshape(rows, 1)
     hinge = torch.relu(x + (margin - x.gather(1, index))).scatter(1, index, 0.0)
@@ -439,7 +438,7 @@ def ctc_loss(
         )
     p = p.unsqueeze(1) if p.dim() == 2 else p
     lengths = (input_lengths, target_lengths)
-    if not (_are_lengths(*lengths) and _is_supported(p, targets, lengths, blank)):
+    if not _is_supported(p, targets, lengths, blank):
         return _TORCH_CTC(  # torch's error
             log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
         )
@@ -466,16 +465,13 @@ def torch_ctc_loss(
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, word, zero_infinity)
 
 
-def _are_lengths(*lengths: Any) -> bool:
-    """Whether both are tensors of integers, or both tuples."""
-    if all(isinstance(given, tuple | list) for given in lengths):
-        return True
-    tensors = all(isinstance(x, Tensor) and not pytree.is_float(x) for x in lengths)
-    return tensors and torch.bool not in [x.dtype for x in lengths]
-
-
 def _is_supported(p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int) -> bool:
     """Whether torch takes these; of lengths that cannot be read, their number is known."""
+    # both are tensors of integers, or both tuples
+    others: list[Any] = [x for x in lengths if not isinstance(x, tuple | list)]
+    tensors = all(isinstance(x, Tensor) and not pytree.is_float(x) for x in others)
+    if len(others) == 1 or not tensors or torch.bool in [x.dtype for x in others]:
+        return False
     if p.dim() != 3 or not p.numel() or not 0 <= blank < p.shape[2]:
         return False
     steps, U = map(_read_lengths, lengths)

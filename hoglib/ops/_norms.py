@@ -557,9 +557,8 @@ def instance_norm(
             "input: expected more than 1 spatial element when training, got input size "
             f"{tuple(input.shape)}."
         )
-    return torch_instance_norm(
-        input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
-    )
+    more = use_input_stats, momentum, eps
+    return torch_instance_norm(input, weight, bias, running_mean, running_var, *more)
 
 
 @stands_in_for(torch.batch_norm, name="batch_norm")

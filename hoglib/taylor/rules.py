@@ -177,12 +177,9 @@ def rule_of(func: Any) -> Rule | None:
 Composite = Callable[..., Any]
 
 
-def _finite(x: Tensor) -> Tensor:
-    return torch.where(x.isfinite(), x, 0)
-
-
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    top = _finite(x.detach().amax(dim, keepdim=True))
+    top = x.detach().amax(dim, keepdim=True)
+    top = torch.where(top.isfinite(), top, 0)
     found = (x - top).exp().sum(dim, keepdim=True).log() + top
     return found if keepdim else found.squeeze(dim)
 
@@ -244,10 +241,8 @@ def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **
         return found.reshape(x.square().sum(dims, keepdim).shape) if keepdim else found
     if ord == 1:
         return x.abs().sum(dims, keepdim)
-    if ord == math.inf:
-        return x.abs().amax(dims, keepdim)
-    if ord == -math.inf:
-        return x.abs().amin(dims, keepdim)
+    if abs(ord) == math.inf:
+        return (torch.amax if ord > 0 else torch.amin)(x.abs(), dims, keepdim)
     if ord == 0:
         return x.abs().ne(0).to(x.dtype).sum(dims, keepdim)
     return x.abs().pow(ord).sum(dims, keepdim).pow(1 / ord)
