@@ -187,8 +187,7 @@ class Learner(nn.Module, ABC):
         if torch.compiler.is_dynamo_compiling():
             return self.objective.call(params, *args, **kwargs)
         placement = placement_of([*params.values()], lambda: [*params])
-        if placement.is_sharded:
-            refuse_graph(f"{type(self).__name__}(params=...)")
+        refuse_graph(f"{type(self).__name__}(params=...)", placement)
         with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
             loop = replace(self._loop(), placement=placement)
             return loop.call(spread(params, placement.local), *args, **kwargs)
@@ -218,8 +217,7 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         placement, start = self._placed(loop, start)
-        if placement.is_sharded:
-            refuse_graph(f"{type(self).__name__}.adapt")
+        refuse_graph(f"{type(self).__name__}.adapt", placement)
         with self._ring(loop, placement) as blocks:
             loop = replace(loop, placement=placement.defer(self.model, blocks))
             support = autograd.clone_inference_tensors(support)
@@ -618,9 +616,9 @@ def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
             )
 
 
-def refuse_graph(what: str) -> None:
-    """Raise where grad mode is on."""
-    if torch.is_grad_enabled():
+def refuse_graph(what: str, placement: Placement) -> None:
+    """Raise where grad mode is on, for parameters that processes share."""
+    if placement.is_sharded and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{what}: expected params that each process holds whole, got DTensors, whose adaptation "
             "has no graph; use `loss(tasks)`, or call it under torch.no_grad()."

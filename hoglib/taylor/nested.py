@@ -32,12 +32,9 @@ def nested(
     t = like.new_zeros(variables, requires_grad=True)
     value = path(t)
     views = [_as_real(y) for y in value]
-    needed = False  # by something else than t
-    for y in value:
-        if y.requires_grad:
-            graph = graph_summary(y)
-            check_custom_functions(graph, caller)
-            needed |= any(leaf is not t for leaf in graph.leaves.values())
+    graph = graph_summary(value)
+    check_custom_functions(graph, caller)
+    needed = any(leaf is not t for leaf in graph.leaves.values())  # by something else than t
     found: list[Leaves] = []
     current = views
     for i in orders:

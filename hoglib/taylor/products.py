@@ -110,7 +110,7 @@ def _convolution(call: Call) -> Parts:
     return found
 
 
-def _broadcast_matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
+def _broadcast_matmul(a: Tensor, b: Tensor, *_: bool) -> Tensor:
     return torch.matmul(a, b)
 
 
