@@ -121,7 +121,7 @@ class MAML(Learner):
                     "learn_lr: expected a rule that takes a learning rate, a name or a function of "
                     "it, got a rule that has its own; give the function that makes it."
                 )
-            params, steps = trainable_params(self.model), inner_steps if lr_per_step else None
+            params, steps = trainable_params(self.model), self.inner_steps if lr_per_step else None
             adapting = {name: params[name] for name in self._loop().adapting}
             given: Any = {"granularity": learn_lr, "steps": steps}
             self.rates = module_loop.LearnedRates(adapting, self.inner_lr, **given)

@@ -187,11 +187,10 @@ class _SecondOrder(StandInMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
-        if "out" in kwargs and kwargs["out"] is None:
-            kwargs = {name: x for name, x in kwargs.items() if name != "out"}
-        if replacement is not None and "out" not in kwargs:  # which torch does not differentiate
+        # a result that is written into a tensor has no derivative
+        if replacement is not None and kwargs.get("out") is None:
             _recompute_inside()
-            return replacement(*args, **kwargs)
+            return replacement(*args, **{name: x for name, x in kwargs.items() if name != "out"})
         if type(func) in torch_library.OPERATORS:
             return run_operator(func, args, kwargs)
         if type(func) is FunctionType:
