@@ -125,12 +125,10 @@ def caller_line() -> SourceLine | None:
 
 
 def entry_keywords() -> tuple[str, ...]:
-    """The keyword-only arguments of the function of hoglib that the user's code called, which a
-    decorator without any may stand around."""
+    """The keyword-only arguments of the function of hoglib that the user's code called."""
     codes = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
-    inside = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
-    own = [code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount] for code in inside]
-    return next(filter(None, reversed(own)), ())
+    *_, code = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
+    return code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
 
 
 def _innermost_user_line(frame: FrameType | None) -> SourceLine | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty
+from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable
 from hoglib.penalties.module import BOTH, FAKE, REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import add_noise, interpolate
@@ -72,6 +72,11 @@ def wgan_gp(
         >>> hog.penalties.wgan_gp(critic, real, real)  # (|2 x| - 1)^2
         tensor(81.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable(lambda real, fake, *args: (real, *args))(
+            wgan_gp, critic, real, fake, *args, target=target, one_sided=one_sided,
+            generator=generator, **options,
+        )  # fmt: skip
     k = validation.number("target", target, minimum=0.0)
     validation.boolean("one_sided", one_sided)
     checked = check_options("wgan_gp", options, generator)
@@ -125,6 +130,10 @@ def zero_centred(
         >>> hog.penalties.zero_centred(critic, real, real)
         tensor(100.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable(lambda real, fake, *args: (real, *args))(
+            zero_centred, critic, real, fake, *args, generator=generator, **options
+        )
     checked = check_options("zero_centred", options, generator)
     x = interpolate("zero_centred", real, fake, checked.batch, checked.generator)
     return penalty(critic, x, args, squared_slope, checked)
@@ -169,6 +178,8 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Ten
         >>> critic.weight.grad  # of |w|^2 / 2
         tensor([[1., 1.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(r1, critic, real, *args, **options)
     return penalty(critic, real, args, half_squared_slope, check_options("r1", options))
 
 
@@ -210,10 +221,12 @@ def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Ten
         >>> hog.penalties.r2(lambda x: x.square().sum(1), fake)  # |2 x|^2 / 2
         tensor(50.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(r2, critic, fake, *args, **options)
     return penalty(critic, fake, args, half_squared_slope, check_options("r2", options))
 
 
-@register(BOTH, traced=False, term="|g_n|^2 / 2 at real and fake, summed,")
+@register(BOTH, term="|g_n|^2 / 2 at real and fake, summed,")
 def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1 at real samples plus R2 at fake ones.
 
@@ -251,7 +264,7 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
         >>> hog.penalties.r1_r2(lambda x: x.square(), real, fake)  # 2 + (8 + 0) / 2
         tensor(6.)
     """
-    if torch.compiler.is_dynamo_compiling():  # each by itself
+    if torch.compiler.is_dynamo_compiling():
         at_real, at_fake = r1(critic, real, *args, **options), r2(critic, fake, *args, **options)
     else:
         checked = check_options("r1_r2", options)
@@ -311,6 +324,10 @@ def dragan(
         >>> hog.penalties.dragan(lambda x: x.square().sum(1), real, noise=0.0)  # (|2 x| - 1)^2
         tensor(81.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(
+            dragan, critic, real, *args, target=target, noise=noise, generator=generator, **options
+        )
     k = validation.number("target", target, minimum=0.0)
     c = None if noise is None else validation.number("noise", noise, minimum=0.0)
     checked = check_options("dragan", options, generator)

@@ -65,20 +65,19 @@ def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptio
     """The reduced terms at x; with return_outputs also what func returned there."""
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
-    return returned(partial(evaluate, func, term), func, options, (x, args, options.batch))
-
-
-def returned(body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...]) -> Any:
-    """What a penalty returns, of (value, outputs) = body(options, *inputs), or of its graph: the value,
-    whose gradient is that of all processes, or also the outputs of the function."""
-    every = options.return_outputs
     if captures(options.policy):
-        whole = partial(body, options._replace(batch=None))
-        value, outputs = run_as_graph(whole, func, options, inputs, every)
+        body = partial(evaluate, func, term, options._replace(batch=None))
+        found = run_as_graph(body, func, options, (x, args, options.batch))
     else:
-        value, outputs = body(options, *inputs)
+        found = evaluate(func, term, options, x, args, options.batch)
+    return with_outputs(options, *found)
+
+
+def with_outputs(options: CheckedOptions, value: Tensor, outputs: Any) -> Any:
+    """What a penalty returns: its value, whose gradient is that of all processes, or also the outputs
+    of the function."""
     value = averaged(options.name, value, outputs)
-    return PenaltyWithOutputs(value, outputs) if every else value
+    return PenaltyWithOutputs(value, outputs) if options.return_outputs else value
 
 
 def evaluate(
@@ -118,15 +117,17 @@ def captures(policy: Policy) -> bool:
 
 
 def run_as_graph(
-    body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...], every: bool
-) -> Any:
+    body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...],
+    every: bool | None = None,
+) -> Any:  # fmt: skip
     """body(*inputs, draws) by a graph. Of (value, outputs) the outputs are None where they are not
     returned; the gradients of a value that comes alone are computed with it, for backward.
 
     body: created for each call, with all that it depends on in its arguments. draws: RecordedDraws in
     an eager run with checks, then what the generator drew, in a run without; None in a plain run.
-    every: whether all that body returns is needed.
+    every: whether all that body returns is needed. Default: where outputs are returned.
     """
+    every = options.return_outputs if every is None else every
     name, generator, owner = options.name, options.generator, owner_of(func)
     run = body if every else partial(_first_of, body)
     kind = Compiled if every or options.reduction == "none" else CompiledLoss

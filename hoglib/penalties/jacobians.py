@@ -14,7 +14,7 @@ from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
-from hoglib.penalties.evaluation import penalty, returned
+from hoglib.penalties.evaluation import captures, penalty, run_as_graph, traceable, with_outputs
 from hoglib.penalties.input_vjp import Function, no_gradient_flow, without_autocast
 from hoglib.penalties.module import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
@@ -64,6 +64,8 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
         >>> hog.penalties.input_gradient(loss, x, y)
         tensor(10.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(input_gradient, loss, x, *args, **options)
     return penalty(loss, x, args, half_squared_slope, check_options("input_gradient", options))
 
 
@@ -113,6 +115,10 @@ def jacobian(
         >>> hog.penalties.jacobian(torch.square, x, num_projections=None)  # (2^2 + 4^2) / 2
         tensor(10.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(
+            jacobian, func, x, *args, num_projections=num_projections, generator=generator, **options,
+        )  # fmt: skip
     validation.none_or_at_least("num_projections", num_projections, 1)
     term = squared_jacobian(num_projections, halved=True)
     return penalty(func, x, args, term, check_options("jacobian", options, generator))
@@ -168,6 +174,11 @@ def sobolev(
         >>> hog.penalties.sobolev(torch.square, x, torch.zeros(2, 1))
         tensor(10.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable(lambda x, derivatives, *args: (x, *args))(
+            sobolev, func, x, derivatives, *args, num_projections=num_projections,
+            generator=generator, **options,
+        )  # fmt: skip
     validation.none_or_at_least("num_projections", num_projections, 1)
     checked = check_options("sobolev", options, generator)
     given, structure = check_points("sobolev", "derivatives", derivatives)
@@ -238,6 +249,11 @@ def lipschitz(
         >>> hog.penalties.lipschitz(scale, torch.ones(1, 2), num_iterations=None)  # (3 - 1)^2
         tensor(4.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(
+            lipschitz, func, x, *args, bound=bound, num_iterations=num_iterations,
+            generator=generator, **options,
+        )  # fmt: skip
     limit = validation.number("bound", bound, minimum=0.0)
     validation.none_or_at_least("num_iterations", num_iterations, 1)
     term = squared_excess(limit, num_iterations)
@@ -283,12 +299,18 @@ def parameter_gradient(
         >>> norm.item(), w.grad
         (5.0, tensor([0.6000, 0.8000]))
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(parameter_gradient, func, params, *args, squared=squared, **options)
     validation.function("func", func)
     validation.boolean("squared", squared)
     checked = check_options("parameter_gradient", options, without=OF_SAMPLES)
     validation.parameters(params)
-    body = partial(_norm_and_value, func, squared)
-    return returned(body, func, checked, (params, args))
+    if captures(checked.policy):
+        body = partial(_norm_and_value, func, squared, checked)
+        found = run_as_graph(body, func, checked, (params, args))
+    else:
+        found = _norm_and_value(func, squared, checked, params, args)
+    return with_outputs(checked, *found)
 
 
 def _norm_and_value(

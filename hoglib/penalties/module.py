@@ -6,12 +6,11 @@
 Each penalty registers itself where it is defined; `hoglib.penalties.check` and the tests find it here.
 """
 
-import functools
 import inspect
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple, TypeVar, cast, final
+from typing import Any, Literal, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from hoglib._core import pytree, validation
 from hoglib._core.problem import check_option_names
 from hoglib.capture.capturing import in_other_tracer
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
-from hoglib.penalties.evaluation import traceable
 from hoglib.penalties.options import OPTION_NAMES, check_options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,29 +48,15 @@ class Kind(NamedTuple):
 KINDS: dict[str, Kind] = {}
 
 
-def register(sets: tuple[str, ...], *, traced: bool = True, **facts: Any) -> Callable[[F], F]:
-    """Make a penalty known by the name of its function.
+def register(sets: tuple[str, ...], **facts: Any) -> Callable[[F], F]:
+    """Make a penalty known by the name of its function, which it returns as it is.
 
-    sets: REAL, FAKE or BOTH. traced: whether torch.compile traces what it penalises, and leaves its own
-    code out. facts: further ones of :class:`Kind`.
+    sets: REAL, FAKE or BOTH. facts: further ones of :class:`Kind`.
     """
-    given = len(sets) + ("needs" in facts)  # after the function that is penalised
-
-    def called_with(points: Any, *args: Any) -> tuple[Any, ...]:
-        return points, *args[given - 1 :]
 
     def registered(function: F) -> F:
-        names = list(inspect.signature(function).parameters)[: given + 1]
-
-        @functools.wraps(function)
-        def penalty(*args: Any, **options: Any) -> Any:
-            if not (traced and torch.compiler.is_dynamo_compiling()):
-                return function(*args, **options)
-            args += tuple(options.pop(name) for name in names[len(args) :])
-            return traceable(called_with)(function, *args, **options)
-
-        KINDS[function.__name__] = Kind(penalty, sets, **facts)
-        return cast(F, penalty)
+        KINDS[function.__name__] = Kind(function, sets, **facts)
+        return function
 
     return registered
 
