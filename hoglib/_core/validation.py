@@ -487,3 +487,38 @@ def refuse_transforms(caller: str, advice: str) -> None:
         raise errors.UnsupportedError(
             f"{caller}: expected a call outside of torch.func transforms, got one inside; {advice}"
         )
+
+
+# Of arguments for which torch raises RuntimeError: errors that are one, too.
+
+
+class TorchValueError(errors.ArgumentValueError, RuntimeError):
+    """An ArgumentValueError where torch raises RuntimeError."""
+
+
+class TorchTypeError(errors.ArgumentTypeError, RuntimeError):
+    """An ArgumentTypeError where torch raises RuntimeError."""
+
+
+def torch_real(what: str, value: Any) -> Tensor:
+    """:func:`real`, where torch raises RuntimeError for tensors of another dtype."""
+    try:
+        return real(what, value)
+    except errors.ArgumentTypeError as error:
+        if not isinstance(value, Tensor):  # torch raises TypeError too
+            raise
+        raise TorchTypeError(str(error)) from None
+
+
+def indices(what: str, value: Tensor, expected: str = "int64 or int32") -> None:
+    if value.dtype not in (torch.int64, torch.int32):
+        text = f"{what}: expected {expected}, got {describe(value)}; use `.long()`."
+        raise TorchTypeError(text)
+
+
+def same_dtype(like: str, other: Tensor, what: str, value: Tensor) -> None:
+    """Checks for the dtype of another argument."""
+    if value.dtype != other.dtype:
+        raise TorchTypeError(
+            f"{what}: expected {other.dtype} as in {like}, got {value.dtype}; convert one of them."
+        )

@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from hoglib import plotting
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import (
-    Vector,
-    check_uses_given_params,
-    clone_inference_tensors,
-    materialize_grads,
-    vjp,
-    warn_if_not_finite,
-)
+from hoglib._core import autograd, pytree, validation
 from hoglib._core.closures import name_of
 from hoglib._core.files import digest
 from hoglib._core.gradient_graph import graph_summary
@@ -170,7 +162,7 @@ def hypergradient(
     if method != "unrolled":
         solver = Solver(method, iterations, damping, tol, step_size)
     with ring(training.policy, inner):
-        at = clone_inference_tensors(hyper)
+        at = autograd.clone_inference_tensors(hyper)
         if solver is not None:
             found = _implicit(training, at, solver, create_graph)
         elif memory == "store":
@@ -187,7 +179,7 @@ def hypergradient(
 
         parts = pytree.tensors(found.gradient)
         around = preserve_random_state
-        warn_if_not_finite("hypergradient", found.value, parts, again, leaves, around)
+        autograd.warn_if_not_finite("hypergradient", found.value, parts, again, leaves, around)
         return found
 
 
@@ -216,7 +208,7 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
         if any(leaf.requires_grad for leaf in given):
             with preserve_random_state(*training.generators()):
                 first = training.value(params, at, training.batches.at(0))
-            check_uses_given_params(graph_summary(first), given, "hypergradient")
+            autograd.check_uses_given_params(graph_summary(first), given, "hypergradient")
             del first
         replay = Replay(training, detached(start), at, schedule, files, lambda: bar.advance(1))
         (found, state), losses = replay.run()
@@ -233,10 +225,10 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
     return Hypergradient(value.detach(), gradient, found, None)
 
 
-def _slopes(value: Tensor, inputs: Vector, given: Vector) -> list[Tensor | None]:
+def _slopes(value: Tensor, inputs: autograd.Vector, given: autograd.Vector) -> list[Tensor | None]:
     """d value / d inputs, of an outer loss; given: the leaves of hyper, which it must not use."""
-    check_uses_given_params(graph_summary(value), given, "hypergradient")
-    return vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
+    autograd.check_uses_given_params(graph_summary(value), given, "hypergradient")
+    return autograd.vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
 
 
 def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dict[str, Any]:
@@ -254,16 +246,16 @@ def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dic
     }  # fmt: skip
 
 
-def _own(hyper: Any) -> tuple[Vector, Vector, Any]:
+def _own(hyper: Any) -> tuple[autograd.Vector, autograd.Vector, Any]:
     """The leaves of hyper, leaves of a graph in their place, and these in the structure of hyper."""
     given, structure = pytree.flatten(hyper)
     own = [leaf.detach().requires_grad_() for leaf in given]
     return given, own, pytree.unflatten(own, structure)
 
 
-def _gradient(grads: Sequence[Tensor | None], own: Vector, hyper: Any) -> Any:
+def _gradient(grads: Sequence[Tensor | None], own: autograd.Vector, hyper: Any) -> Any:
     check_used(grads)
-    return pytree.unflatten(materialize_grads(list(grads), own), pytree.flatten(hyper)[1])
+    return pytree.unflatten(autograd.materialize_grads(list(grads), own), pytree.flatten(hyper)[1])
 
 
 def _implicit(training: Training, hyper: Any, solver: Solver, graph: bool) -> Hypergradient:
@@ -428,7 +420,8 @@ def leave_k_out(
     shown = bar.over("without random subsets", subsets)
     restored = preserve_random_state(*training.generators())
     with ring(training.policy, inner), shown, torch.no_grad(), restored:
-        at, before = detached(clone_inference_tensors(hyper)), RandomState(training.generators())
+        at = detached(autograd.clone_inference_tensors(hyper))
+        before = RandomState(training.generators())
         for subset in chosen:
             before.restore()
             changed = _changed(at, place, subset, factor)
@@ -447,8 +440,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
     References:
         Spearman, The proof and measurement of association between two things, 1904.
     """
-    x, y = (_ranks(v) - _ranks(v).mean() for v in (a, b))
-    return float((x @ y) / (x.norm() * y.norm()))
+    return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
 
 
 def _ranks(values: Tensor) -> Tensor:

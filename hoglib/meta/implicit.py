@@ -10,16 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import errors
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import (
-    Vector,
-    clone_inference_tensors,
-    fresh_leaves,
-    gradient_with_graph,
-    materialize_grads,
-    outside_inference_mode,
-    vjp,
-)
+from hoglib._core import autograd, pytree, validation
+from hoglib._core.autograd import Vector, fresh_leaves, gradient_with_graph, materialize_grads, vjp
 from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.problem import Policy
@@ -192,10 +184,9 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     fixed = pytree.map_tensors(Tensor.detach, hyper)
     point = pytree.map_tensors(Tensor.detach, params)
     leaf = pytree.leaves(point)[0]
-    operator: Any = HessianOperator(
-        lambda params, batch: inner(params, fixed), point, leaf.new_zeros(1),
-        check_deterministic=False, stand_ins=False,
-    )  # fmt: skip
+    loss = lambda params, _: inner(params, fixed)  # noqa: E731
+    options: Any = {"check_deterministic": False, "stand_ins": False}
+    operator: Any = HessianOperator(loss, point, leaf.new_zeros(1), **options)
     if solver.damping:
         operator = operator.damped(solver.damping)
     if not bool(pytree.norm(v) > 0):
@@ -353,8 +344,8 @@ def fixed_point(
     if not callable(solver):
         depth = DEPTHS[validation.choice("solver", solver, DEPTHS)]
         solver = partial(_anderson, tol=tol, max_iter=max_iter, depth=depth)
-    with outside_inference_mode():
-        inputs = clone_inference_tensors(inputs)
+    with autograd.outside_inference_mode():
+        inputs = autograd.clone_inference_tensors(inputs)
     form = validation.parameters(z0, "z0")[1]
     leaves = [*params.values(), *filter(pytree.is_float, pytree.leaves(inputs))]
 
@@ -373,7 +364,7 @@ def fixed_point(
         with ring(_FIXED_POINT.policy, f, examine=False):
             return image(z, constants)
 
-    with outside_inference_mode(), torch.no_grad():
+    with autograd.outside_inference_mode(), torch.no_grad():
         z = solver(step, pytree.map(Tensor.detach, z0))
     difference = lambda z, h: pytree.add(z, image(z, h), alpha=-1)  # noqa: E731
     return _root(_FIXED_POINT, f, difference, like_z0("solver(f, z0)", z), leaves, tol, accuracy)[0]
@@ -419,8 +410,8 @@ def _root(
     """
     for x in (*pytree.leaves(solution), *leaves):
         validation.real("solution and inputs", x)
-    with outside_inference_mode():
-        flat, leaves = _Flat(solution), clone_inference_tensors(leaves)
+    with autograd.outside_inference_mode():
+        flat, leaves = _Flat(solution), autograd.clone_inference_tensors(leaves)
     tol = _tolerance(flat.value, tol)
     least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
 

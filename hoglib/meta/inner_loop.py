@@ -141,14 +141,14 @@ def adapt(
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
     validation.choice("memory", memory, get_args(Memory))
-    lifts = memory != "store"
-    rest, modules, drawn_from = _lifted_from(loss, rule, params) if lifts else ({}, [], [])
+    lifted = _lifted_from(loss, rule, params) if memory != "store" else ({}, [], [], [])
+    rest, modules, modes, drawn_from = lifted
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
-    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant, generators=drawn_from)
+    own: Any = {"modes_of": modes, "generators": drawn_from}
+    inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant, **own)
     with _ring("adapt", stand_ins=memory == "mixed"):
         params, batch = autograd.clone_inference_tensors((params, batch))
-        constants, modes = (batch, rest, modules), _modules_of(loss, modules)
-        return unroll(inner, steps, params, constants, memory, modes).params
+        return unroll(inner, steps, params, (batch, rest, modules), memory).params
 
 
 def _ring(caller: str, stand_ins: bool = False) -> ring:
@@ -224,11 +224,13 @@ class InnerSteps(NamedTuple):
     def _mixed_loss(self, i: int, constants: Any, params: Params) -> tuple[Tensor, Any]:
         """The loss of step i, of whose graph its parameters are kept."""
         loss, lifted = _lift_tensors(self.loss, constants)
-        value, notes = recompute(
-            loss, i, params, lifted, generators=self.generators, modes_of=self.modes_of, nested=True,
-            by_tangents=self.mixed,
-        )  # fmt: skip
+        value, notes = self.recomputed(loss, i, params, lifted, by_tangents=self.mixed)
         return value, pytree.map_tensors(Tensor.detach, notes)
+
+    def recomputed(self, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """run(*args), which backward runs again, with the same random numbers and modes."""
+        options = {"generators": self.generators, "modes_of": self.modes_of, **options}
+        return recompute(run, *args, nested=True, **options)
 
     def run(self, start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
         """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
@@ -244,16 +246,11 @@ class InnerSteps(NamedTuple):
         return (params, state, total), found
 
 
-def unroll(
-    inner: InnerSteps, steps: int, params: Params, constants: Any, memory: str, modes_of: Any = ()
-) -> Unrolled:
-    """Run the steps in chunks, each of which is stored or recomputed in backward as a whole.
-
-    modes_of: modules whose train or eval mode is restored for a recomputation.
-    """
+def unroll(inner: InnerSteps, steps: int, params: Params, constants: Any, memory: str) -> Unrolled:
+    """Run the steps in chunks, each of which is stored or recomputed in backward as a whole."""
     carry = params, inner.rule(0, constants).init(params) if steps else {}, None
     if memory == "mixed":
-        inner, memory = inner._replace(mixed=mixed(), modes_of=modes_of), "store"
+        inner, memory = inner._replace(mixed=mixed()), "store"
     run: Callable[..., Any] = inner.run
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
@@ -265,10 +262,7 @@ def unroll(
         if memory == "store" or constant(begin):  # a constant gradient has no graph to be saved
             carry, new = run(begin, end, carry, constants)
         else:
-            carry, new = recompute(
-                run, begin, end, carry, constants, generators=inner.generators, modes_of=modes_of,
-                nested=True,
-            )  # fmt: skip
+            carry, new = inner.recomputed(run, begin, end, carry, constants)
         found, begin = [*found, *new], end
     adapted, _, outer = carry
     return Unrolled(adapted, outer, [loss for loss, _ in found], [notes for _, notes in found])
@@ -406,22 +400,15 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
     return run_lifted, [*filter(is_lifted, pytree.leaves(constants))]
 
 
-def _modules_of(loss: Loss, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """All modules whose train or eval mode the loss depends on."""
-    models = [loss.model] if isinstance(loss, FunctionalLoss) else []
-    return [part for module in (*models, *modules) for part in module.modules()]
-
-
-def _lifted_from(
-    loss: Loss, rule: Any, params: Params
-) -> tuple[Params, list[nn.Module], list[torch.Generator]]:
-    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation, and
-    the generators that it draws from."""
+def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, Any, Any, Any]:
+    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation, all
+    modules on whose modes it depends, and the generators that it draws from."""
     drawn_from = closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):
-        return {}, [], [*drawn_from, *closures.refuse("adapt", loss)]
+        return {}, [], [], [*drawn_from, *closures.refuse("adapt", loss)]
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion
-    drawn_from += closures.generators(criterion)
-    return rest, [criterion] if isinstance(criterion, nn.Module) else [], drawn_from
+    modules = [criterion] if isinstance(criterion, nn.Module) else []
+    modes = [part for module in (loss.model, *modules) for part in module.modules()]
+    return rest, modules, modes, [*drawn_from, *closures.generators(criterion)]

@@ -19,14 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import (
-    clone_inference_tensors,
-    outside_inference_mode,
-    translate_errors,
-    warn_if_not_finite,
-    with_gradients,
-)
+from hoglib._core import autograd, pytree, validation
 from hoglib._core.blocks import Remat
 from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import fixed_random_numbers
@@ -51,20 +44,10 @@ from hoglib.functional import (
     functional_loss,
     trainable_params,
 )
-from hoglib.meta import norms
+from hoglib.meta import module_loop, norms
 from hoglib.meta import tasks as task_sets
 from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refuse_saved_tensor_hooks
-from hoglib.meta.module_loop import (
-    EVALUATION,
-    OPTION_NAMES,
-    InnerParams,
-    LearnedRates,
-    LoopOptions,
-    MetaParams,
-    ModuleLoop,
-    OverTasks,
-    names_that_adapt,
-)
+from hoglib.meta.module_loop import LearnedRates, LoopOptions, MetaParams, ModuleLoop
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
 from hoglib.ring import graph_of, ring
@@ -94,10 +77,8 @@ def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> 
         return [same.loss(tasks)]
 
 
-DEFAULTS = {
-    "rule": "sgd", "inner_loss": None, "forward": None, "stand_ins": True, "remat": False,
-    "compile": False,
-}  # fmt: skip
+DEFAULTS: dict[str, Any] = {"rule": "sgd", "inner_loss": None, "forward": None}
+DEFAULTS |= {"stand_ins": True, "remat": False, "compile": False}
 T = TypeVar("T")
 
 NOT_TWICE = (
@@ -156,26 +137,26 @@ class Learner(nn.Module, ABC):
     inner_lr = Option[float]()
     inner_steps = Option[int]()
     rule_options = Option[dict[str, Any]]()
-    inner_params = Option[InnerParams]()
+    inner_params = Option[module_loop.InnerParams]()
     batch_norm = Option[norms.NormKind]()
     stand_ins = Option[bool]()
     remat = Option[Remat]()
-    over_tasks = Option[OverTasks]()
+    over_tasks = Option[task_sets.OverTasks]()
     _traceable = True  # by torch.compile
 
     def __init__(self, model: nn.Module, criterion: Any, options: Any, **own: Any) -> None:
         super().__init__()
-        check_option_names(type(self).__name__, options, OPTION_NAMES)
+        check_option_names(type(self).__name__, options, module_loop.OPTION_NAMES)
         given = {**DEFAULTS, **own, **options}
         rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
-        evaluation: Any = {name: given.pop(name) for name in EVALUATION}
+        evaluation: Any = {name: given.pop(name) for name in module_loop.EVALUATION}
         checked = LoopOptions(caller=type(self).__name__, evaluation=evaluation, **given)
         functional_loss(model, criterion, forward=forward)
         checked.policy.check_blocks(model)
         if inner_loss is not None:
             check_instance("inner_loss", inner_loss)
         resolve_rule(rule, checked.inner_lr, checked.rule_options or {})
-        names_that_adapt(model, trainable_params(model), checked.inner_params)
+        module_loop.names_that_adapt(model, trainable_params(model), checked.inner_params)
         checked.weights_for(checked.inner_steps)
         self.model, self.criterion, self.inner_loss, self.rule = model, criterion, inner_loss, rule
         self.rates: LearnedRates | None = None
@@ -211,8 +192,7 @@ class Learner(nn.Module, ABC):
         if torch.compiler.is_dynamo_compiling():
             return self.objective.call(params, *args, **kwargs)
         placement = placement_of([*params.values()], lambda: [*params])
-        if placement.is_sharded:
-            refuse_graph(f"{type(self).__name__}(params=...)")
+        refuse_graph(f"{type(self).__name__}(params=...)", placement)
         with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
             loop = replace(self._loop(), placement=placement)
             return loop.call(spread(params, placement.local), *args, **kwargs)
@@ -243,11 +223,11 @@ class Learner(nn.Module, ABC):
         if params is not None:
             start = start._replace(model=params)
         placement, start = self._placed(loop, start)
-        if placement.is_sharded:
-            refuse_graph(f"{type(self).__name__}.adapt")
+        refuse_graph(f"{type(self).__name__}.adapt", placement)
         with self._ring(loop, placement) as blocks:
             loop = replace(loop, placement=placement.defer(self.model, blocks))
-            adapted = loop.unrolling(start, clone_inference_tensors(support), count)().params
+            support = autograd.clone_inference_tensors(support)
+            adapted = loop.unrolling(start, support, count)().params
         return spread({**start.model, **adapted}, placement.wrap)
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
@@ -262,10 +242,9 @@ class Learner(nn.Module, ABC):
         policy = loop.options.policy
         if of_tasks and policy.one_graph:
             policy = policy._replace(stand_ins=False)
-        return ring(
-            policy, self.model, first_order=loop.options.first_order and not loop.strength,
-            gradients=outside_inference_mode, placement=placement,
-        )  # fmt: skip
+        around: Any = {"gradients": autograd.outside_inference_mode, "placement": placement}
+        first_order = loop.options.first_order and not loop.strength
+        return ring(policy, self.model, first_order=first_order, **around)
 
     def loss(self, tasks: Any, *more: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
@@ -310,7 +289,7 @@ class Learner(nn.Module, ABC):
             with without_stand_ins():  # which see each question about a tensor
                 count = check_together(what, placement, start.model, tasks, self.inner_steps)
             with task_sets.stacks_in_errors(what, tasks, count):
-                tasks = clone_inference_tensors(tasks)
+                tasks = autograd.clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())
@@ -343,9 +322,10 @@ class Learner(nn.Module, ABC):
                     yield
 
             leaves = [*start.model.values()]
-            warn_if_not_finite(what, found.value, grads, first_step, leaves, around)
+            autograd.warn_if_not_finite(what, found.value, grads, first_step, leaves, around)
         grads = placement.wrap(grads)
-        return with_gradients(found.value.mean(), grads, tensors, NOT_TWICE.format(what=what))
+        not_twice = NOT_TWICE.format(what=what)
+        return autograd.with_gradients(found.value.mean(), grads, tensors, not_twice)
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
@@ -386,10 +366,8 @@ class Learner(nn.Module, ABC):
             of_task = self._of_task(loop, MetaParams(model, modules), wanted)
             of_stack = partial(map_tasks, of_task)
         in_loop = loop.placement.is_sharded or policy.compiles_blocks
-        found, self._vmappable = task_sets.run_tasks(
-            of_task, of_stack, tasks, policy.caller, start.model,
-            "loop" if in_loop else self.over_tasks, self._vmappable,
-        )  # fmt: skip
+        how = policy.caller, start.model, "loop" if in_loop else self.over_tasks, self._vmappable
+        found, self._vmappable = task_sets.run_tasks(of_task, of_stack, tasks, *how)
         return found
 
     @abstractmethod
@@ -416,7 +394,7 @@ class Learner(nn.Module, ABC):
                 learned[name] = part
         outer, inner = map(self._with_policy, (self.objective, self.inner_objective))
         given = trainable_params(self.model) if params is None else params
-        names = names_that_adapt(self.model, given, options.inner_params)
+        names = module_loop.names_that_adapt(self.model, given, options.inner_params)
         return ModuleLoop(
             options=options, rule=self.rule, criterion_loss=outer, inner_criterion_loss=inner,
             adapting=tuple(names), learned_modules=learned, rates=self.rates,
@@ -554,7 +532,7 @@ def check_derivatives(
         return [first, last]
 
     policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # blocks are recomputed
-    with ring(policy), fixed_random_numbers(before), translate_errors(what):
+    with ring(policy), fixed_random_numbers(before), autograd.translate_errors(what):
         _check_leaves(what, losses, [*own, *pytree.tensors((support, query))], learned)
 
 
@@ -649,9 +627,9 @@ def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
             )
 
 
-def refuse_graph(what: str) -> None:
-    """Raise where grad mode is on."""
-    if torch.is_grad_enabled():
+def refuse_graph(what: str, placement: Placement) -> None:
+    """Raise where grad mode is on, for parameters that processes share."""
+    if placement.is_sharded and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{what}: expected params that each process holds whole, got DTensors, whose adaptation "
             "has no graph; use `loss(tasks)`, or call it under torch.no_grad()."

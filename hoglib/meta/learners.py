@@ -4,7 +4,7 @@ takes where they end for a gradient."""
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack, final
+from typing import Any, Unpack, final, get_args
 
 import torch
 from torch import nn
@@ -13,20 +13,13 @@ from hoglib._core import validation
 from hoglib._core.swap import Params
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, trainable_params
+from hoglib.meta import module_loop
 from hoglib.meta.implicit import Residual, Solver, SolverName, implicit_gradient
 from hoglib.meta.inner_loop import Memory
 from hoglib.meta.learner import Learner, Option
-from hoglib.meta.module_loop import (
-    GRANULARITIES,
-    Granularity,
-    LearnedRates,
-    LearnerOptions,
-    MetaParams,
-    ModuleLoop,
-    OverTasks,
-)
+from hoglib.meta.module_loop import Granularity, LearnerOptions, MetaParams, ModuleLoop
 from hoglib.meta.optimizers import is_transformation
-from hoglib.meta.tasks import TaskFunction, TaskResult
+from hoglib.meta.tasks import OverTasks, TaskFunction, TaskResult
 
 
 @final
@@ -117,24 +110,22 @@ class MAML(Learner):
             model, criterion, options, inner_steps=inner_steps, first_order=first_order, memory=memory,
             step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compile=compile,
         )  # fmt: skip
-        self.rates = self._learned_rates(learn_lr, validation.boolean("lr_per_step", lr_per_step))
-
-    def _learned_rates(self, granularity: str | None, per_step: bool) -> LearnedRates | None:
-        if granularity is None:
-            if per_step:
-                raise ArgumentValueError(
-                    "lr_per_step: expected learn_lr to say what the learned rates are of, got "
-                    f"None; set it to one of {', '.join(GRANULARITIES)}."
-                )
-            return None
-        if is_transformation(self.rule):
+        validation.boolean("lr_per_step", lr_per_step)
+        if lr_per_step and learn_lr is None:
             raise ArgumentValueError(
-                "learn_lr: expected a rule that takes a learning rate, a name or a function of "
-                "it, got a rule that has its own; give the function that makes it."
+                "lr_per_step: expected learn_lr to say what the learned rates are of, got "
+                f"None; set it to one of {', '.join(get_args(Granularity))}."
             )
-        params, steps = trainable_params(self.model), self.inner_steps if per_step else None
-        adapting = {name: params[name] for name in self._loop().adapting}
-        return LearnedRates(adapting, self.inner_lr, granularity=granularity, steps=steps)
+        if learn_lr is not None:
+            if is_transformation(self.rule):
+                raise ArgumentValueError(
+                    "learn_lr: expected a rule that takes a learning rate, a name or a function of "
+                    "it, got a rule that has its own; give the function that makes it."
+                )
+            params, steps = trainable_params(self.model), self.inner_steps if lr_per_step else None
+            adapting = {name: params[name] for name in self._loop().adapting}
+            given: Any = {"granularity": learn_lr, "steps": steps}
+            self.rates = module_loop.LearnedRates(adapting, self.inner_lr, **given)
 
     def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
         return partial(loop.meta_gradient if wanted else loop.value, start)

@@ -23,25 +23,16 @@ from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Criterion, Forward, FunctionalLoss, trainable_params
-from hoglib.meta import norms
+from hoglib.meta import inner_loop, norms
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.inner_loop import (
-    InnerSteps,
-    Memory,
-    Unrolled,
-    check_mixed,
-    is_truncated,
-    refuse_saved_tensor_hooks,
-    unroll,
-)
+from hoglib.meta.inner_loop import InnerSteps, Unrolled, is_truncated, unroll
 from hoglib.meta.norms import NormKind
 from hoglib.meta.optimizers import resolve_rule
-from hoglib.meta.tasks import TaskResult
+from hoglib.meta.tasks import OverTasks, TaskResult
 
 # by name, itself, or as a function of the learning rate
 UpdateRule = str | GradientTransformation | Callable[[Any], GradientTransformation] | nn.Module
 InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
-OverTasks = Literal["auto", "vmap", "loop"]
 StepWeights = Sequence[float | Tensor] | None  # of the outer losses after each step
 
 
@@ -130,14 +121,14 @@ class LoopOptions:
             "first_order": validation.boolean("first_order", self.first_order),
             "truncate": validation.none_or_at_least("truncate", self.truncate, 0),
             "step_weights": _check_step_weights(self.step_weights),
-            "memory": validation.choice("memory", self.memory, get_args(Memory)),
+            "memory": validation.choice("memory", self.memory, get_args(inner_loop.Memory)),
             "over_tasks": validation.choice("over_tasks", self.over_tasks, get_args(OverTasks)),
             "policy": Policy.of(self.caller, self.evaluation),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.memory == "mixed":
-            check_mixed(self.caller, self.policy)
+            inner_loop.check_mixed(self.caller, self.policy)
         if self.policy.compiles_blocks and self.over_tasks == "vmap":
             raise ArgumentValueError(
                 "MAML: expected over_tasks='loop' or 'auto' with remat= and compile=, got 'vmap', in "
@@ -192,7 +183,6 @@ def _check_step_weights(value: Any) -> list[float] | None:
 
 
 Granularity = Literal["model", "layer", "parameter", "element"]
-GRANULARITIES = get_args(Granularity)
 
 
 class MetaParams(NamedTuple):
@@ -268,10 +258,9 @@ class ModuleLoop:
         return self.outer_loss(start, support, query, weights)[1][0]
 
     def unrolling(
-        self, start: MetaParams, support: Any, steps: int, query: Any = None,
-        weights: StepWeights = None,
-    ) -> Callable[[], Unrolled]:  # fmt: skip
-        """What runs so many steps, and gives the weighted outer losses before the last."""
+        self, start: MetaParams, support: Any, steps: int, query: Any = None, weights: Any = None
+    ) -> Callable[[], Unrolled]:
+        """What runs so many steps, with weights and the outer losses before the last."""
 
         def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
             start, support, _ = constants
@@ -283,7 +272,7 @@ class ModuleLoop:
             weight: float | Tensor = 0.0 if weights is None or i + 1 == steps else weights[i]
             if not isinstance(weight, Tensor) and weight == 0:
                 return None
-            with refuse_saved_tensor_hooks():
+            with inner_loop.refuse_saved_tensor_hooks():
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weight, value)
 
@@ -294,15 +283,15 @@ class ModuleLoop:
         inner = InnerSteps(loss, rule, constant, None if weights is None else outer)
         with without_stand_ins():
             params = {name: start.model[name].clone() for name in self.adapting}
-        if self.options.memory == "store":
+        if options.memory == "store":
             return partial(unroll, inner, steps, params, (start, support, query), "store")
         # A recomputation saves all its inputs: the initial values of what adapts are not needed.
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
         criteria = [x.user_criterion for x in (self.criterion_loss, self.inner_criterion_loss)]
-        inner = inner._replace(generators=closures.generators(*criteria))
-        return partial(unroll, inner, steps, params, constants, self.options.memory, modules)
+        inner = inner._replace(generators=closures.generators(*criteria), modes_of=modules)
+        return partial(unroll, inner, steps, params, constants, options.memory)
 
     def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
         """The loss that an inner step decreases."""
@@ -389,7 +378,7 @@ class LearnedRates(nn.Module):
 
     def __init__(self, params: Params, lr: float, *, granularity: str, steps: int | None) -> None:
         super().__init__()
-        self.granularity = validation.choice("learn_lr", granularity, GRANULARITIES)
+        self.granularity = validation.choice("learn_lr", granularity, get_args(Granularity))
         self.steps = steps
         lr = validation.positive("inner_lr", lr)
         self.values = nn.ParameterDict()

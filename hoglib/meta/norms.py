@@ -1,7 +1,8 @@
 """What batch norm layers normalise by in an inner loop: four policies."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -96,21 +97,14 @@ class PerStepStatistics(nn.Module):
 def record_statistics(layers: BatchNorms) -> Iterator[Statistics]:
     """The mean and the unbiased variance of the input of each train-mode layer, without graphs."""
     found: Statistics = {}
-    handles = []
 
-    def record(name: str) -> Any:
-        def hook(layer: nn.Module, args: Any) -> None:
-            x = args[0].detach()
-            dims = [0, *range(2, x.dim())]
-            found[name] = x.mean(dims), x.var(dims)
+    def record(name: str, layer: nn.Module, args: Any) -> None:
+        x = args[0].detach()
+        dims = [0, *range(2, x.dim())]
+        found[name] = x.mean(dims), x.var(dims)
 
-        return hook
-
-    for name, layer in layers.items():
-        if layer.training:
-            handles.append(layer.register_forward_pre_hook(record(name)))
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            if layer.training:
+                hooks.enter_context(layer.register_forward_pre_hook(partial(record, name)))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()

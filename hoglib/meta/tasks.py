@@ -8,7 +8,7 @@ run all at once, by vmap, or one after the other.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hoglib._core.source_location import warn_once
 from hoglib._core.swap import Params
 
 Task = tuple[Any, Any]
+OverTasks = Literal["auto", "vmap", "loop"]
 EMPTY = (
     "{}: expected at least one example, got an empty set; give every task examples to adapt to and "
     "examples to evaluate on."
@@ -220,9 +221,9 @@ def check_tasks(tasks: Any) -> int:
             )
     if isinstance(tasks, list):
         for i, task in enumerate(tasks):
-            support, query = _check_task(f"tasks[{i}]", task)
-            check_batch(f"tasks[{i}]: support", support)
-            check_batch(f"tasks[{i}]: query", query)
+            pair = _check_task(f"tasks[{i}]", task)
+            for what, batch in zip(("support", "query"), pair, strict=True):
+                check_batch(f"tasks[{i}]: {what}", batch)
         if not tasks:
             raise errors.ArgumentValueError("tasks: expected at least one task, got an empty list.")
         return len(tasks)
@@ -269,18 +270,15 @@ def stacked(tasks: Any) -> Any | None:
     """Tasks as one pair of stacks; None for a list whose tasks differ in size or structure."""
     if not isinstance(tasks, list):
         return tasks
-    flat = [pytree.flatten(tuple(task)) for task in tasks]
-    structure = flat[0][1]
+    flat, structures = zip(*(pytree.flatten(tuple(task)) for task in tasks), strict=True)
     kinds = [
         [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves]
-        for leaves, _ in flat
+        for leaves in flat
     ]
-    if any(None in kind or kind != kinds[0] for kind in kinds):
+    if any(None in kind or kind != kinds[0] for kind in kinds) or len({*structures}) > 1:
         return None
-    if any(other != structure for _, other in flat):
-        return None
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.unflatten([torch.stack(column) for column in columns], structure)
+    columns = zip(*flat, strict=True)
+    return pytree.unflatten([torch.stack(column) for column in columns], structures[0])
 
 
 def _check_task(what: str, task: Any) -> Task:

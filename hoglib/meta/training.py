@@ -142,7 +142,9 @@ class Passes(Batches):
         with preserve_random_state(*self._generators):
             if self._iterator is None:
                 self._next, self._stream = self._starts[-1]
-            self._set_random(self._stream)
+            set_random_state(self._stream)
+            for generator, own in zip(self._generators, self._stream["own"], strict=True):
+                generator.set_state(own)
             if self._iterator is None:
                 self._iterator = iter(self._source)
             batch = next(self._iterator, _END)
@@ -168,11 +170,6 @@ class Passes(Batches):
             name, keys, *rest = state["numpy"]
             state["numpy"] = (name, keys.tolist(), *rest)
         return {**state, "own": [generator.get_state() for generator in self._generators]}
-
-    def _set_random(self, state: dict[str, Any]) -> None:
-        set_random_state(state)
-        for generator, own in zip(self._generators, state["own"], strict=True):
-            generator.set_state(own)
 
 
 _END = object()
@@ -432,7 +429,9 @@ class Replay:
         at = Cotangents(self.training.count, own, list(constants), zero)
         after = self._final.leaves
         name = digest([x for x in (*own, *constants) if x is not None])
-        at, after = self._resumed(name, at, after)
+        known = None if self._files is None else self._files.get(BACKWARD)
+        if known is not None and known["of"] == name:  # where an earlier process was
+            at, after = Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
         every = max(1, isqrt(self.training.count))
         try:
             while at.step:
@@ -445,13 +444,6 @@ class Replay:
         finally:
             self._generators.set(self._final.generators)
         return at
-
-    def _resumed(self, name: str, at: Cotangents, after: list[Any]) -> tuple[Cotangents, list[Any]]:
-        """Where an earlier process was with the same gradient, or the end."""
-        known = None if self._files is None else self._files.get(BACKWARD)
-        if known is not None and known["of"] == name:
-            return Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
-        return at, after
 
     def _state_before(self, step: int) -> State:
         """The state after so many steps, from the last one before it that is kept."""

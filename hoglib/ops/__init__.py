@@ -1,70 +1,17 @@
 """Custom Functions with verified derivatives: tensors first, differentiable to any order."""
 
 from hoglib._core.recomputation import remat as remat
-from hoglib.ops._attention import attention_dropout_mask as attention_dropout_mask
-from hoglib.ops._attention import scaled_dot_product_attention as scaled_dot_product_attention
-from hoglib.ops._cross_entropy import linear_cross_entropy as linear_cross_entropy
-from hoglib.ops._cross_entropy import softmax_cross_entropy as softmax_cross_entropy
+from hoglib.ops._attention import *
+from hoglib.ops._cross_entropy import *
 from hoglib.ops._define import define as define
-from hoglib.ops._distance import cdist as cdist
-from hoglib.ops._distance import pairwise_distance as pairwise_distance
-from hoglib.ops._distance import pdist as pdist
+from hoglib.ops._distance import *
 from hoglib.ops._external import external as external
 from hoglib.ops._grid_sample import grid_sample as grid_sample
-from hoglib.ops._indexing import embedding_bag as embedding_bag
-from hoglib.ops._indexing import index_reduce as index_reduce
-from hoglib.ops._indexing import scatter_reduce as scatter_reduce
-from hoglib.ops._indexing import segment_reduce as segment_reduce
-from hoglib.ops._linalg import cholesky_inverse as cholesky_inverse
-from hoglib.ops._linalg import det as det
-from hoglib.ops._linalg import logdet as logdet
-from hoglib.ops._linalg import slogdet as slogdet
-from hoglib.ops._linalg import solve as solve
-from hoglib.ops._linalg import solve_ex as solve_ex
-from hoglib.ops._linalg import tensorsolve as tensorsolve
-from hoglib.ops._losses import ctc_loss as ctc_loss
-from hoglib.ops._losses import huber_loss as huber_loss
-from hoglib.ops._losses import mse_loss as mse_loss
-from hoglib.ops._losses import multi_margin_loss as multi_margin_loss
-from hoglib.ops._losses import multilabel_margin_loss as multilabel_margin_loss
-from hoglib.ops._losses import soft_margin_loss as soft_margin_loss
-from hoglib.ops._norms import batch_norm as batch_norm
-from hoglib.ops._norms import instance_norm as instance_norm
-from hoglib.ops._norms import layer_norm as layer_norm
-from hoglib.ops._norms import weight_norm as weight_norm
-from hoglib.ops._pointwise import bias_add as bias_add
-from hoglib.ops._pointwise import clamp as clamp
-from hoglib.ops._pointwise import clip_gradient as clip_gradient
-from hoglib.ops._pointwise import exp as exp
-from hoglib.ops._pointwise import glu as glu
-from hoglib.ops._pointwise import hardsigmoid as hardsigmoid
-from hoglib.ops._pointwise import mul as mul
-from hoglib.ops._pointwise import power as power
-from hoglib.ops._pointwise import quadratic as quadratic
-from hoglib.ops._pointwise import relu as relu
-from hoglib.ops._pointwise import reverse_gradient as reverse_gradient
-from hoglib.ops._pointwise import scale_gradient as scale_gradient
-from hoglib.ops._pointwise import scaled_activation as scaled_activation
-from hoglib.ops._pointwise import sigmoid as sigmoid
-from hoglib.ops._pointwise import sinh as sinh
-from hoglib.ops._pointwise import smooth_l1 as smooth_l1
-from hoglib.ops._pointwise import split_signs as split_signs
-from hoglib.ops._pointwise import square as square
-from hoglib.ops._pointwise import stop_gradient as stop_gradient
-from hoglib.ops._pointwise import straight_through as straight_through
-from hoglib.ops._pointwise import swish as swish
-from hoglib.ops._pointwise import tanh as tanh
-from hoglib.ops._products import amax as amax
-from hoglib.ops._products import clipped_gradient_linear as clipped_gradient_linear
-from hoglib.ops._products import conv1d as conv1d
-from hoglib.ops._products import conv2d as conv2d
-from hoglib.ops._products import conv3d as conv3d
-from hoglib.ops._products import linear as linear
-from hoglib.ops._products import linear_act as linear_act
-from hoglib.ops._products import logsumexp as logsumexp
-from hoglib.ops._products import matmul as matmul
-from hoglib.ops._products import mean as mean
-from hoglib.ops._products import sparse_mm as sparse_mm
-from hoglib.ops._products import sum as sum
+from hoglib.ops._indexing import *
+from hoglib.ops._linalg import *
+from hoglib.ops._losses import *
+from hoglib.ops._norms import *
+from hoglib.ops._pointwise import *
+from hoglib.ops._products import *
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -18,6 +18,8 @@ from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._function import Batch, Saved, apply_function, by_name, make_function, sum_terms
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, stands_in_for
 
+__all__ = ["attention_dropout_mask", "scaled_dot_product_attention"]
+
 
 @stands_in_for(
     F.scaled_dot_product_attention, lacks=f"{NO_DOUBLE_BACKWARD}: its fused kernels", issue="116350"
@@ -88,8 +90,7 @@ def scaled_dot_product_attention(
         raise ArgumentTypeError(
             f"query, key, value: expected one dtype, got {query.dtype}, {key.dtype} and {value.dtype}."
         )
-    if attn_mask is not None:
-        _check_mask_dtype(attn_mask, query)
+    _check_mask_dtype(attn_mask, query)
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
@@ -99,7 +100,8 @@ def scaled_dot_product_attention(
         query, key, value = query.float(), key.float(), value.float()
     query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
     if short:
-        result = _by_formula(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        k, v = (_repeat_heads(x, query) if enable_gqa else x for x in (key, value))
+        result = _by_formula(query, k, v, attn_mask, dropout_p, is_causal)
     else:
         with without_autocast(query):
             form = _Form.of(query, key, value, attn_mask, dropout_p, enable_gqa)
@@ -228,9 +230,9 @@ def _check_shapes(
         )
 
 
-def _check_mask_dtype(mask: Tensor, query: Tensor) -> None:
+def _check_mask_dtype(mask: Tensor | None, query: Tensor) -> None:
     """Raise for what torch refuses: an integer mask would be added to the scores."""
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
         advice = f".to({query.dtype})" if mask.is_floating_point() else ".bool()"
         raise ArgumentTypeError(
             "attn_mask: expected a boolean mask, True for what takes part, or numbers in torch.float32 "
@@ -252,19 +254,17 @@ def _are_large(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _by_formula(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, causal: bool,
-    enable_gqa: bool,
-) -> Tensor:  # fmt: skip
-    if enable_gqa:
-        key, value = (_repeat_heads(x, query) for x in (key, value))
-    scores = query @ key.mT
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool
+) -> Tensor:
+    """dropout(softmax(Q K^T + B)) V, of Q that is scaled."""
+    scores = q @ k.mT
     future = None
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     weights = blocks.softmax_of(scores, mask, future)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, train=True)
-    return weights.to(value.dtype) @ value
+    return weights.to(v.dtype) @ v
 
 
 class _Form(NamedTuple):
@@ -277,39 +277,34 @@ class _Form(NamedTuple):
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
-        enable_gqa: bool,
-    ) -> "_Form":  # fmt: skip
-        if enable_gqa and key.shape[-3] != value.shape[-3]:
-            key, value, enable_gqa = _repeat_heads(key, query), _repeat_heads(value, query), False
+        cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
+    ) -> "_Form":
+        if grouped and k.shape[-3] != v.shape[-3]:
+            k, v, grouped = _repeat_heads(k, q), _repeat_heads(v, q), False
+        heads = (k.shape[-3], _group_size(k, q)) if grouped else ()
+        q = q.unflatten(-3, heads) if grouped else q.unsqueeze(-3)
         if mask is not None:
-            mask = mask if mask.dtype == torch.bool else mask.to(query.dtype)
+            mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
             mask = mask[(None,) * (3 - mask.dim())]
-        if enable_gqa:
-            heads = key.shape[-3], _group_size(key, query)
-            query = query.unflatten(-3, heads)
-            if mask is not None:
-                mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else mask.unflatten(-3, heads)
-        else:
-            query = query.unsqueeze(-3)
-            mask = None if mask is None else mask.unsqueeze(-3)
+            one_for_all = not grouped or mask.shape[-3] == 1
+            mask = mask.unsqueeze(-3) if one_for_all else mask.unflatten(-3, heads)
         own = torch.Size() if mask is None else mask.shape[:-3]
-        lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-2], value.shape[:-2], own)
+        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-2], v.shape[:-2], own)
         count = math.prod(lead)
         places = None
         if mask is not None:
             places = _mask_indices((1,) * (len(lead) - len(own)) + own, lead)
             mask = mask.reshape(-1, *mask.shape[-3:])
-        q = query.expand(*lead, *query.shape[-3:]).reshape(count, *query.shape[-3:])
-        k, v = (x.expand(*lead, *x.shape[-2:]).reshape(count, *x.shape[-2:]) for x in (key, value))
-        keys = blocks.draw_keys(count, query.device) if dropout_p > 0.0 else None
-        return cls(blocks.Inputs(q, k, v, mask, keys), places, lead, enable_gqa)
+        q = q.expand(*lead, *q.shape[-3:]).reshape(count, *q.shape[-3:])
+        k, v = (x.expand(*lead, *x.shape[-2:]).reshape(count, *x.shape[-2:]) for x in (k, v))
+        keys = blocks.draw_keys(count, q.device) if dropout_p > 0.0 else None
+        return cls(blocks.Inputs(q, k, v, mask, keys), places, lead, grouped)
 
     def attention(self, dropout_p: float, causal: bool) -> Tensor:
         q, _, v, _, keys = self.inputs
         fused = q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and keys is None
         plan = blocks.Plan(causal, self.places, dropout_p, fused)
-        return self.result(attention(self.inputs, plan))
+        return self.result(apply_function(_VALUES, _reference_value, *self.inputs, plan)[0])
 
     def result(self, x: Tensor) -> Tensor:
         """[N, H, L, ...] -> [..., L, ...]"""
@@ -349,11 +344,6 @@ def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
 #     tangents: backward curvature, no jvp            curvature: by the derivatives of its formula
 #
 # The batch of vmap becomes a part of the heads. Tracers record the maps as operators.
-
-
-def attention(inputs: blocks.Inputs, plan: blocks.Plan) -> Tensor:
-    """Y, [N, H, L, Ev]."""
-    return apply_function(_VALUES, _reference_value, *inputs, plan)[0]
 
 
 _MAPS: dict[str, Callable[..., Any]] = {

@@ -141,11 +141,9 @@ class _Place(NamedTuple):
 
     def of(self, inputs: Inputs, plan: Plan) -> _Block:
         q, k, v, mask, keys = inputs
-        return _Block(
-            self.of_rows(q), self.of_keys(k), self.of_keys(v), self.of_mask(mask, plan),
-            None if keys is None else keys[self.heads],
-            (self.rows.start, self.rows.stop, q.shape[2]), plan,
-        )  # fmt: skip
+        rows = self.rows.start, self.rows.stop, q.shape[2]
+        q, k, v, mask = self.of_rows(q), self.of_keys(k), self.of_keys(v), self.of_mask(mask, plan)
+        return _Block(q, k, v, mask, None if keys is None else keys[self.heads], rows, plan)
 
     def of_rows(self, x: Any) -> Any:
         return None if x is None else x[self.heads, :, self.rows]
@@ -466,10 +464,9 @@ def _fused_gradients(inputs: Inputs, g: Tensor, y: Tensor, logsumexp: Tensor, pl
     q, k, v = inputs[:3]
     by_q, by_k, by_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for head, rows, b in _fused_rows(inputs, plan):
-        part, of_k, of_v = torch_internals.cpu_attention_gradients(
-            g[:, head, rows], q[:, head, rows], k.unsqueeze(1), v.unsqueeze(1), y[:, head, rows],
-            logsumexp[:, head, rows], b, plan.causal,
-        )  # fmt: skip
+        g_i, q_i, y_i, sums = (x[:, head, rows] for x in (g, q, y, logsumexp))
+        given = g_i, q_i, k.unsqueeze(1), v.unsqueeze(1), y_i, sums, b, plan.causal
+        part, of_k, of_v = torch_internals.cpu_attention_gradients(*given)
         by_q[:, head, rows] = part
         by_k += of_k.squeeze(1)
         by_v += of_v.squeeze(1)

@@ -22,13 +22,16 @@ from torch import Tensor
 from hoglib._core import torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half, without_autocast
 from hoglib._core.recomputation import recompute
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._function import Saved, apply_function, by_name, make_function
 from hoglib.ops._losses import reduce_loss, reduction_number
 from hoglib.ops._pointwise import mul
 from hoglib.ops._products import logsumexp, sum
-from hoglib.ops._stand_in import SILENT, TorchValueError, stands_in_for
+from hoglib.ops._stand_in import SILENT, stands_in_for
+
+__all__ = ["linear_cross_entropy", "softmax_cross_entropy"]
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # by h, W and b
 NAMES = "hWb"
@@ -116,7 +119,7 @@ def _softmax_forward(z: Tensor, *rows: Any) -> Tensor:
     return -_picked(torch.log_softmax(z, rows[1]), *rows)
 
 
-def _softmax_backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+def _softmax_vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     z, classes, axis, smoothing = saved.inputs
     # p comes from z again: an output of log_softmax that forward kept would have no graph
     grad = torch.softmax(z, axis) * g
@@ -362,41 +365,33 @@ def _may_overwrite(*tensors: Tensor | None) -> bool:
 
 def _residual(p: Tensor, rows: Rows, g: Tensor, overwrite: bool) -> Tensor:
     """g_n (p_n - q_n)"""
-    smoothing = rows.smoothing
-    index, minus = rows.targets.unsqueeze(1), torch.full_like(p[:, :1], smoothing - 1)
-    if overwrite:
-        r = p.scatter_add_(1, index, minus)
-        r = r.sub_(smoothing / p.shape[1]) if smoothing else r
-        return r.mul_(g.unsqueeze(1))
-    r = p.scatter_add(1, index, minus)
-    r = r - smoothing / p.shape[1] if smoothing else r
-    return r * g.unsqueeze(1)
+    smoothing, out = rows.smoothing, p if overwrite else None
+    minus = torch.full_like(p[:, :1], smoothing - 1)
+    r = torch.scatter_add(p, 1, rows.targets.unsqueeze(1), minus, out=out)
+    r = torch.sub(r, smoothing / p.shape[1], out=out) if smoothing else r
+    return torch.mul(r, g.unsqueeze(1), out=out)
 
 
 def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Tensor:
     """z'_n = W h'_n + W' h_n + b'"""
     (h, W), (dh, dW, db) = rows[:2], vector
-    left = [x for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
-    right = [y for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
-    if not left:
+    pairs = [(x, y) for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
+    if not pairs:
         tangent = torch.zeros_like(like)
         return tangent if db is None else tangent + db.to(like.dtype)
-    first = upcast_half(F.linear(left[0], right[0], db))
-    if len(left) == 1:
-        return first
-    if overwrite and first.dtype == left[1].dtype:
-        return first.addmm_(left[1], right[1].mT)
-    return first + upcast_half(F.linear(left[1], right[1]))
+    tangent = upcast_half(F.linear(*pairs[0], db))
+    for x, y in pairs[1:]:
+        fits = overwrite and tangent.dtype == x.dtype
+        tangent = tangent.addmm_(x, y.mT) if fits else tangent + upcast_half(F.linear(x, y))
+    return tangent
 
 
 def _accumulate(total: Tensor | None, term: Tensor | None, overwrite: bool) -> Tensor | None:
     """A sum over chunks with one more term, in float32 for half precision, in place if it may be."""
-    if term is None:
-        return total
-    term = upcast_half(term)
-    if total is None:
-        return term
-    return total.add_(term) if overwrite else total + term
+    term = None if term is None else upcast_half(term)
+    if total is None or term is None:
+        return total if term is None else term
+    return torch.add(total, term, out=total if overwrite else None)
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, overwrite: bool) -> Tensor | None:
@@ -418,7 +413,7 @@ def _forward(*given: Any) -> Tensor:
     return torch.cat([run(part) for (part,) in row_chunks(Rows(*given))])
 
 
-def _backward(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+def _vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     return *row_gradients(Rows(*saved.inputs), g, saved.needed(NAMES)), None, None, None
 
 
@@ -448,7 +443,7 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
     return tuple(x for x in found if x is not None)
 
 
-def _gradients_backward(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients_vjp(saved: Saved, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, g, needs = saved.inputs
     vector: Any = by_name(NAMES, needs, grads)
     found = _curvature(Rows(*inputs), g, vector, saved.needed(NAMES))
@@ -545,10 +540,8 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise TorchValueError(wrong)
 
 
-_SOFTMAX = make_function(
-    "SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_backward, _softmax_jvp
-)
-_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _backward, _jvp)
+_SOFTMAX = make_function("SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_vjp, _softmax_jvp)
+_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _vjp, _jvp)
 _GRADIENTS = make_function(
-    "LinearCrossEntropyGradients", 8, _gradients, _gradients_backward, _gradients_jvp
+    "LinearCrossEntropyGradients", 8, _gradients, _gradients_vjp, _gradients_jvp
 )

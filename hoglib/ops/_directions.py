@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hoglib._core import torch_internals
 from hoglib._core.source_location import user_line, warn_once
-from hoglib.ops._function import Batch
 
 
 class Directions:
@@ -50,10 +49,3 @@ def values(x: Tensor) -> Tensor | None:
     """The tensor that checks may read, beneath the wrappers of torch.func; None while a graph is
     captured."""
     return None if torch_internals.tracing() else torch_internals.unwrap(x)
-
-
-def in_front(batch: Batch, *inputs: Any) -> Any:
-    """A vmap rule for what counts dimensions from the end: those of vmap go in front."""
-    tensors = (batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs))
-    result = batch.function.apply(*tensors)
-    return result, (0, 0) if isinstance(result, tuple) else 0

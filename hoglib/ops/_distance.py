@@ -6,7 +6,7 @@ norms have, also where they are squared.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -14,21 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import torch_internals, validation
+from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
 from hoglib._core.torch_modes import needs_linear_backward, only_plain_operations
+from hoglib._core.validation import TorchValueError
 from hoglib.ops._define import promote_dtypes
-from hoglib.ops._directions import Directions, in_front, values
-from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._directions import Directions, values
+from hoglib.ops._function import Saved, apply_function, make_function, vmap_in_front
 from hoglib.ops._spectra import svdvals
-from hoglib.ops._stand_in import (
-    NO_DOUBLE_BACKWARD,
-    SILENT,
-    TorchValueError,
-    check_dtype,
-    check_real,
-    stands_in_for,
-)
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, SILENT, stands_in_for
+
+__all__ = ["cdist", "pairwise_distance", "pdist"]
 
 INFINITY = float("inf")
 _COMPUTE_MODES = {
@@ -83,7 +79,7 @@ def cdist(
         tensor([[ 0.8000, -0.6000]])
     """
     for name, x in (("x1", x1), ("x2", x2)):
-        check_real(name, x)
+        validation.torch_real(name, x)
         if x.dim() < 2:
             raise TorchValueError(
                 f"{name}: expected at least 2 dimensions, rows and entries, got "
@@ -98,7 +94,7 @@ def cdist(
     norm = _check_norm(p)
     a, b = upcast_half(x1), upcast_half(x2)
     if a.dtype != b.dtype:
-        check_dtype("x1", x1, "x2", x2)
+        validation.same_dtype("x1", x1, "x2", x2)
     products = max(a.shape[-2], b.shape[-2]) > _MANY_ROWS if products is None else products
     if norm != 2 or (not products and (only_plain_operations() or torch_internals.tracing())):
         y = norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), norm)
@@ -144,7 +140,7 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
         tensor([[-0.8000,  0.6000],
                 [ 0.8000, -0.6000]])
     """
-    check_real("input", input)
+    validation.torch_real("input", input)
     if input.dim() != 2:
         raise TorchValueError(
             f"input: expected 2 dimensions, got {validation.describe(input)}; use `vmap` for more."
@@ -310,7 +306,7 @@ def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True)
 
 
-def _norm_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
+def _norm_vjp(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
     along = directions.take()
     if along is not None and torch_internals.forward_mode_active():
@@ -329,7 +325,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
     return apply_function(_TANGENT, None, found, n, tangent, dims, directions)
 
 
-def _tangent_backward(saved: Saved, g: Tensor) -> list[Tensor | None]:
+def _tangent_vjp(saved: Saved, g: Tensor) -> list[Tensor | None]:
     """That of the identity; g is the slope of what was made of the norm."""
     _, n, tangent, dims, directions = saved.inputs
     _find_kinks(g, n, tangent, dims, directions)
@@ -349,7 +345,7 @@ def _find_kinks(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Dire
     return steep
 
 
-def _gradient_backward(saved: Saved, w: Tensor) -> list[Tensor | None]:
+def _gradient_vjp(saved: Saved, w: Tensor) -> list[Tensor | None]:
     g, x, n, dims, directions = saved.inputs
     steep = _find_kinks(g, n, w, dims, directions)
     along = directions.noted = _leaving_directions(w, (n != 0) | steep, dims)
@@ -370,37 +366,28 @@ def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
     return found if tn is None else found - g * tn * _unit(_unit(x, n), n)
 
 
-_NORM = make_function(
-    "Norm", 3, _norm_forward, _norm_backward, _norm_jvp, vmap=in_front, keep_inputs=(0,),
-    keep_outputs=(0,),
-)  # fmt: skip
-_TANGENT = make_function(
-    "NormTangent", 5, lambda found, *_: found.clone(), _tangent_backward,
-    lambda saved, tangent, *_: tangent, vmap=in_front,
-)  # fmt: skip
-_NORM_GRADIENT = make_function(
-    "NormGradient", 5, _gradient_forward, _gradient_backward, _gradient_jvp, vmap=in_front
-)
+_make = partial(make_function, vmap=vmap_in_front)
+_NORM = _make("Norm", 3, _norm_forward, _norm_vjp, _norm_jvp, keep_inputs=(0,), keep_outputs=(0,))
+_TANGENT = _make("NormTangent", 5, lambda y, *_: y.clone(), _tangent_vjp, lambda _, t, *rest: t)
+_NORM_GRADIENT = _make("NormGradient", 5, _gradient_forward, _gradient_vjp, _gradient_jvp)
 
 
 def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """The norm of Euclid over dimensions, all by default, of what :func:`_is_plain` takes."""
     x = input if input.dim() else input.reshape(1)
     dim = range(x.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
-    dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
+    own = dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
     if x.is_complex():
         x, dims = torch.view_as_real(x), (*(d - 1 for d in dims), -1)
     y = euclidean(x, dims, lambda x: torch.linalg.vector_norm(x, dim=dims, keepdim=True))
     y = y.squeeze(-1) if input.is_complex() else y
-    if not keepdim:
-        y = y.squeeze(tuple(d + 1 for d in dims[:-1]) if input.is_complex() else dims)
+    y = y if keepdim else y.squeeze(own)
     return y if input.dim() else y.reshape(())
 
 
-def _is_plain(x: Any, options: dict[str, Any]) -> bool:
-    """Whether nothing asks for torch's own: another dtype, a place for the result."""
-    strided = isinstance(x, Tensor) and x.layout == torch.strided and x.numel() > 0
-    return strided and (x.is_floating_point() or x.is_complex()) and not any(options.values())
+def _is_plain(x: Any, dtype: torch.dtype | None = None) -> bool:
+    """Whether nothing asks for torch's own, such as another dtype."""
+    return pytree.is_float(x) and x.layout == torch.strided and x.numel() > 0 and dtype is None
 
 
 def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -417,29 +404,29 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         if ord == "nuc" or (ord == 2 and not vectors):
             return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
         y = original(input, *args, **kw)
-        if _is_smooth(y) or len(args) > 3 or not _is_plain(input, given):
+        if _is_smooth(y) or len(args) > 3 or not _is_plain(input, **given):
             return y
         return _norm_over(input, dim, keepdim) if ord in (None, 2, "fro") else y
 
     return norm
 
 
-_NORMS: Any = {
-    "name": "vector_norm, norm, abs, hypot",
+_NORMS = "vector_norm, norm, abs, hypot"
+_LACKS: Any = {
     "lacks": f"second derivatives of a squared norm at 0 are NaN or 0{SILENT}",
     "modes": ("rr", "fr"),
 }
-stands_in_for(torch.linalg.vector_norm, **_NORMS)(_two_norm(torch.linalg.vector_norm))
+stands_in_for(torch.linalg.vector_norm, name=_NORMS, **_LACKS)(_two_norm(torch.linalg.vector_norm))
 for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
-    stands_in_for(_function, name=_NORMS["name"])(_two_norm(_function))
+    stands_in_for(_function, name=_NORMS)(_two_norm(_function))
 
 
-@stands_in_for(torch.linalg.matrix_norm, name=_NORMS["name"])
+@stands_in_for(torch.linalg.matrix_norm, name=_NORMS)
 def matrix_norm(
     A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
 ) -> Any:
     """torch.linalg.matrix_norm by the norm of Euclid and singular values that may be equal."""
-    if not _is_plain(A, kw) or ord not in ("fro", "nuc", 2, -2):
+    if not _is_plain(A, **kw) or ord not in ("fro", "nuc", 2, -2):
         return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
     if ord == "fro":
         return _norm_over(A, dim, keepdim)
@@ -448,21 +435,21 @@ def matrix_norm(
     return y.unsqueeze(-1).unsqueeze(-1).movedim((-2, -1), dim) if keepdim else y
 
 
-@stands_in_for(torch.dist, Tensor.dist, name=_NORMS["name"])
+@stands_in_for(torch.dist, Tensor.dist, name=_NORMS)
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     """torch.dist, likewise; that of p = 0 is constant, where torch's backward raises."""
     d = input - other
-    plain = p == 2 and _is_plain(d, {})
+    plain = p == 2 and _is_plain(d)
     return _norm_over(d, None, False) if plain else torch.linalg.vector_norm(d, p)
 
 
-@stands_in_for(torch.std, Tensor.std, name=_NORMS["name"])
+@stands_in_for(torch.std, Tensor.std, name=_NORMS)
 def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw: Any) -> Tensor:
     """torch.std, whose square has second derivatives where all numbers are equal."""
     if isinstance(dim, bool):  # torch.std(input, unbiased)
         dim, kw = None, {"correction": int(dim)}
     y = torch.std(input, dim, *args, keepdim=keepdim, **kw)
-    if args or not _is_plain(input, {}) or _is_smooth(y):
+    if args or not _is_plain(input) or _is_smooth(y):
         return y
     dims = tuple(range(input.dim())) if dim is None else (dim,) if isinstance(dim, int) else dim
     correction = kw.get("correction", 1) if kw.get("unbiased", True) else 0
@@ -470,23 +457,21 @@ def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw:
     return _norm_over(input - input.mean(dims, keepdim=True), dims, keepdim) / max(count, 0) ** 0.5
 
 
-@stands_in_for(
-    torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS["name"]
-)
-def absolute(input: Tensor, **kw: Any) -> Tensor:
+@stands_in_for(torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS)
+def absolute(input: Tensor) -> Tensor:
     """torch.abs, whose square has second derivatives at 0."""
-    if not _is_plain(input, kw):
-        return torch.abs(input, **kw)
+    if not _is_plain(input):
+        return torch.abs(input)
     if not input.is_complex() and only_plain_operations():  # a kink by its name
         return torch.abs(input)
     x = torch.view_as_real(input) if input.is_complex() else input.unsqueeze(-1)
     return euclidean(x, (-1,), lambda x: torch.abs(input).unsqueeze(-1)).squeeze(-1)
 
 
-@stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS["name"])
-def hypot(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+@stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS)
+def hypot(input: Tensor, other: Tensor) -> Tensor:
     """torch.hypot, whose square has second derivatives at 0."""
-    if not (_is_plain(input, kw) and _is_plain(other, kw)):
-        return torch.hypot(input, other, **kw)
+    if not (_is_plain(input) and _is_plain(other)):
+        return torch.hypot(input, other)
     x = torch.stack(torch.broadcast_tensors(*promote_dtypes(input, other)), -1)
     return euclidean(x, (-1,), lambda x: torch.hypot(*x.unbind(-1)).unsqueeze(-1)).squeeze(-1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hoglib import errors
 from hoglib._core import torch_internals, validation
-from hoglib.ops._function import Batch, Saved, batch_to_front, conj, make_function, sum_terms
+from hoglib.ops._function import Batch, Saved, conj, make_function, sum_terms, vmap_in_front
 
 Array = Any  # a numpy.ndarray; hoglib does not import NumPy
 Index = tuple[int, ...]
@@ -153,11 +153,8 @@ def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]
         slopes = iter(chain.evaluate([(*index, i) for index in which for i, _ in moving], *inputs))
         return tuple(sum_terms(t * next(slopes) for _, t in moving) for _ in which)
 
-    def vmap(batch: Batch, which: tuple[Index, ...], *inputs: Tensor) -> tuple[Any, Any]:
-        outputs = batch.function.apply(which, *_batch_first(batch.size, batch.in_dims[1:], inputs))
-        return outputs, (0,) * len(outputs)
-
-    return make_function(f"External_{chain.name}", count + 1, forward, backward, jvp, vmap=vmap)
+    name = f"External_{chain.name}"
+    return make_function(name, count + 1, forward, backward, jvp, vmap=vmap_in_front)
 
 
 _CHAINS: list[_Chain] = []
@@ -181,7 +178,8 @@ def _(inputs: list[Tensor], chain: int, which: str) -> list[Tensor]:
 
 @_external.register_vmap
 def _(info: Any, in_dims: Any, inputs: list[Tensor], chain: int, which: str) -> Any:
-    outputs = _external(_batch_first(info.batch_size, in_dims[0], inputs), chain, which)
+    batch = Batch(_external, info.batch_size, in_dims[0])
+    outputs = _external([batch.to_front(i, x) for i, x in enumerate(inputs)], chain, which)
     return outputs, [0] * len(outputs)
 
 
@@ -280,10 +278,6 @@ def _broadcast_inputs(name: str, inputs: tuple[Any, ...]) -> list[Tensor]:
     make = partial(torch.tensor, dtype=dtype, device=tensors[0].device)
     every = [value.to(dtype) if isinstance(value, Tensor) else make(value) for value in inputs]
     return list(torch.broadcast_tensors(*every))
-
-
-def _batch_first(size: int, dims: Sequence[int | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    return [batch_to_front(x, dim, size) for x, dim in zip(inputs, dims, strict=True)]
 
 
 def _derivative_name(order: int) -> str:

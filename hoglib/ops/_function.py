@@ -10,6 +10,7 @@ A Function is right to second order when three things hold, and `make_function` 
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, cast
 
@@ -48,12 +49,8 @@ class Batch(NamedTuple):
 
     def to_front(self, i: int, tensor: Tensor) -> Tensor:
         """Input i with its batch dimension first; without one it is expanded."""
-        return batch_to_front(tensor, self.in_dims[i], self.size)
-
-
-def batch_to_front(tensor: Tensor, dim: int | None, batch_size: int) -> Tensor:
-    """The batch dimension of vmap first; a tensor without one is expanded."""
-    return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        dim = self.in_dims[i]
+        return tensor.expand(self.size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def make_function(
@@ -105,9 +102,8 @@ def make_function(
     def run_backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * num_inputs
-        if runs_user_code or torch.compiler.is_dynamo_compiling():
-            return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
-        with without_stand_ins():
+        seen = runs_user_code or torch.compiler.is_dynamo_compiling()
+        with nullcontext() if seen else without_stand_ins():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
 
     def run_jvp(ctx: Any, *tangents: Tensor | None) -> Any:
@@ -166,9 +162,7 @@ def apply_function(
                 f"one of the two levels."
             )
         return reference(*inputs)
-    if torch.compiler.is_dynamo_compiling():
-        return function.apply(*inputs)
-    with without_stand_ins():
+    with nullcontext() if torch.compiler.is_dynamo_compiling() else without_stand_ins():
         return function.apply(*inputs)
 
 
@@ -182,6 +176,13 @@ def vmap_by_broadcasting(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
         for (x, dim), own in zip(pairs, ranks, strict=True)
     ]
     return batch.function.apply(*aligned), 0
+
+
+def vmap_in_front(batch: Batch, *inputs: Any) -> Any:
+    """A vmap rule for ops that count dimensions from the end: those of vmap go in front."""
+    tensors = (batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs))
+    result = batch.function.apply(*tensors)
+    return result, (0,) * len(result) if isinstance(result, tuple) else 0
 
 
 def sum_to_shape(tensor: Tensor, shape: torch.Size) -> Tensor:

@@ -13,19 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentValueError, UnsupportedError
-from hoglib.ops._stand_in import (
-    IN_FORWARD,
-    NO_DOUBLE_BACKWARD,
-    SILENT,
-    TorchValueError,
-    check_dtype,
-    check_indices,
-    check_real,
-    stands_in_for,
-)
+from hoglib.ops._stand_in import IN_FORWARD, NO_DOUBLE_BACKWARD, SILENT, stands_in_for
+
+__all__ = ["embedding_bag", "index_reduce", "scatter_reduce", "segment_reduce"]
 
 _SEGMENT_REDUCTIONS = ("sum", "mean", "max", "min", "prod", "amax", "amin")
 _OF_NO_ENTRIES = {"sum": 0.0, "mean": nan, "max": -inf, "min": inf, "prod": 1.0}
@@ -77,19 +71,15 @@ def scatter_reduce(
                 [1., 0.]]))
     """
     validation.tensor("input", input)
-    differentiable = input.is_floating_point() or input.is_complex()
-    if reduce != "prod" or not differentiable or input.dtype != src.dtype or _is_larger(index, src):
+    larger = index.dim() != src.dim() or any(map(gt, index.shape, src.shape))  # torch's error
+    if reduce != "prod" or not pytree.is_float(input) or input.dtype != src.dtype or larger:
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
-    if not input.dim() or not index.dim() or not src.dim():
-        x, index, src = torch.atleast_1d(input, index, src)
-        y = scatter_reduce(x, dim, index, src, reduce, include_self=include_self)
-        return y.reshape(input.shape)
     dim = validation.dim("dim", dim, input.dim())
+    x, index, src = torch.atleast_1d(upcast_half(input), index, upcast_half(src))
     keys, order = torch.sort(index, dim=dim, stable=True)
-    products, named = _products_by_key(upcast_half(src).gather(dim, order), keys, dim, input)
-    x = upcast_half(input)
+    products, named = _products_by_key(src.gather(dim, order), keys, dim, x)
     y = x * products if include_self else torch.where(named, products, x)
-    return y.to(input.dtype)
+    return y.to(input.dtype).reshape(input.shape)
 
 
 @stands_in_for(torch.index_reduce, Tensor.index_reduce, name=_BY_INDEX)
@@ -140,8 +130,8 @@ def index_reduce(
     if index.dim() > 1:
         got = validation.describe(index)
         raise ArgumentIndexError(f"index: expected a vector of indices, got {got}.")
-    check_indices("index", index)
-    check_dtype("input", input, "source", source)
+    validation.indices("index", index)
+    validation.same_dtype("input", input, "source", source)
     axis = validation.dim("dim", dim, input.dim())
     x, s = torch.atleast_1d(input), torch.atleast_1d(source)
     shape = (*x.shape[:axis], index.numel(), *x.shape[axis + 1 :])
@@ -153,11 +143,6 @@ def index_reduce(
     ones = (1,) * axis, (1,) * (x.dim() - axis - 1)
     into = index.long().reshape(*ones[0], -1, *ones[1]).expand(shape)
     return scatter_reduce(x, axis, into, s, reduce, include_self=include_self).reshape(input.shape)
-
-
-def _is_larger(index: Tensor, src: Tensor) -> bool:
-    """Whether index is larger than src, for which torch has an error."""
-    return index.dim() != src.dim() or any(map(gt, index.shape, src.shape))
 
 
 @stands_in_for(torch.segment_reduce, lacks=NO_DOUBLE_BACKWARD)
@@ -212,7 +197,7 @@ def segment_reduce(
     if reduce not in _SEGMENT_REDUCTIONS:
         text = f"reduce: expected one of {', '.join(_SEGMENT_REDUCTIONS[:5])}; got {reduce!r}."
         raise TorchValueError(text)
-    check_real("data", data)
+    validation.torch_real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
         # an assertion inside the graph, because a branch on values would leave it
@@ -262,7 +247,7 @@ def _check_segments(
             f"lengths: expected {tuple(data.shape[:axis])} before the last dimension, as in data, got "
             f"{tuple(given.shape[:-1])}."
         )
-    check_indices("lengths", given, "integers, int64 or int32")
+    validation.indices("lengths", given, "integers, int64 or int32")
     return given, axis
 
 
@@ -291,21 +276,14 @@ def segmented_scan(x: Tensor, keys: Tensor, dim: int) -> Tensor:
     return x
 
 
-def _run_ends(keys: Tensor, dim: int) -> Tensor:
-    """Where a run of equal keys ends."""
-    n = keys.shape[dim]
-    if n == 0:
-        return keys != keys
-    changes = keys.narrow(dim, 0, n - 1) != keys.narrow(dim, 1, n - 1)
-    return torch.cat([changes, torch.ones_like(keys.narrow(dim, 0, 1), dtype=torch.bool)], dim)
-
-
 def _products_by_key(x: Tensor, keys: Tensor, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The product of each key's entries, in the shape of like, and a mask of the keys that occur.
 
     keys has the shape of x, and is sorted along dim.
     """
-    products = torch.where(_run_ends(keys, dim), segmented_scan(x, keys, dim), 0.0)
+    beyond = torch.full_like(keys.narrow(dim, 0, min(keys.shape[dim], 1)), -1)
+    ends = keys.diff(dim=dim, append=beyond) != 0  # of runs of equal keys
+    products = torch.where(ends, segmented_scan(x, keys, dim), 0.0)
     zeros = torch.zeros(like.shape, dtype=x.dtype, device=x.device)
     named = zeros.bool().scatter(dim, keys, True)
     return torch.where(named, zeros.scatter_add(dim, keys, products), 1.0), named
@@ -423,10 +401,8 @@ def torch_embedding_bag(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """With the signature of `torch.embedding_bag`, and what it returns beside the bags."""
     name = _MODES[mode]
-    y = embedding_bag(
-        indices, weight, offsets, None, 2.0, scale_grad_by_freq, name, sparse, per_sample_weights,
-        include_last_offset, padding_idx,
-    )  # fmt: skip
+    more = scale_grad_by_freq, name, sparse, per_sample_weights, include_last_offset, padding_idx
+    y = embedding_bag(indices, weight, offsets, None, 2.0, *more)
     bags = _bags(indices, offsets, include_last_offset, _padding_row(padding_idx, weight))
     sizes = bags.sizes(torch.float64).to(indices.dtype)
     rows = _reduce_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
@@ -454,7 +430,8 @@ def _reduce_bags(
         if bags.indices.shape[0]:
             return _maxima(bags, weight)
         return weight[:0].sum(0).expand(bags.num_bags, -1), None  # zeros that depend on weight
-    rows = upcast_half(_select_rows(bags.indices, weight))
+    # not by `embedding`, whose double backward fails where there are no indices
+    rows = upcast_half(weight.index_select(0, bags.indices))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
     sums = rows.new_zeros(bags.num_bags + 1, rows.shape[1]).index_add(0, bags.bag, rows)
@@ -465,7 +442,7 @@ def _reduce_bags(
 
 
 def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
-    rows = _select_rows(bags.indices, weight.detach())
+    rows = weight.detach().index_select(0, bags.indices)
     n, width = bags.indices.shape[0], weight.shape[1]
     into = bags.bag.unsqueeze(-1).expand(n, width)
     low = rows.new_full((bags.num_bags + 1, width), float("-inf"))
@@ -477,11 +454,6 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     empty = first == n
     row = bags.indices.long()[first.clamp(max=n - 1)]
     return torch.where(empty, 0.0, weight.gather(0, row)), torch.where(empty, 0, row)
-
-
-def _select_rows(input: Tensor, weight: Tensor) -> Tensor:
-    """By index_select: the double backward of `embedding` fails where there are no indices."""
-    return weight.index_select(0, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
 
 
 def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:
@@ -524,7 +496,7 @@ def _check_bags(input: Tensor, weight: Tensor, scale: Tensor | None, mode: str) 
         raise ArgumentValueError(
             f"weight: expected 2 dimensions, got {validation.describe(weight)}; it is a table of rows."
         )
-    check_real("weight", weight)
+    validation.torch_real("weight", weight)
     if scale is not None:
-        check_dtype("weight", weight, "per_sample_weights", scale)
-    check_indices("input", input, "indices, int64 or int32")
+        validation.same_dtype("weight", weight, "per_sample_weights", scale)
+    validation.indices("input", input, "indices, int64 or int32")

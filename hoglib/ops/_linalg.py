@@ -16,13 +16,14 @@ from hoglib._core.mixed_precision import full_precision
 from hoglib._core.torch_modes import reverse_only
 from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
 
+__all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve"]
+
 # By so much can the rank be less than n with every derivative to the third order right.
 _DEFICIENCY = 3
-_DETERMINANTS = "det, slogdet, logdet"
+_DETERMINANTS, _SYSTEMS = "det, slogdet, logdet", "linalg.solve"
 _ISSUE = "198017"
-_WRONG_FORWARD: Any = {
-    "lacks": f"a wrong forward mode{SILENT}", "modes": ("fr", "ff"), "issue": _ISSUE,
-}  # fmt: skip
+_LACKS = f"a wrong forward mode{SILENT}"
+_WRONG_FORWARD: Any = {"lacks": _LACKS, "modes": ("fr", "ff"), "issue": _ISSUE}
 
 
 def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +43,7 @@ def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
     issue=_ISSUE,
 )
 @full_precision(widen=False)
-def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
+def det(A: Tensor) -> Tensor:
     r"""Determinant, as `torch.linalg.det`.
 
         det A = det(A + W V^T) det(I - V^T (A + W V^T)^-1 W)        d det A = tr(adj(A) dA)
@@ -54,7 +55,6 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
 
     Args:
         A: Square matrices, float32, float64 or complex.
-        out: Where torch writes the result; then it is torch's own. Default: none.
     Returns:
         The determinant of each matrix.
     Raises:
@@ -68,8 +68,8 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
         (tensor(0.), tensor([[1., 0.],
                 [0., 1.]]))
     """
-    if out is not None or not _has_factors(A):
-        return torch.linalg.det(A, out=out)
+    if not _has_factors(A):
+        return torch.linalg.det(A)
     if A.shape[-1] <= 3:
         return _det_up_to_3(A)
     W, places, deficient, value, regular_value = _regular_matrix_near(A.detach())
@@ -89,7 +89,7 @@ def det(A: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @stands_in_for(torch.linalg.slogdet, name=_DETERMINANTS)
 @full_precision(widen=False)
-def slogdet(A: Tensor, *, out: Any = None) -> Any:
+def slogdet(A: Tensor) -> Any:
     r"""Sign of the determinant and logarithm of its absolute value, as `torch.linalg.slogdet`.
 
         sign = det A / |det A|        d log|det A| = Re tr(A^-1 dA)
@@ -99,7 +99,6 @@ def slogdet(A: Tensor, *, out: Any = None) -> Any:
 
     Args:
         A: Square matrices, float32, float64 or complex.
-        out: Where torch writes the results; then they are torch's own. Default: none.
     Returns:
         torch's named tuple (sign, logabsdet).
     Raises:
@@ -114,8 +113,8 @@ def slogdet(A: Tensor, *, out: Any = None) -> Any:
         >>> hog.hvp(lambda A: hog.ops.slogdet(A).logabsdet, A, torch.eye(2))[1].diagonal()
         tensor([-0.2500, -0.2500])
     """
-    if out is not None or not _has_factors(A) or reverse_only():
-        return torch.linalg.slogdet(A, out=out)
+    if not _has_factors(A) or reverse_only():
+        return torch.linalg.slogdet(A)
     make: Any = torch.return_types.linalg_slogdet  # type: ignore[attr-defined]
     return make(_by_factors(A))
 
@@ -228,11 +227,9 @@ def _det_up_to_3(M: Tensor) -> Tensor:
     )
 
 
-@stands_in_for(
-    torch.linalg.solve, name="linalg.solve", lacks=OVER_FORWARD, modes=OVER, issue=_ISSUE
-)
+@stands_in_for(torch.linalg.solve, name=_SYSTEMS, lacks=OVER_FORWARD, modes=OVER, issue=_ISSUE)
 @full_precision(widen=True)
-def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None) -> Tensor:
+def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     r"""The solution of a linear system, as `torch.linalg.solve`.
 
         A X = B, or X A = B with left=False        dX = A^-1 (dB - dA X)
@@ -245,7 +242,6 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None)
         A: Square matrices, float32, float64 or complex.
         B: Right-hand sides, of the dtype of A.
         left: Whether A is on the left. Default: True.
-        out: Where torch writes the result; then it is torch's own. Default: none.
     Returns:
         X, like B.
     Raises:
@@ -261,19 +257,15 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True, out: Tensor | None = None)
         >>> hog.hvp(lambda A: hog.ops.solve(A, B).sum(), A, torch.ones(1, 1))[1]
         tensor([[0.2500]])
     """
-    if out is not None:
-        return torch.linalg.solve(A, B, left=left, out=out)
     A, B = _align_batches(A, B)
     if reverse_only():
         return torch.linalg.solve(A, B, left=left)
     return _refine_solution(A, B, torch.linalg.solve(A.detach(), B.detach(), left=left), left)
 
 
-@stands_in_for(torch.linalg.solve_ex, name="linalg.solve")
+@stands_in_for(torch.linalg.solve_ex, name=_SYSTEMS)
 @full_precision(widen=True)
-def solve_ex(
-    A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False, out: Any = None
-) -> Any:
+def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Any:
     r"""`solve` that reports a singular matrix instead of raising, as `torch.linalg.solve_ex`.
 
         A X = B, or X A = B with left=False        dX = A^-1 (dB - dA X)
@@ -285,7 +277,6 @@ def solve_ex(
         B: Right-hand sides, of the dtype of A.
         left: Whether A is on the left. Default: True.
         check_errors: Whether a singular A raises all the same. Default: False.
-        out: Where torch writes the results; then they are torch's own. Default: none.
     Returns:
         torch's named tuple (result, info): X, and for each matrix the index of the first pivot that is
         0, counted from 1, or 0.
@@ -302,8 +293,6 @@ def solve_ex(
         >>> hog.ops.solve_ex(torch.zeros(1, 1), torch.ones(1, 1)).info
         tensor(1, dtype=torch.int32)
     """
-    if out is not None:
-        return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors, out=out)
     A, B = _align_batches(A, B)
     if reverse_only():
         return torch.linalg.solve_ex(A, B, left=left, check_errors=check_errors)
@@ -312,11 +301,9 @@ def solve_ex(
     return make((_refine_solution(A, B, X, left), info))
 
 
-@stands_in_for(torch.linalg.tensorsolve, name="linalg.solve")
+@stands_in_for(torch.linalg.tensorsolve, name=_SYSTEMS)
 @full_precision(widen=True)
-def tensorsolve(
-    A: Tensor, B: Tensor, dims: Sequence[int] | None = None, *, out: Tensor | None = None
-) -> Tensor:
+def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     r"""The solution of a tensor equation, as `torch.linalg.tensorsolve`.
 
         tensordot(A, X, X.dim()) = B        dX = A^-1 (dB - dA X)
@@ -328,7 +315,6 @@ def tensorsolve(
         A: A tensor that is a square matrix from the dimensions of X to those of B.
         B: The right-hand side, of the dtype of A.
         dims: The dimensions of A that X takes, moved to its end first. Default: the last ones.
-        out: Where torch writes the result; then it is torch's own. Default: none.
     Returns:
         X.
     Raises:
@@ -344,8 +330,6 @@ def tensorsolve(
         tensor([[0.0000, 0.5000],
                 [1.0000, 1.5000]])
     """
-    if out is not None:
-        return torch.linalg.tensorsolve(A, B, dims, out=out)
     solved = [d % A.dim() for d in dims or ()]
     last = A.permute([d for d in range(A.dim()) if d not in solved] + solved)
     unknown = last.shape[B.dim() :]
@@ -356,7 +340,7 @@ def tensorsolve(
 
 
 @full_precision(widen=True)
-def cholesky_inverse(L: Tensor, upper: bool = False, *, out: Tensor | None = None) -> Tensor:
+def cholesky_inverse(L: Tensor, upper: bool = False) -> Tensor:
     r"""Inverse of a positive definite matrix from its Cholesky factor, as `torch.cholesky_inverse`.
 
         Y = (L L^H)^-1, or (L^H L)^-1 if upper        dY = -Y d(L L^H) Y
@@ -367,7 +351,6 @@ def cholesky_inverse(L: Tensor, upper: bool = False, *, out: Tensor | None = Non
     Args:
         L: Cholesky factors, whose diagonal is real.
         upper: Whether L is an upper triangle. Default: False.
-        out: Where torch writes the result; then it is torch's own. Default: none.
     Returns:
         Y, like L.
     Raises:
@@ -382,8 +365,6 @@ def cholesky_inverse(L: Tensor, upper: bool = False, *, out: Tensor | None = Non
         >>> hog.hvp(lambda L: hog.ops.cholesky_inverse(L).sum(), L, torch.ones(1, 1))[1]
         tensor([[0.3750]])
     """
-    if out is not None:
-        return torch.cholesky_inverse(L, upper, out=out)
     torch.cholesky_inverse(L.detach(), upper)  # torch's errors
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     inverse = torch.linalg.solve_triangular(L, identity, upper=upper)
@@ -395,10 +376,8 @@ stands_in_for(
 )(_of_input(cholesky_inverse))
 
 
-@stands_in_for(
-    torch.triangular_solve, Tensor.triangular_solve, name="triangular_solve", **_WRONG_FORWARD
-)
-def torch_triangular_solve(
+@stands_in_for(torch.triangular_solve, Tensor.triangular_solve, **_WRONG_FORWARD)
+def triangular_solve(
     b: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`torch.triangular_solve` by `torch.linalg.solve_triangular`, which is right in every mode."""

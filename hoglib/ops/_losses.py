@@ -14,8 +14,12 @@ from torch.nn import _reduction
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, is_half, upcast_half
 from hoglib._core.torch_modes import reverse_only
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import UnsupportedError
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, TorchValueError, stands_in_for
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, stands_in_for
+
+__all__ = ["ctc_loss", "huber_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss"]
+__all__ += ["soft_margin_loss"]
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 
@@ -178,9 +182,8 @@ def multi_margin_loss(
     rows = input.numel() // max(classes, 1)
     fits = p in (1, 2) and _are_rows(input, target) and target.dim() < 2 and target.numel() == rows
     if not fits or (weight is not None and weight.shape != (classes,)):  # torch's error
-        return F.multi_margin_loss(
-            input, target, p, margin, weight, size_average, reduce, reduction
-        )
+        given: Any = p, margin, weight, size_average, reduce, reduction
+        return F.multi_margin_loss(input, target, *given)
     x = upcast_half(input.reshape(rows, classes))
     index = target.reshape(rows, 1)
     hinge = torch.relu(x + (margin - x.gather(1, index))).scatter(1, index, 0.0)
@@ -425,10 +428,17 @@ def ctc_loss(
                 [-0.1111,  0.1111]]))
     """
     number = reduction_number(reduction)
-    p = _cast_log_probs(log_probs)
+    validation.real("log_probs", log_probs)
+    # float32 for any but float64 under autocast, as torch's
+    p = log_probs.float() if is_autocast(log_probs) else log_probs
+    if p.dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError(
+            f"ctc_loss: expected float32 or float64 log_probs, got "
+            f"{validation.describe(log_probs)}; convert them with `log_probs.float()`."
+        )
     p = p.unsqueeze(1) if p.dim() == 2 else p
     lengths = (input_lengths, target_lengths)
-    if not (_are_lengths(*lengths) and _is_supported(p, targets, lengths, blank)):
+    if not _is_supported(p, targets, lengths, blank):
         return _TORCH_CTC(  # torch's error
             log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity
         )
@@ -455,17 +465,13 @@ def torch_ctc_loss(
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, word, zero_infinity)
 
 
-def _are_lengths(*lengths: Any) -> bool:
-    """Whether both are tensors of integers, or both tuples."""
-    if all(isinstance(given, tuple | list) for given in lengths):
-        return True
-    return all(
-        isinstance(x, Tensor) and x.dtype != torch.bool and not pytree.is_float(x) for x in lengths
-    )
-
-
 def _is_supported(p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int) -> bool:
     """Whether torch takes these; of lengths that cannot be read, their number is known."""
+    # both are tensors of integers, or both tuples
+    others: list[Any] = [x for x in lengths if not isinstance(x, tuple | list)]
+    tensors = all(isinstance(x, Tensor) and not pytree.is_float(x) for x in others)
+    if len(others) == 1 or not tensors or torch.bool in [x.dtype for x in others]:
+        return False
     if p.dim() != 3 or not p.numel() or not 0 <= blank < p.shape[2]:
         return False
     steps, U = map(_read_lengths, lengths)
@@ -559,16 +565,3 @@ def _read_lengths(lengths: Lengths) -> list[int] | int:
         return lengths.reshape(-1).tolist()
     except RuntimeError:  # vmap and fake tensors have no numbers to read
         return lengths.numel()
-
-
-def _cast_log_probs(log_probs: Tensor) -> Tensor:
-    """float32 or float64, the former for any but the latter under autocast, as torch's."""
-    validation.real("log_probs", log_probs)
-    if is_autocast(log_probs):
-        return log_probs.float()
-    if log_probs.dtype not in (torch.float32, torch.float64):
-        raise UnsupportedError(
-            f"ctc_loss: expected float32 or float64 log_probs, got "
-            f"{validation.describe(log_probs)}; convert them with `log_probs.float()`."
-        )
-    return log_probs

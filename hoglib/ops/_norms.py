@@ -43,11 +43,14 @@ from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
+from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
-from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, TorchValueError, stands_in_for
+from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
+
+__all__ = ["batch_norm", "instance_norm", "layer_norm", "weight_norm"]
 
 Parameter = Tensor | None
-Mask = tuple[bool, bool, bool]
+Mask = tuple[bool, ...]
 Normalized = tuple[Tensor, Tensor, Tensor]  # y, mean and r
 Gradients = tuple[Tensor, Parameter, Parameter]  # dx, dw and db
 _THIRD = f"{OVER_FORWARD}; so are third derivatives"
@@ -202,7 +205,7 @@ class FusedNormGradient(torch.autograd.Function):
     def backward(ctx: Any, v: Parameter, a: Parameter, c: Parameter) -> tuple[Tensor | None, ...]:
         g, x, weight, mean, r, dw = ctx.saved_tensors
         with without_stand_ins():
-            by: _Kernels | _Composite
+            by: Pass
             if torch.is_grad_enabled() or not plain_reverse_mode():
                 by = _Composite(x, ctx.norm)
             else:
@@ -242,6 +245,9 @@ class _Composite:
         return (centered - self.h * uh) * self.r, None
 
 
+Pass = _Kernels | _Composite
+
+
 class _LayerNorm:
     """The kernels of layer norm, and their derivatives, which are those of batch norm, too."""
 
@@ -273,12 +279,11 @@ class _LayerNorm:
         return torch.native_layer_norm(x, self.shape, weight, bias, self.eps)
 
     def kernel_gradients(
-        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
-        mask: Mask,
-    ) -> Gradients:  # fmt: skip
+        self, g: Tensor, x: Tensor, w: Parameter, b: Parameter, mean: Tensor, r: Tensor, mask: Mask
+    ) -> Gradients:
         """dx, dw and db; None where the mask is False, or where there is no parameter."""
-        wanted = mask[0], mask[1] and weight is not None, mask[2] and bias is not None
-        given = g, x, self.shape, mean, r, weight, bias, wanted
+        wanted = mask[0], mask[1] and w is not None, mask[2] and b is not None
+        given = g, x, self.shape, mean, r, w, b, wanted
         return torch.ops.aten.native_layer_norm_backward.default(*given)
 
     def gradients(self, g: Tensor, x: Tensor, weight: Parameter) -> Gradients:
@@ -288,11 +293,10 @@ class _LayerNorm:
         return dx, self.sum_over_shares(g * by.h), self.sum_over_shares(g)
 
     def double_backward(
-        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, weight: Parameter,
-        by: _Kernels | _Composite, needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, w: Parameter, by: Pass, needs: Mask
+    ) -> tuple[Tensor | None, ...]:
         """Dg, Dx and Dw; not in place: a vmap around it, of the old kind too, may batch one factor."""
-        a, c, w = (None if value is None else self.along(value, v) for value in (a, c, weight))
+        a, c, w = (None if value is None else self.along(value, v) for value in (a, c, w))
         p, vh = by.project(v)
         gp = g * p
         dw = self.sum_over_shares(gp)
@@ -351,10 +355,9 @@ class _BatchNorm(_LayerNorm):
         return y, mean, (var + eps).rsqrt_()
 
     def kernel_gradients(
-        self, g: Tensor, x: Tensor, weight: Parameter, bias: Parameter, mean: Tensor, r: Tensor,
-        mask: Mask,
-    ) -> Gradients:  # fmt: skip
-        given = g, x, weight, None, None, mean, r, True, self.eps, mask
+        self, g: Tensor, x: Tensor, w: Parameter, b: Parameter, mean: Tensor, r: Tensor, mask: Mask
+    ) -> Gradients:
+        given = g, x, w, None, None, mean, r, True, self.eps, mask
         return torch.ops.aten.native_batch_norm_backward.default(*given)
 
 
@@ -554,9 +557,8 @@ def instance_norm(
             "input: expected more than 1 spatial element when training, got input size "
             f"{tuple(input.shape)}."
         )
-    return torch_instance_norm(
-        input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps
-    )
+    more = use_input_stats, momentum, eps
+    return torch_instance_norm(input, weight, bias, running_mean, running_var, *more)
 
 
 @stands_in_for(torch.batch_norm, name="batch_norm")

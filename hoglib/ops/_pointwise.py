@@ -22,7 +22,12 @@ from hoglib._core.torch_modes import needs_linear_backward
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ops._define import Partial, define
 from hoglib.ops._function import Saved, apply_function, make_function, without_jvp
-from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, OVER, check_real, stands_in_for
+from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, OVER, stands_in_for
+
+__all__ = ["bias_add", "clamp", "clip_gradient", "exp", "glu", "hardsigmoid", "mul", "power"]
+__all__ += ["quadratic", "relu", "reverse_gradient", "scale_gradient", "scaled_activation"]
+__all__ += ["sigmoid", "sinh", "smooth_l1", "split_signs", "square", "stop_gradient"]
+__all__ += ["straight_through", "swish", "tanh"]
 
 Unary = Callable[[Tensor], Tensor]
 
@@ -613,7 +618,7 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
         >>> hog.hessian(lambda x: hog.ops.hardsigmoid(x).sum(), x).any()
         tensor(False)
     """
-    check_real("input", input)
+    validation.torch_real("input", input)
     x = upcast_half(input.clone() if inplace else input)
     y = (F.hardtanh(x, -3.0, 3.0) / 6 + 0.5).to(input.dtype)
     return input.copy_(y) if inplace else y
@@ -803,11 +808,9 @@ def _clip_backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     return [grad.clamp(-bound, bound), None]
 
 
-def _clip_jvp(saved: Saved, tangent: Tensor, _: None) -> Tensor:
-    return tangent.clone()
-
-
-_CLIP_GRADIENT = make_function("ClipGradient", 2, _copy, _clip_backward, _clip_jvp, keep_inputs=())
+_CLIP_GRADIENT = make_function(
+    "ClipGradient", 2, _copy, _clip_backward, lambda _, t, *bound: t.clone(), keep_inputs=()
+)
 _COMPILED_CLIP_GRADIENT = without_jvp(_CLIP_GRADIENT)
 
 

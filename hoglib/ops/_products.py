@@ -30,6 +30,9 @@ from hoglib.ops._function import Saved, apply_function, conj, make_function, sum
 from hoglib.ops._pointwise import clip_gradient
 from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
+__all__ = ["amax", "clipped_gradient_linear", "conv1d", "conv2d", "conv3d", "linear", "linear_act"]
+__all__ += ["logsumexp", "matmul", "mean", "sparse_mm", "sum"]
+
 Map = Callable[..., Tensor]
 
 
@@ -87,10 +90,8 @@ def _make_product(name: str, product: _Product, act: _Activation | None = None) 
         tangent = act.vjp(tangent_z, saved.outputs[-1])
         return (tangent, tangent_z) if act.keeps_z else tangent
 
-    count, keeps = 3 + product.options, () if act is None else (int(act.keeps_z),)
-    function = make_function(
-        name, count, forward, backward, jvp, keep_inputs=(0, 1), keep_outputs=keeps
-    )
+    keeps: Any = {"keep_inputs": (0, 1), "keep_outputs": () if act is None else (int(act.keeps_z),)}
+    function = make_function(name, 3 + product.options, forward, backward, jvp, **keeps)
 
     def op(*inputs: Any) -> Tensor:
         result: Any = apply_function(function, forward, *inputs)
@@ -621,9 +622,8 @@ def _send_back(
     return torch.complex(real, kernel(g.real, other.imag) + kernel(g.imag, other.real))
 
 
-_CONV = _make_product(
-    "Conv", _Product(_convolve, partial(_send_back, 0), partial(_send_back, 1), options=4)
-)
+_CONVOLUTION = _Product(_convolve, partial(_send_back, 0), partial(_send_back, 1), options=4)
+_CONV = _make_product("Conv", _CONVOLUTION)
 
 
 # Reductions.

@@ -30,11 +30,11 @@ def _is_real(*tensors: Any) -> bool:
 
 
 @stands_in_for(torch.logaddexp, Tensor.logaddexp, **_POINTS)
-def logaddexp(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+def logaddexp(input: Tensor, other: Tensor) -> Tensor:
     """torch.logaddexp by logsumexp, whose derivatives do not overflow; -inf and -inf has none, and
     gets 0."""
-    if kw or not _is_real(input, other):
-        return torch.logaddexp(input, other, **kw)
+    if not _is_real(input, other):
+        return torch.logaddexp(input, other)
     pair = torch.stack(torch.broadcast_tensors(input, other), -1)
     nothing = (pair == -math.inf).all(-1, keepdim=True)
     found = torch.logsumexp(pair.masked_fill(nothing, 0.0), -1)
@@ -42,18 +42,18 @@ def logaddexp(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
 
 
 @stands_in_for(torch.logaddexp2, Tensor.logaddexp2, name=_POINTS["name"])
-def logaddexp2(input: Tensor, other: Tensor, **kw: Any) -> Tensor:
+def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
     """torch.logaddexp2, likewise."""
-    if kw or not _is_real(input, other):
-        return torch.logaddexp2(input, other, **kw)
+    if not _is_real(input, other):
+        return torch.logaddexp2(input, other)
     return logaddexp(input * math.log(2), other * math.log(2)) / math.log(2)
 
 
 @stands_in_for(torch.sinc, Tensor.sinc, torch.special.sinc, name=_POINTS["name"])
-def sinc(input: Tensor, **kw: Any) -> Tensor:
+def sinc(input: Tensor) -> Tensor:
     """torch.sinc, by its series near 0, where the quotient's derivatives cancel."""
-    if kw or not _is_real(input):
-        return torch.sinc(input, **kw)
+    if not _is_real(input):
+        return torch.sinc(input)
     z = math.pi * input
     near = z.abs() < 1
     square, far = z.masked_fill(~near, 0.0).square(), z.masked_fill(near, 1.0)
@@ -64,10 +64,10 @@ def sinc(input: Tensor, **kw: Any) -> Tensor:
 
 
 @stands_in_for(torch.special.i1, name=_POINTS["name"])
-def bessel_i1(input: Tensor, **kw: Any) -> Tensor:
+def bessel_i1(input: Tensor) -> Tensor:
     """torch.special.i1, by its series near 0, where torch's first derivative is a constant."""
-    if kw or not _is_real(input):
-        return torch.special.i1(input, **kw)
+    if not _is_real(input):
+        return torch.special.i1(input)
     near = input.abs() < 1
     half, far = input.masked_fill(~near, 0.0) / 2, torch.special.i1(input.masked_fill(near, 1.0))
     series = torch.zeros_like(input)
@@ -86,20 +86,16 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 @stands_in_for(torch.logit, Tensor.logit, torch.special.logit, name=_POINTS["name"])
-def logit(input: Tensor, eps: float | None = None, **kw: Any) -> Tensor:
+def logit(input: Tensor, eps: float | None = None) -> Tensor:
     """torch.logit of what is clamped: at 0 and 1, outside of eps, torch's has NaN."""
-    if kw or eps is None:
-        return torch.logit(input, eps, **kw)
-    return torch.logit(input.clamp(eps, 1 - eps))
+    return torch.logit(input if eps is None else input.clamp(eps, 1 - eps))
 
 
 @stands_in_for(torch.pow, Tensor.pow, name=_POINTS["name"])
-def power(input: Any, exponent: Any, **kw: Any) -> Tensor:
+def power(input: Any, exponent: Any) -> Tensor:
     """torch.pow, of whole exponents in a tensor also at 0."""
     constant = isinstance(exponent, Tensor) and not exponent.requires_grad
-    if kw or not constant or not _is_real(input):
-        return torch.pow(input, exponent, **kw)
-    return _powers(input, exponent)
+    return (_powers if constant and _is_real(input) else torch.pow)(input, exponent)
 
 
 @stands_in_for(Tensor.__pow__, name=_POINTS["name"])
@@ -134,28 +130,27 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
 
 
 @stands_in_for(torch.polar, name=_POINTS["name"])
-def polar(abs: Tensor, angle: Tensor, **kw: Any) -> Tensor:
+def polar(abs: Tensor, angle: Tensor) -> Tensor:
     """torch.polar by its parts: its own backward divides by abs."""
-    if kw:
-        return torch.polar(abs, angle, **kw)
     return torch.complex(abs * angle.cos(), abs * angle.sin())
 
 
 @stands_in_for(torch.cumprod, Tensor.cumprod, **_OVER)
-def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None, **kw: Any) -> Tensor:
+def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """torch.cumprod; under forward mode by products of neighbours, twice as far apart each time."""
-    if any(v is not None for v in kw.values()) or reverse_only():
-        return torch.cumprod(input, dim, dtype=dtype, **kw)
-    input = input if dtype is None else input.to(dtype)
-    return _scanned(torch.mul, input, dim) if input.dim() else input.clone()
+    if reverse_only():
+        return torch.cumprod(input, dim, dtype=dtype)
+    return scan(torch.mul, input if dtype is None else input.to(dtype), dim)
 
 
-def _scanned(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    y, step = x.movedim(dim, -1), 1
-    while step < y.shape[-1]:
-        y = torch.cat([y[..., :step], pair(y[..., step:], y[..., :-step])], -1)
-        step *= 2
-    return y.movedim(-1, dim)
+def scan(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
+    """The cumulative results of an associative operation, by doubling: a product divides by nothing."""
+    y, step = x.clone(), 1
+    while y.dim() and step < y.shape[dim]:
+        rest = y.shape[dim] - step
+        longer = pair(y.narrow(dim, step, rest), y.narrow(dim, 0, rest))
+        y, step = torch.cat([y.narrow(dim, 0, step), longer], dim), 2 * step
+    return y
 
 
 @stands_in_for(
@@ -164,18 +159,18 @@ def _scanned(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> T
     lacks=f"forward over reverse is wrong behind -inf{SILENT}",
     modes=("fr",),
 )
-def logcumsumexp(input: Tensor, dim: int, **kw: Any) -> Tensor:
+def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     """torch.logcumsumexp; under forward mode by pairs, as :func:`cumprod`."""
-    if kw or reverse_only() or not input.dim() or not _is_real(input):
-        return torch.logcumsumexp(input, dim, **kw)
-    return _scanned(logaddexp, input, dim)
+    if reverse_only() or not input.dim() or not _is_real(input):
+        return torch.logcumsumexp(input, dim)
+    return scan(logaddexp, input, dim)
 
 
 @stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, name=_OVER["name"])
-def householder_product(input: Tensor, tau: Tensor, **kw: Any) -> Tensor:
+def householder_product(input: Tensor, tau: Tensor) -> Tensor:
     """torch.linalg.householder_product; under forward mode one reflection after the other."""
-    if kw or reverse_only():
-        return torch.linalg.householder_product(input, tau, **kw)
+    if reverse_only():
+        return torch.linalg.householder_product(input, tau)
     m, n = input.shape[-2:]
     identity = torch.eye(m, dtype=input.dtype, device=input.device)
     reflectors, Q = input.tril(-1) + identity[:, :n], identity[:, :n]

@@ -6,6 +6,7 @@ second derivatives exist: along A + t W, the eigenvectors of a cluster are those
 And its forward mode of eigh takes the eigenvectors for constants.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from hoglib._core.mixed_precision import full_precision
 from hoglib._core.torch_modes import only_plain_operations, reverse_only
-from hoglib.ops._directions import Directions, in_front, values
-from hoglib.ops._function import Saved, apply_function, make_function
+from hoglib.ops._directions import Directions, values
+from hoglib.ops._function import Saved, apply_function, make_function, vmap_in_front
 from hoglib.ops._stand_in import OVER_FORWARD, stands_in_for
 
 _CLOSE = "where eigenvalues are equal, or closer than rounding allows, that it tells apart"
@@ -26,14 +27,14 @@ _ROW: Any = {
 
 @stands_in_for(torch.linalg.eigh, **_ROW)
 @full_precision(widen=True)
-def eigh(A: Tensor, UPLO: str = "L", **kw: Any) -> Any:
+def eigh(A: Tensor, UPLO: str = "L") -> Any:
     """torch.linalg.eigh, whose symmetric functions have second derivatives at equal eigenvalues."""
-    found: Any = torch.linalg.eigh(A, UPLO, **kw)
+    found: Any = torch.linalg.eigh(A, UPLO)
     seen = values(found[0])
     if not found[0].numel():
         return found
     distinct = seen is not None and not bool(_clusters(seen).triu(1).any())
-    if kw or only_plain_operations() or (distinct and reverse_only()):
+    if only_plain_operations() or (distinct and reverse_only()):
         return found
     make: Any = torch.return_types.linalg_eigh  # type: ignore[attr-defined]
     return make(apply_function(_EIGH, _eigh_reference, A, UPLO, Directions("eigh", A)))
@@ -44,9 +45,9 @@ def _eigh_reference(A: Tensor, UPLO: str, _: Directions) -> Any:
 
 
 @stands_in_for(torch.linalg.eigvalsh, name=_ROW["name"])
-def eigvalsh(A: Tensor, UPLO: str = "L", **kw: Any) -> Tensor:
+def eigvalsh(A: Tensor, UPLO: str = "L") -> Tensor:
     """torch.linalg.eigvalsh, likewise."""
-    return torch.linalg.eigvalsh(A, UPLO, **kw) if kw else eigh(A, UPLO)[0]
+    return eigh(A, UPLO)[0]
 
 
 @stands_in_for(torch.linalg.svdvals, name=_ROW["name"])
@@ -126,7 +127,7 @@ def _with(V: Tensor, values: Tensor) -> Tensor:
     return (V * values[..., None, :]) @ V.mH
 
 
-def _eigh_backward(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Tensor | None]:
+def _eigh_vjp(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Tensor | None]:
     (_, _, directions), (L, V) = saved.inputs, saved.outputs
     total = torch.zeros_like(V)
     along = directions.take()
@@ -161,7 +162,7 @@ def _values_forward(by_L: Tensor, L: Tensor, V: Tensor, _: Directions) -> Tensor
     return _with(V, by_L)
 
 
-def _values_backward(saved: Saved, W: Tensor) -> list[Tensor | None]:
+def _values_vjp(saved: Saved, W: Tensor) -> list[Tensor | None]:
     by_L, L, V, directions = saved.inputs
     K, R = _rotation_of_clusters(W, L, _between_clusters(V, L))
     directions.noted = V.detach() @ R
@@ -186,11 +187,6 @@ def _treated_unequally(by_L: Tensor, L: Tensor) -> Tensor:
     return _clusters(L) & (differences > _cluster_threshold(by_L))
 
 
-_EIGH = make_function(
-    "Eigh", 3, _eigh_reference, _eigh_backward, _eigh_jvp, vmap=in_front, keep_inputs=(),
-    keep_outputs=(0, 1),
-)  # fmt: skip
-_VALUES_GRADIENT = make_function(
-    "EigenvaluesGradient", 4, lambda by_L, L, V, _: _with(V, by_L), _values_backward, _values_jvp,
-    vmap=in_front,
-)  # fmt: skip
+_make = partial(make_function, vmap=vmap_in_front)
+_EIGH = _make("Eigh", 3, _eigh_reference, _eigh_vjp, _eigh_jvp, keep_inputs=(), keep_outputs=(0, 1))
+_VALUES_GRADIENT = _make("EigenvaluesGradient", 4, _values_forward, _values_vjp, _values_jvp)

@@ -15,12 +15,7 @@ Where torch names the same computation twice with two signatures, the second one
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-import torch
-from torch import Tensor
-
-from hoglib._core import validation
 from hoglib._core.torch_version import TORCH_VERSION, Version
-from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,38 +83,3 @@ def stands_in_for(
         return op
 
     return register
-
-
-# Errors of stand-ins: also a RuntimeError, which torch raises for the same argument.
-
-
-class TorchValueError(ArgumentValueError, RuntimeError):
-    """An ArgumentValueError where torch raises RuntimeError."""
-
-
-class TorchTypeError(ArgumentTypeError, RuntimeError):
-    """An ArgumentTypeError where torch raises RuntimeError."""
-
-
-def check_real(what: str, value: Tensor) -> Tensor:
-    """The argument, a tensor of a real floating-point dtype."""
-    try:
-        return validation.real(what, value)
-    except ArgumentTypeError as error:
-        if not isinstance(value, Tensor):  # torch raises TypeError too
-            raise
-        raise TorchTypeError(str(error)) from None
-
-
-def check_indices(what: str, value: Tensor, expected: str = "int64 or int32") -> None:
-    if value.dtype not in (torch.int64, torch.int32):
-        got = validation.describe(value)
-        raise TorchTypeError(f"{what}: expected {expected}, got {got}; use `.long()`.")
-
-
-def check_dtype(like: str, other: Tensor, what: str, value: Tensor) -> None:
-    """The argument has the dtype of another one."""
-    if value.dtype != other.dtype:
-        raise TorchTypeError(
-            f"{what}: expected {other.dtype} as in {like}, got {value.dtype}; convert one of them."
-        )

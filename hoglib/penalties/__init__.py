@@ -2,21 +2,12 @@
 
 from hoglib.penalties import critics, jacobians
 from hoglib.penalties.checking import check
-from hoglib.penalties.critics import *  # noqa: F403 its __all__ are its penalties
+from hoglib.penalties.critics import *
 from hoglib.penalties.energies import EnergyForces, EnergyForcesHessian, forces
 from hoglib.penalties.evaluation import PenaltyWithOutputs
-from hoglib.penalties.jacobians import *  # noqa: F403
+from hoglib.penalties.jacobians import *
 from hoglib.penalties.module import GradientPenalty
 from hoglib.penalties.options import Options
 
-__all__ = [
-    "EnergyForces",
-    "EnergyForcesHessian",
-    "GradientPenalty",
-    "Options",
-    "PenaltyWithOutputs",
-    "check",
-    "forces",
-    *critics.__all__,
-    *jacobians.__all__,
-]
+__all__ = ["EnergyForces", "EnergyForcesHessian", "GradientPenalty", "Options", "check", "forces"]
+__all__ += ["PenaltyWithOutputs", *critics.__all__, *jacobians.__all__]

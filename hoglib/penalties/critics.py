@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable
+from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable, traced_at_first
 from hoglib.penalties.module import BOTH, FAKE, REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import add_noise, interpolate
@@ -73,10 +73,8 @@ def wgan_gp(
         tensor(81.)
     """
     if torch.compiler.is_dynamo_compiling():
-        return traceable(lambda real, fake, *args: (real, *args))(
-            wgan_gp, critic, real, fake, *args, target=target, one_sided=one_sided,
-            generator=generator, **options,
-        )  # fmt: skip
+        own: Any = {"target": target, "one_sided": one_sided, "generator": generator, **options}
+        return traced_at_first(wgan_gp, critic, real, fake, *args, **own)
     k = validation.number("target", target, minimum=0.0)
     validation.boolean("one_sided", one_sided)
     checked = check_options("wgan_gp", options, generator)
@@ -131,9 +129,8 @@ def zero_centred(
         tensor(100.)
     """
     if torch.compiler.is_dynamo_compiling():
-        return traceable(lambda real, fake, *args: (real, *args))(
-            zero_centred, critic, real, fake, *args, generator=generator, **options
-        )
+        own: Any = {"generator": generator, **options}
+        return traced_at_first(zero_centred, critic, real, fake, *args, **own)
     checked = check_options("zero_centred", options, generator)
     x = interpolate("zero_centred", real, fake, checked.batch, checked.generator)
     return penalty(critic, x, args, squared_slope, checked)
@@ -325,9 +322,8 @@ def dragan(
         tensor(81.)
     """
     if torch.compiler.is_dynamo_compiling():
-        return traceable()(
-            dragan, critic, real, *args, target=target, noise=noise, generator=generator, **options
-        )
+        own: Any = {"target": target, "noise": noise, "generator": generator, **options}
+        return traceable()(dragan, critic, real, *args, **own)
     k = validation.number("target", target, minimum=0.0)
     c = None if noise is None else validation.number("noise", noise, minimum=0.0)
     checked = check_options("dragan", options, generator)

@@ -137,9 +137,8 @@ class EnergyForcesHessian(NamedTuple):
 
 
 def _as_result(energy: Tensor, forces: Any, hessian: Any = None) -> Any:
-    if hessian is None:
-        return EnergyForces(energy, forces)
-    return EnergyForcesHessian(energy, forces, hessian)
+    found = energy, forces
+    return EnergyForces(*found) if hessian is None else EnergyForcesHessian(*found, hessian)
 
 
 def _energies_and_forces(

@@ -59,6 +59,8 @@ def _like_penalty(value: Any, options: dict[str, Any], x: Any, *args: Any) -> An
 
 # of the samples, and other arguments, what the function is called with
 traceable = partial(within_compile, _like_penalty, select=select_output)
+# likewise, with an argument that the function does not get behind the points
+traced_at_first = traceable(lambda x, other, *args: (x, *args))
 
 
 def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
@@ -66,10 +68,10 @@ def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptio
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
     if captures(options.policy):
-        body = partial(_terms, func, term, options._replace(batch=None))
+        body = partial(evaluate, func, term, options._replace(batch=None))
         found = run_as_graph(body, func, options, (x, args, options.batch))
     else:
-        found = evaluate(func, x, args, term, options)
+        found = evaluate(func, term, options, x, args, options.batch)
     return with_outputs(options, *found)
 
 
@@ -81,12 +83,16 @@ def with_outputs(options: CheckedOptions, value: Tensor, outputs: Any) -> Any:
 
 
 def evaluate(
-    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions,
-    draws: "RecordedDraws | None" = None,
+    func: Function, term: Term, options: CheckedOptions,
+    x: Any, args: tuple[Any, ...], batch: Any, draws: "RecordedDraws | list[Tensor] | None" = None,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """The reduced terms, with all checks done, and the outputs of the function."""
+    """The reduced terms, with all checks done, and the outputs of the function.
+
+    draws: of a generator; a list in a graph.
+    """
+    options = options if options.batch is batch else options._replace(batch=batch)
     with input_vjp(func, x, args, options) as at:
-        at.draws = draws
+        at.draws = RecordedDraws(draws) if isinstance(draws, list) else draws
         terms = term(at)
         if at.create_graph and not at.in_transform:
             if not terms.requires_grad or not depends_on_any(terms, at.trainable):
@@ -144,7 +150,11 @@ def run_as_graph(
 
     def by_graph(precheck: Callable[..., Any]) -> Any:
         graph = graph_of(options.policy, name, owner, run, precheck=precheck, kind=kind)
-        return graph(*inputs, [draw.tensor(generator) for draw in known.get(signature, ())])
+        drawn = [
+            random_like(torch.empty((), dtype=dtype, device=device), sampler, shape, generator)
+            for sampler, shape, dtype, device in known.get(signature, ())
+        ]
+        return graph(*inputs, drawn)
 
     again: Any = None
     try:
@@ -163,35 +173,13 @@ def _first_of(body: Callable[..., Any], *inputs: Any) -> Any:
     return body(*inputs)[0]
 
 
-def _terms(
-    func: Function, term: Term, options: CheckedOptions,
-    x: Any, args: tuple[Any, ...], batch: Any, draws: "RecordedDraws | list[Tensor] | None",
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """`evaluate` as a function of tensors; a list of draws is given in a graph."""
-    drawn = RecordedDraws(draws) if isinstance(draws, list) else draws
-    return evaluate(func, x, args, term, options._replace(batch=batch), drawn)
-
-
-class Draw(NamedTuple):
-    """One call that draws random numbers from a generator."""
-
-    sampler: Callable[..., Tensor]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def tensor(self, generator: torch.Generator | None) -> Tensor:
-        like = torch.empty((), dtype=self.dtype, device=self.device)
-        return random_like(like, self.sampler, self.shape, generator)
-
-
 @final
 class RecordedDraws:
     """Replaces `random_like`: records what a generator draws, or returns numbers that were drawn
     before, in the same order."""
 
     def __init__(self, numbers: list[Tensor] | None = None) -> None:
-        self.recorded: list[Draw] = []
+        self.recorded: list[Any] = []  # the sampler, shape, dtype and device of each call
         self._numbers = None if numbers is None else iter(numbers)
 
     def __call__(
@@ -201,7 +189,7 @@ class RecordedDraws:
             return random_like(like, sampler, shape, None)
         if self._numbers is not None:
             return next(self._numbers)
-        self.recorded.append(Draw(sampler, tuple(shape), like.dtype, like.device))
+        self.recorded.append((sampler, tuple(shape), like.dtype, like.device))
         return random_like(like, sampler, shape, generator)
 
 

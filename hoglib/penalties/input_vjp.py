@@ -51,9 +51,7 @@ def input_vjp(
     validation.function(f"{policy.caller}: the function", func)
     func = torch_internals.uncompiled(func)
     leaves, structure = check_points(policy.caller, "the points", x)
-    devices = () if options.autocast else autocast_devices(leaves)
-    if devices:
-        leaves, args = cast_like_parameters(parameters_of(func), (leaves, args))
+    devices, (leaves, args) = without_autocast(options, leaves, (leaves, args), func)
     around = ring(policy, func, buffers=True, autocast_off=devices)
     with around as blocks, without_stand_ins() as suspended:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
@@ -160,14 +158,13 @@ class InputVJP:
         return self.problem.params(leaves)
 
     def vjp(
-        self, cotangent: Tensor | None = None, retain_graph: bool = False,
-        create_graph: bool | None = None,
-    ) -> Vector:  # fmt: skip
-        """J^T u, like the leaves; without a cotangent for u = 1, the gradient of the sum of y.
+        self, u: Tensor | None = None, retain_graph: bool = False, create_graph: bool | None = None
+    ) -> Vector:
+        """J^T u, like the leaves; by default for u = 1, the gradient of the sum of y.
 
         create_graph: by default, where the penalty is differentiated.
         """
-        u = torch.ones_like(self.y) if cotangent is None else cotangent
+        u = torch.ones_like(self.y) if u is None else u
         if self._transform_vjp is not None:
             with self._suspended.resumed():
                 return list(self._transform_vjp(u))
@@ -290,19 +287,22 @@ def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
 # Parameters and dtypes of the function
 
 
-def autocast_devices(tensors: Sequence[Tensor]) -> list[str]:
-    """The device types of the tensors for which autocast is on."""
-    return [kind for kind in {x.device.type for x in tensors} if mixed_precision.autocast_on(kind)]
-
-
-def cast_like_parameters(params: Iterable[Tensor], tree: Any) -> Any:
-    """The tree with half-precision tensors, as an autocast region returns them, in float32; and with
-    all of them in half precision if the parameters are."""
+def without_autocast(
+    options: CheckedOptions, leaves: Sequence[Tensor], tree: Any, func: Any = None
+) -> tuple[list[str], Any]:
+    """The device types of the leaves, where autocast is on and to be turned off; and the tree for that:
+    half-precision tensors, as an autocast region returns them, in float32, or all in half precision if
+    the parameters of func are, by default the leaves."""
+    kinds = {} if options.autocast else {x.device.type for x in leaves}
+    devices = [kind for kind in kinds if mixed_precision.autocast_on(kind)]
+    if not devices:
+        return devices, tree
+    params = leaves if func is None else parameters_of(func)
     dtypes = {p.dtype for p in params if p.is_floating_point()}
     half = len(dtypes) == 1 and dtypes < set(mixed_precision.HALF_DTYPES)
     wanted = dtypes.pop() if half else torch.float32
     others = {torch.float32, *mixed_precision.HALF_DTYPES}
-    return pytree.map_tensors(lambda x: x.to(wanted) if x.dtype in others else x, tree)
+    return devices, pytree.map_tensors(lambda x: x.to(wanted) if x.dtype in others else x, tree)
 
 
 def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:

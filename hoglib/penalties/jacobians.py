@@ -14,13 +14,9 @@ from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
+from hoglib.penalties import evaluation
 from hoglib.penalties.evaluation import captures, penalty, run_as_graph, traceable, with_outputs
-from hoglib.penalties.input_vjp import (
-    Function,
-    autocast_devices,
-    cast_like_parameters,
-    no_gradient_flow,
-)
+from hoglib.penalties.input_vjp import Function, no_gradient_flow, without_autocast
 from hoglib.penalties.module import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
 from hoglib.penalties.samples import check_points
@@ -121,9 +117,8 @@ def jacobian(
         tensor(10.)
     """
     if torch.compiler.is_dynamo_compiling():
-        return traceable()(
-            jacobian, func, x, *args, num_projections=num_projections, generator=generator, **options,
-        )  # fmt: skip
+        own: Any = {"num_projections": num_projections, "generator": generator, **options}
+        return traceable()(jacobian, func, x, *args, **own)
     validation.none_or_at_least("num_projections", num_projections, 1)
     term = squared_jacobian(num_projections, halved=True)
     return penalty(func, x, args, term, check_options("jacobian", options, generator))
@@ -180,10 +175,8 @@ def sobolev(
         tensor(10.)
     """
     if torch.compiler.is_dynamo_compiling():
-        return traceable(lambda x, derivatives, *args: (x, *args))(
-            sobolev, func, x, derivatives, *args, num_projections=num_projections,
-            generator=generator, **options,
-        )  # fmt: skip
+        own: Any = {"num_projections": num_projections, "generator": generator, **options}
+        return evaluation.traced_at_first(sobolev, func, x, derivatives, *args, **own)
     validation.none_or_at_least("num_projections", num_projections, 1)
     checked = check_options("sobolev", options, generator)
     given, structure = check_points("sobolev", "derivatives", derivatives)
@@ -255,10 +248,8 @@ def lipschitz(
         tensor(4.)
     """
     if torch.compiler.is_dynamo_compiling():
-        return traceable()(
-            lipschitz, func, x, *args, bound=bound, num_iterations=num_iterations,
-            generator=generator, **options,
-        )  # fmt: skip
+        own: Any = {"num_iterations": num_iterations, "generator": generator, **options}
+        return traceable()(lipschitz, func, x, *args, bound=bound, **own)
     limit = validation.number("bound", bound, minimum=0.0)
     validation.none_or_at_least("num_iterations", num_iterations, 1)
     term = squared_excess(limit, num_iterations)
@@ -326,9 +317,7 @@ def _norm_and_value(
     leaves, structure = pytree.flatten(params)
     in_transform, policy = transforms_active(), options.policy
     create_graph = policy.create_graph and any(leaf.requires_grad for leaf in leaves)
-    devices = () if options.autocast else autocast_devices(leaves)
-    if devices:
-        args = cast_like_parameters(leaves, args)
+    devices, args = without_autocast(options, leaves, args)
     with ring(policy, func, autocast_off=devices) as blocks:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
         if in_transform:  # whose levels autograd.grad does not see

@@ -187,9 +187,10 @@ class _SecondOrder(StandInMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
-        if replacement is not None:
+        # a result that is written into a tensor has no derivative
+        if replacement is not None and kwargs.get("out") is None:
             _recompute_inside()
-            return replacement(*args, **kwargs)
+            return replacement(*args, **{name: x for name, x in kwargs.items() if name != "out"})
         if type(func) in torch_library.OPERATORS:
             return run_operator(func, args, kwargs)
         if type(func) is FunctionType:
@@ -269,10 +270,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
     """What runs in the place of each torch callable."""
     own = {original: op for original, (_, op) in _table_rows().items()}
     data: Any = Tensor.data
-    return own | {
-        data.__get__: torch_internals.get_data,
-        data.__set__: torch_internals.set_data,
-    }
+    return own | {data.__get__: torch_internals.get_data, data.__set__: torch_internals.set_data}
 
 
 @functools.cache

@@ -56,20 +56,9 @@ def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     return (true_fn if pred else false_fn)(*operands)
 
 
-def with_native_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run by torch's own kernels instead of those of oneDNN and cuDNN."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with native_kernels():
-            return function(*args, **kwargs)
-
-    return run
-
-
 for _layer in (torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _lacks = "cuDNN's kernel has no double backward, torch's own has one"
-    stands_in_for(_layer, lacks=_lacks, modes=("rr",), device="cuda")(with_native_kernels(_layer))
+    stands_in_for(_layer, lacks=_lacks, modes=("rr",), device="cuda")(native_kernels()(_layer))
 
 _SERIES = ("airy", "bessel", "polynomial")
 _CONSTANT = [name for name in vars(torch.special) if any(part in name for part in _SERIES)]
@@ -157,9 +146,8 @@ def by_operator(
 
 
 def _run(
-    operator: Any, op: Callable[..., Any], by_name: bool, given: dict[str, Any], /, *args: Any,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
+    operator: Any, op: Any, by_name: bool, given: dict[str, Any], /, *args: Any, **kwargs: Any
+) -> Any:
     """A call of an operator, by the function that runs in its place: with the order of the operator's
     arguments, or by their names. What the function does not return is the operator's own."""
     overload = torch_library.overload_of(operator, args, kwargs)

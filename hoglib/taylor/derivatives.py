@@ -6,6 +6,7 @@ torch's operation. None is zero. At a kink it is torch's derivative, and zero be
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,8 +39,7 @@ def _multiply_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
 
 
 def _add_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
-    size = max(len(p), len(q))
-    return [(p[i] if i < len(p) else 0.0) + (q[i] if i < len(q) else 0.0) for i in range(size)]
+    return [a + b for a, b in zip_longest(p, q, fillvalue=0.0)]
 
 
 def autonomous(first: Polynomial, y: Tensor, K: int) -> list[Derivative]:
@@ -93,17 +93,12 @@ def _sigmoids(x: Tensor, K: int) -> list[Any]:
     return [s, *autonomous((0, 1, -1), s, K)]
 
 
-def _cycle(x: Tensor, names: Sequence[tuple[str, int]], K: int) -> list[Derivative]:
-    values = [sign * getattr(torch, name)(x) for name, sign in names]
+def _cycle(K: int, *values: Tensor) -> list[Derivative]:
     return [values[k % len(values)] for k in range(K)]
 
 
 def _kink(slope: Tensor | float, K: int) -> list[Derivative]:
     return [slope] + [None] * (K - 1)
-
-
-def _mask(x: Tensor, mask: Tensor, K: int) -> list[Derivative]:
-    return _kink(mask.to(x.dtype), K)
 
 
 def _softplus(x: Tensor, y: Tensor, K: int, beta: Any = 1, threshold: Any = 20) -> list[Derivative]:
@@ -112,14 +107,11 @@ def _softplus(x: Tensor, y: Tensor, K: int, beta: Any = 1, threshold: Any = 20) 
     return [torch.where(linear, float(k == 0), beta**k * s) for k, s in enumerate(towers)]
 
 
-def _normal_density(x: Tensor, K: int) -> list[Derivative]:
-    return weighted(torch.exp(-x * x / 2) / math.sqrt(math.tau), (0, -1), x, K)
-
-
 def _gelu(x: Tensor, y: Tensor, K: int, approximate: str = "none") -> list[Derivative]:
     if approximate == "tanh":
         return _gelu_by_tanh(x, K)
-    return _times_x(x, [torch.special.ndtr(x), *_normal_density(x, K)])
+    density = torch.exp(-x * x / 2) / math.sqrt(math.tau)
+    return _times_x(x, [torch.special.ndtr(x), *weighted(density, (0, -1), x, K)])
 
 
 def _gelu_by_tanh(x: Tensor, K: int) -> list[Derivative]:
@@ -153,7 +145,7 @@ def _clamp(x: Tensor, y: Tensor, K: int, low: Any = None, high: Any = None) -> l
         mask = mask & (x >= low)
     if high is not None:
         mask = mask & (x <= high)
-    return _mask(x, mask, K)
+    return _kink(mask, K)
 
 
 def power_of(x: Tensor, y: Tensor, K: int, p: Any) -> list[Derivative]:
@@ -171,43 +163,11 @@ def _polygammas(x: Tensor, first: int, K: int) -> list[Derivative]:
     return [torch.special.polygamma(n, x) for n in range(first, first + K)]
 
 
-def _erfinv(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
-    # y' = c exp(y^2) =: w(y); d/dx = w d/dy, and w(y)^k p(y) -> w^(k+1) (p' + 2 k y p)
-    found: list[Derivative] = []
-    w, p = math.sqrt(math.pi) / 2 * torch.exp(y * y), [1.0]
-    for k in range(1, K + 1):
-        found.append(_evaluate_polynomial(p, y) * w**k)
-        p = _add_polynomials(_differentiate_polynomial(p), _multiply_polynomials((0.0, 2.0 * k), p))
-    return found
-
-
 LN2, LN10 = math.log(2), math.log(10)
-SIN = (("cos", 1), ("sin", -1), ("cos", -1), ("sin", 1))
-COS = (("sin", -1), ("cos", -1), ("sin", 1), ("cos", 1))
-ROOT_PI = 2 / math.sqrt(math.pi)
 
 
 def _erfs(x: Tensor, K: int, sign: float) -> list[Derivative]:
-    return weighted(sign * ROOT_PI * torch.exp(-x * x), (0, -2), x, K)
-
-
-def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
-    """Of f(pi x), f(z) = sin(z) / z. Far from 0 by z f^(k) = sin^(k) - k f^(k-1), which cancels near 0;
-    there by the series f^(k) = sum_m (-1)^m z^(2m-k) / ((2m-k)! (2m+1))."""
-    z, limit = math.pi * x, K / 2 + 1
-    near = z.abs() < limit
-    small, large = torch.where(near, z, 0), torch.where(near, limit, z)
-    sines: list[Any] = [large.sin(), *_cycle(large, SIN, K)]
-    found: list[Derivative] = []
-    f = sines[0] / large
-    for k in range(1, K + 1):
-        f = (sines[k] - k * f) / large
-        series = [0.0] * int(25 + 3 * limit)
-        for n in range(k % 2, len(series), 2):
-            m = (n + k) // 2
-            series[n] = (-1) ** m / (math.factorial(n) * (2 * m + 1))
-        found.append(math.pi**k * torch.where(near, _evaluate_polynomial(series, small), f))
-    return found
+    return weighted(sign * 2 / math.sqrt(math.pi) * torch.exp(-x * x), (0, -2), x, K)
 
 
 def _by_value(p: float) -> Tower:
@@ -236,12 +196,11 @@ POINTWISE: dict[str, Tower] = {
     "log2": lambda x, y, K: _log(x, K, 1 / LN2),
     "log10": lambda x, y, K: _log(x, K, 1 / LN10),
     "log1p": lambda x, y, K: _log(1 + x, K),
-    "sin": lambda x, y, K: _cycle(x, SIN, K),
-    "cos": lambda x, y, K: _cycle(x, COS, K),
-    "sinc": _sinc,
+    "sin": lambda x, y, K: _cycle(K, x.cos(), -y, -x.cos(), y),
+    "cos": lambda x, y, K: _cycle(K, -x.sin(), -y, x.sin(), y),
     "tan": lambda x, y, K: autonomous((1, 0, 1), y, K),
-    "sinh": lambda x, y, K: _cycle(x, (("cosh", 1), ("sinh", 1)), K),
-    "cosh": lambda x, y, K: _cycle(x, (("sinh", 1), ("cosh", 1)), K),
+    "sinh": lambda x, y, K: _cycle(K, x.cosh(), y),
+    "cosh": lambda x, y, K: _cycle(K, x.sinh(), y),
     "tanh": lambda x, y, K: autonomous((1, 0, -1), y, K),
     "asin": lambda x, y, K: _quadratic_power(-1, -0.5, x, (1 - x * x).rsqrt(), K),
     "acos": lambda x, y, K: _quadratic_power(-1, -0.5, x, -(1 - x * x).rsqrt(), K),
@@ -261,24 +220,21 @@ POINTWISE: dict[str, Tower] = {
     "elu": _elu,
     "erf": lambda x, y, K: _erfs(x, K, 1),
     "erfc": lambda x, y, K: _erfs(x, K, -1),
-    "erfinv": _erfinv,
-    "special_ndtr": lambda x, y, K: _normal_density(x, K),
     "lgamma": lambda x, y, K: _polygammas(x, 0, K),
     "digamma": lambda x, y, K: _polygammas(x, 1, K),
     "sqrt": _by_value(0.5),
     "rsqrt": _by_value(-0.5),
     "reciprocal": _by_value(-1),
-    "square": lambda x, y, K: power(x, 2, K),
-    "relu": lambda x, y, K: _mask(x, x > 0, K),
+    "relu": lambda x, y, K: _kink(x > 0, K),
     "leaky_relu": lambda x, y, K, a=0.01: _kink(torch.where(x > 0, torch.ones_like(x), a), K),
-    "threshold": lambda x, y, K, threshold, value: _mask(x, x > threshold, K),
-    "hardtanh": lambda x, y, K, low=-1, high=1: _mask(x, (x > low) & (x < high), K),
-    "hardshrink": lambda x, y, K, width=0.5: _mask(x, x.abs() > width, K),
-    "softshrink": lambda x, y, K, width=0.5: _mask(x, x.abs() > width, K),
+    "threshold": lambda x, y, K, threshold, value: _kink(x > threshold, K),
+    "hardtanh": lambda x, y, K, low=-1, high=1: _kink((x > low) & (x < high), K),
+    "hardshrink": lambda x, y, K, width=0.5: _kink(x.abs() > width, K),
+    "softshrink": lambda x, y, K, width=0.5: _kink(x.abs() > width, K),
     "clamp": _clamp,
     "clamp_min": lambda x, y, K, low: _clamp(x, y, K, low),
     "clamp_max": lambda x, y, K, high: _clamp(x, y, K, None, high),
     "abs": lambda x, y, K: _kink(x.sgn(), K),
     "frac": lambda x, y, K: _kink(1.0, K),
-    "nan_to_num": lambda x, y, K, *_: _mask(x, x.isfinite(), K),
+    "nan_to_num": lambda x, y, K, *_: _kink(x.isfinite(), K),
 }

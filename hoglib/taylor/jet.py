@@ -1,6 +1,6 @@
 """Taylor mode for any function: the derivatives of a function along a path."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NamedTuple, Unpack, get_args
@@ -132,9 +132,8 @@ class TaylorOptions(NamedTuple):
 
     @classmethod
     def of(
-        cls, caller: str, func: Any, modes: Any, mode: str, create_graph: Any,
-        options: Mapping[str, Any],
-    ) -> "TaylorOptions":  # fmt: skip
+        cls, caller: str, func: Any, modes: Any, mode: str, create_graph: Any, options: Any
+    ) -> "TaylorOptions":
         validation.function("func", func)
         validation.choice("mode", mode, get_args(modes))
         if create_graph is not None:
@@ -325,7 +324,6 @@ def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]
         )
     lengths = set()
     for i, (x, parts) in enumerate(zip(primals, series, strict=True)):
-        validation.differentiable(f"primals[{i}]", x)
         validation.real(f"primals[{i}]", x)
         if not isinstance(parts, tuple | list) or not parts:
             raise errors.ArgumentTypeError(

@@ -32,12 +32,9 @@ def nested(
     t = like.new_zeros(variables, requires_grad=True)
     value = path(t)
     views = [_as_real(y) for y in value]
-    needed = False  # by something else than t
-    for y in value:
-        if y.requires_grad:
-            graph = graph_summary(y)
-            check_custom_functions(graph, caller)
-            needed |= any(leaf is not t for leaf in graph.leaves.values())
+    graph = graph_summary(value)
+    check_custom_functions(graph, caller)
+    needed = any(leaf is not t for leaf in graph.leaves.values())  # by something else than t
     found: list[Leaves] = []
     current = views
     for i in orders:
@@ -48,10 +45,8 @@ def nested(
         def total(values: Leaves) -> Tensor:
             return torch.stack([_as_real(y).sum().to(like) for y in compress(values, depend)]).sum()
 
-        warn_if_not_finite(
-            caller, total(value).detach(), [y for ys in found for y in compress(ys, depend)],
-            lambda t: total(path(t)), [t], preserve_random_state,
-        )  # fmt: skip
+        parts, again = [y for ys in found for y in compress(ys, depend)], lambda t: total(path(t))
+        warn_if_not_finite(caller, total(value).detach(), parts, again, [t], preserve_random_state)
     if not needed:
         value, found = [y.detach() for y in value], [[y.detach() for y in ys] for ys in found]
     return value, found

@@ -53,27 +53,6 @@ def _bilinear(bilinear: Bilinear) -> Rule:
     return lambda call: call.product(bilinear, *call.args[:2])
 
 
-def _trilinear(call: Call) -> Parts:
-    """The sum over some dimensions of a product of three tensors, as F.bilinear has it."""
-    *tensors, sum_dims = [*call.args[:3], call.args[6]]
-    expanded, of_each = [], call.algebra.of_each
-    rank = call.args[0].dim() + len(call.args[3])
-    for x, dims in zip(tensors, call.args[3:6], strict=True):
-
-        def shaped(part: Tensor, lead: int, dims: Any = dims) -> Tensor:
-            for d in sorted(dims):
-                part = part.unsqueeze(d % rank + lead)
-            return part
-
-        parts = call.parts(x)
-        expanded.append((shaped(x, 0), None if parts is None else of_each(shaped, parts)))
-    (a, a_n), (b, b_n), (c, c_n) = expanded
-    ab_n = call.product(multiply, a, b, a_n=a_n, b_n=b_n)
-    found = call.product(multiply, a * b, c, a_n=ab_n, b_n=c_n)
-    dims = [d % rank for d in sum_dims]
-    return of_each(lambda p, lead: p.sum([d + lead for d in dims]) if dims else p, found)
-
-
 def _affine(bilinear: Bilinear) -> Rule:
     """beta b + alpha bilinear(x, y)"""
 
@@ -131,7 +110,7 @@ def _convolution(call: Call) -> Parts:
     return found
 
 
-def _broadcast_matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
+def _broadcast_matmul(a: Tensor, b: Tensor, *_: bool) -> Tensor:
     return torch.matmul(a, b)
 
 
@@ -141,63 +120,18 @@ def _inverse(call: Call) -> list[Parts | None]:
 
 
 def _solved(call: Call) -> list[Parts | None]:
-    """X = A^-1 B, X = B A^-1 or a vector of them."""
+    """X = A^-1 B, X = B A^-1, of which that of the transposes is solved, or a vector of them."""
     A, B = call.args[:2]
-    turn = _turned(call.kwargs.get("left", call.args[2] if len(call.args) > 2 else True))
+    left = call.kwargs.get("left", call.args[2] if len(call.args) > 2 else True)
+    turn: Map = (lambda t: t) if left else (lambda t: t.mT)
     columns, back = turn, turn
     if B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1]):
         columns, back = (lambda t: t.unsqueeze(-1)), (lambda t: t.squeeze(-1))
-    A_n = each(turn, call.known(A))
+    X = columns(call.out[0])
+    A_n = call.aligned(each(turn, call.known(A)), X.dim())
+    B_n = call.aligned(each(columns, call.known(B)), X.dim())
     solve = lambda part: torch.linalg.solve(turn(A), part)  # noqa: E731
-    return [_solution(call, call.out[0], A_n, solve, columns, back), None, None, None]
-
-
-def _triangular(call: Call) -> Parts:
-    """X = A^-1 B or B A^-1, which reads one triangle of A."""
-    A, upper, left = call.args[0], call.kwargs["upper"], call.kwargs.get("left", True)
-    unit, turn = call.kwargs.get("unitriangular", False), _turned(left)
-    read = (lambda t: t.triu(int(unit))) if upper else (lambda t: t.tril(-int(unit)))
-    A_n = each(lambda t: turn(read(t)), call.known(A))
-    options = {"upper": upper == left, "unitriangular": unit}
-    solve = lambda t: torch.linalg.solve_triangular(turn(A), t, **options)  # noqa: E731
-    return _solution(call, call.out, A_n, solve, turn, turn)
-
-
-def _turned(left: bool) -> Map:
-    """By which X = B A^-1 becomes A^-1 B of the transposes."""
-    return (lambda t: t) if left else (lambda t: t.mT)
-
-
-def _solution(call: Call, out: Tensor, A_n: Parts, solve: Map, columns: Map, back: Map) -> Parts:
-    """The coefficients of a solution, which is that of a system with these columns."""
-    X = columns(out)
-    A_n = call.aligned(A_n, X.dim())
-    B_n = call.aligned(each(columns, call.known(call.args[1])), X.dim())
-    return each(back, _fixed_point(call, X, A_n, solve, B_n))
-
-
-def _cholesky(call: Call, L: Tensor) -> Parts:
-    """n = L Phi(L^-1 (A_n - n n^H) L^-H) with Phi the lower triangle, its diagonal halved.
-
-    As in torch, A_n counts by its Hermitian part.
-    """
-    upper = call.kwargs.get("upper", call.args[1] if len(call.args) > 1 else False)
-    L = L.mH if upper else L
-    A_n = each(lambda p: (p + p.mH) / 2, call.known(call.args[0]))
-
-    def times_adjoint(a: Tensor, b: Tensor, *_: bool) -> Tensor:
-        return a @ b.mH
-
-    def solve(part: Tensor) -> Tensor:
-        inner = torch.linalg.solve_triangular(L, part, upper=False)
-        inner = torch.linalg.solve_triangular(L.mH, inner, upper=True, left=False)
-        return L @ (inner.tril() - torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1) / 2))
-
-    # each pass makes one more coefficient exact, since n n^H starts at twice the order of n
-    n = call.algebra.zeros()
-    for _ in range(call.algebra.order):
-        n = each(solve, sums(A_n, scaled(-1, call.algebra.product(times_adjoint, n, n))))
-    return each(lambda p: p.mH, n) if upper else n
+    return [each(back, _fixed_point(call, X, A_n, solve, B_n)), None, None, None]
 
 
 def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Map, start: Parts) -> Parts:
@@ -230,34 +164,19 @@ def _slogdet(call: Call) -> list[Parts | None]:
     return [None, _log_determinant(call, call.args[0]), None, None]
 
 
-def _determinant(call: Call) -> list[Parts | None]:
-    det = call.out[0]
-    n = call.algebra.compose([1.0] * call.algebra.order, _log_determinant(call, call.args[0]))
-    return [scaled(det, n), None, None]
-
-
-MATRICES: dict[str, Rule] = {
-    "linalg_inv_ex": _inverse,
-    "_linalg_solve_ex": _solved,
-    "linalg_solve_triangular": _triangular,
-    "linalg_cholesky_ex": lambda call: [_cholesky(call, call.out[0]), None],
-    "cholesky": lambda call: _cholesky(call, call.out),
-    "_linalg_slogdet": _slogdet,
-    "_linalg_det": _determinant,
-}
-
-
 PRODUCTS: dict[str, Rule] = {
     "mm": _bilinear(matmul),
     "bmm": _bilinear(matmul),
     "mv": _bilinear(_matvec),
     "dot": _bilinear(lambda a, b, *_: (a * b).sum(-1)),
     "vdot": _bilinear(lambda a, b, *_: (a.conj() * b).sum(-1)),
-    "_trilinear": _trilinear,
     "addmm": _affine(matmul),
     "baddbmm": _affine(matmul),
     "addmv": _affine(_matvec),
     "mul.Tensor": _mul,
     "div": _div,
     "convolution": _convolution,
+    "linalg_inv_ex": _inverse,
+    "_linalg_solve_ex": _solved,
+    "_linalg_slogdet": _slogdet,
 }

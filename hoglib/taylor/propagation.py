@@ -32,7 +32,6 @@ from hoglib.taylor.rules import composite_of, is_composite, is_constant, names_o
 from hoglib.taylor.series import Algebra, Call, Parts, Refused, Rule, align, to_dtype
 
 aten = torch.ops.aten
-_OVERWRITES = {"zero", "fill.Scalar", "normal", "uniform", "random", "bernoulli", "exponential"}
 
 
 # An operation that ran, whose coefficients are not computed yet: its rule, the call, the tensor that it
@@ -202,11 +201,10 @@ class Propagation(TorchDispatchMode):
         writes = [i for i, a in enumerate(func._schema.arguments) if a.is_write]
         if writes != [0] or not isinstance(target, Tensor) or len(func._schema.returns) != 1:
             raise Refused(f"torch.ops.{func}, which writes into its arguments")
-        name, packet = names_of(func)
-        if name in _OVERWRITES or packet in _OVERWRITES:
-            rule: Rule | None = lambda call: None  # noqa: E731
-        elif packet in ("copy", "fill"):
-            rule = lambda call: call.parts(call.args[1])  # noqa: E731
+        packet = names_of(func)[1]
+        if packet in ("copy", "fill", "zero"):
+            # of what is written, which for "zero" is nothing
+            rule: Rule | None = lambda call: call.parts((*call.args, None)[1])  # noqa: E731
         else:
             functional = _out_of_place(func, packet)
             if functional is None:

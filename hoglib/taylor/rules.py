@@ -10,7 +10,7 @@ torch's own operation. A maximum is subtracted where rounding asks for it, as a 
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.torch_internals import decomposition
+from hoglib.ops._norms import layer_norm, torch_batch_norm
+from hoglib.ops._special_points import scan, sinc
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
-from hoglib.taylor.products import MATRICES, PRODUCTS
-from hoglib.taylor.series import Bilinear, Call, Parts, Refused, Rule, each, multiply, scaled, sums
+from hoglib.taylor.products import PRODUCTS
+from hoglib.taylor.series import Bilinear, Call, Parts, Rule, each, multiply, scaled, sums
 from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, chosen
 
 
@@ -89,27 +91,6 @@ def _atan2(call: Call) -> Parts:
     return algebra.compose(POINTWISE["atan"](zero, zero, algebra.order), tangent)
 
 
-def _dropout(call: Call) -> list[Parts | None]:
-    x, p, training = call.args
-    mask = call.out[1]
-    factor = mask / (1 - p) if training and p < 1 else mask
-    return [scaled(factor, call.known(x)), None]
-
-
-RULES: dict[str, Rule] = {
-    **MATRICES,
-    **PRODUCTS,
-    **JOINS,
-    "native_dropout": _dropout,
-    "atan2": _atan2,
-    "view_as_complex": lambda call: each(
-        lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
-    ),
-    "pow": _pow,
-    "linalg_vector_norm": _vector_norm,
-}
-
-
 def _pointwise(name: str) -> Rule:
     tower = POINTWISE[name]
     several = name == "log_sigmoid_forward"
@@ -143,6 +124,22 @@ def _several(function: Callable[..., Any]) -> Rule:
     return rule
 
 
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ZERO, lambda call: None),
+    **{name: _pointwise(name) for name in POINTWISE},
+    **{name: _several(function) for name, function in SEVERAL.items()},
+    **{name: _linear(function) for name, function in LINEAR.items()},
+    **PRODUCTS,
+    **JOINS,
+    "atan2": _atan2,
+    "view_as_complex": lambda call: each(
+        lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
+    ),
+    "pow": _pow,
+    "linalg_vector_norm": _vector_norm,
+}
+
+
 def names_of(func: Any) -> tuple[str, str]:
     """The name of an operation with and without its overload, without the underscore of in-place."""
     packet = func.overloadpacket.__name__
@@ -173,61 +170,39 @@ def is_constant(func: Any) -> bool:
 @cache
 def rule_of(func: Any) -> Rule | None:
     """The rule of an operation of torch; None if it has none."""
-    if func.namespace != "aten":
-        return None
-    for name in names_of(func):
-        if name in RULES:
-            return RULES[name]
-        if name in LINEAR:
-            return _linear(LINEAR[name])
-        if name in SEVERAL:
-            return _several(SEVERAL[name])
-        if name in POINTWISE:
-            return _pointwise(name)
-        if name in ZERO:
-            return lambda call: None
-    return None
+    names = names_of(func) if func.namespace == "aten" else ()
+    return next((RULES[name] for name in names if name in RULES), None)
 
 
 Composite = Callable[..., Any]
 
 
-def _finite(x: Tensor) -> Tensor:
-    return torch.where(x.isfinite(), x, 0)
-
-
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    top = _finite(x.detach().amax(dim, keepdim=True))
+    top = x.detach().amax(dim, keepdim=True)
+    top = torch.where(top.isfinite(), top, 0)
     found = (x - top).exp().sum(dim, keepdim=True).log() + top
     return found if keepdim else found.squeeze(dim)
 
 
-def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalized tensor, the mean, and the inverse of the standard deviation."""
+def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    """The mean, and the inverse of the standard deviation."""
     mean = x.mean(dims, keepdim=True)
-    centred = x - mean
-    inverse = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    return centred * inverse, mean, inverse
+    return mean, ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
 
 
 def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
-    found, mean, inverse = _normalized(x, list(range(-len(shape), 0)), eps)
-    found = found if weight is None else found * weight
-    return (found if bias is None else found + bias), mean, inverse
+    of_rows = _statistics(x, list(range(-len(shape), 0)), eps)
+    return layer_norm(x, shape, weight, bias, eps), *of_rows
 
 
 def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, _: float, eps: float
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any
 ) -> Any:
-    shape = (1, -1, *(1,) * (x.dim() - 2))
-    if training:
-        found, mean, inverse = _normalized(x, [0, *range(2, x.dim())], eps)
-    else:
-        inverse = (var + eps).rsqrt()
-        found = (x - mean.reshape(shape)) * inverse.reshape(shape)
-    found = found if weight is None else found * weight.reshape(shape)
-    found = found if bias is None else found + bias.reshape(shape)
-    return found, *((mean.flatten(), inverse.flatten()) if training else (None, None))
+    running = (None, None) if training else (mean, var)  # which torch's own updates
+    y = torch_batch_norm(x, weight, bias, *running, training, momentum, eps)
+    if not training:
+        return y, None, None
+    return y, *(s.flatten() for s in _statistics(x, [0, *range(2, x.dim())], eps))
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
@@ -236,25 +211,6 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
     count = x.numel() // max(centred.sum(dims).numel(), 1)
     correction = 1 if correction is None else correction
     return centred.square().sum(dims, keepdim=keepdim) / (count - correction)
-
-
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
-    attn_mask: Any = None, scale: Any = None,
-) -> Any:  # fmt: skip
-    if dropout_p:
-        raise Refused("fused attention with dropout")
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-1, -2)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    return torch.softmax(scores, -1) @ v, None
-
-
-def _distances(a: Tensor, b: Tensor, p: float, mode: Any) -> Tensor:
-    return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=[-1])
 
 
 def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
@@ -268,44 +224,13 @@ def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: An
     return x if keepdim else x.squeeze(dim)
 
 
-def _scanned(pair: Callable[[Tensor, Tensor], Tensor]) -> Composite:
-    """The cumulative results of an associative operation, by doubling: a product divides by nothing."""
-
-    def scan(x: Tensor, dim: int, *, dtype: Any = None) -> Tensor:
-        step = 1
-        while x.dim() and step < x.shape[dim]:
-            rest = x.shape[dim] - step
-            both = pair(x.narrow(dim, step, rest), x.narrow(dim, 0, rest))
-            x = torch.cat([x.narrow(dim, 0, step), both], dim)
-            step *= 2
-        return x
-
-    return scan
-
-
 def _modulo(rounding: str) -> Composite:
     return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 
-def _copysign(x: Tensor, y: Any) -> Tensor:
-    return x * torch.where((x < 0) == torch.signbit(torch.as_tensor(y)), 1, -1) * (x != 0)
-
-
-def _magnitude(z: Tensor) -> Tensor:
-    if not z.is_complex():
-        return z * z.sgn()
-    return torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), 2, [-1])
-
-
 def _angle(z: Tensor) -> Tensor:
-    if not z.is_complex():
-        return torch.where(z < 0, math.pi, 0.0).to(z.dtype) + 0 * z
-    real, imaginary = torch.view_as_real(z.resolve_conj()).unbind(-1)
-    return torch.atan2(imaginary, real)
-
-
-def _complex(real: Tensor, imaginary: Tensor) -> Tensor:
-    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imaginary), -1))
+    parts = torch.view_as_real(z.resolve_conj()).unbind(-1) if z.is_complex() else (z, 0 * z)
+    return torch.atan2(parts[1], parts[0])
 
 
 def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
@@ -316,10 +241,8 @@ def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **
         return found.reshape(x.square().sum(dims, keepdim).shape) if keepdim else found
     if ord == 1:
         return x.abs().sum(dims, keepdim)
-    if ord == math.inf:
-        return x.abs().amax(dims, keepdim)
-    if ord == -math.inf:
-        return x.abs().amin(dims, keepdim)
+    if abs(ord) == math.inf:
+        return (torch.amax if ord > 0 else torch.amin)(x.abs(), dims, keepdim)
     if ord == 0:
         return x.abs().ne(0).to(x.dtype).sum(dims, keepdim)
     return x.abs().pow(ord).sum(dims, keepdim).pow(1 / ord)
@@ -328,45 +251,27 @@ def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **
 COMPOSITES: dict[str, Composite] = {
     "logsumexp": _logsumexp,
     "native_layer_norm": _layer_norm,
-    "native_batch_norm": _batch_norm,
-    "_native_batch_norm_legit": _batch_norm,
-    # without the argument training
-    "_native_batch_norm_legit_no_training": lambda x, weight, bias, mean, var, m, eps: _batch_norm(
-        x, weight, bias, mean, var, False, m, eps
-    ),
-    "cudnn_batch_norm": lambda *args: (*_batch_norm(*args), None),
-    "cumprod": _scanned(torch.mul),
-    "logcumsumexp": _scanned(torch.logaddexp),
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm),
+    "cudnn_batch_norm": lambda *given: (*_batch_norm(*given), None),
+    "cumprod": lambda x, dim, *, dtype=None: scan(torch.mul, x, dim),
+    "logcumsumexp": partial(scan, torch.logaddexp),
+    "sinc": sinc,
     "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
     "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
     **dict.fromkeys(("remainder.Tensor", "remainder.Scalar_Tensor"), _modulo("floor")),
     "fmod.Tensor": _modulo("trunc"),
-    "copysign": _copysign,
-    "abs": _magnitude,
+    "abs": lambda z: torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), 2, [-1]),
     "angle": _angle,
-    "complex": _complex,
-    "polar": lambda size, angle: _complex(size * angle.cos(), size * angle.sin()),
+    "complex": lambda a, b: torch.view_as_complex(torch.stack(torch.broadcast_tensors(a, b), -1)),
     "var_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
         _variance(x, dim, correction=correction, keepdim=keepdim),
         x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
     ),
-    "cholesky_solve": lambda B, L, upper=False: torch.linalg.solve_triangular(
-        L if upper else L.mH,
-        torch.linalg.solve_triangular(L.mH if upper else L, B, upper=False),
-        upper=True,
-    ),
     "var": _variance,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "hardswish": lambda x: x * F.hardtanh(x + 3, 0, 6) / 6,
-    "hardsigmoid": lambda x: F.hardtanh(x + 3, 0, 6) / 6,
-    "_cdist_forward": _distances,
-    "_euclidean_dist": lambda a, b: _distances(a, b, 2, None),
     "prod": _prod,
     "lerp": lambda a, b, weight: a + weight * (b - a),
-    "hypot": lambda a, b: torch.linalg.vector_norm(
-        torch.stack(torch.broadcast_tensors(a, b)), dim=[0]
-    ),
     "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
     "linalg_vector_norm": _norm_by,
     # torch's decompositions are constant where x is 0
@@ -377,10 +282,9 @@ COMPOSITES: dict[str, Composite] = {
 
 def composite_of(func: Any) -> Composite | None:
     """The operation by others: hoglib's, else torch's own decomposition; None if there is none."""
-    if func.namespace == "aten":
-        for name in names_of(func):
-            if name in COMPOSITES:
-                return COMPOSITES[name]
+    for name in names_of(func) if func.namespace == "aten" else ():
+        if name in COMPOSITES:
+            return COMPOSITES[name]
     if torch.Tag.nondeterministic_seeded in func.tags:
         return None  # it would draw other numbers
     return decomposition(func)

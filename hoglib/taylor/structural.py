@@ -56,11 +56,10 @@ def shifted(dim: Any, lead: int, x: Tensor) -> Any:
 
 def _reduced(operation: Callable[..., Tensor]) -> Linear:
     def run(
-        part: Tensor, lead: int, x: Tensor, out: Tensor, dim: Any = None, keepdim: bool = False,
-        **_: Any,
-    ) -> Tensor:  # fmt: skip
+        part: Tensor, lead: int, x: Tensor, out: Any, dim: Any = None, keep: bool = False, **_: Any
+    ) -> Tensor:
         dims = list(range(x.dim())) if dim is None or dim == [] else dim
-        return part if x.dim() == 0 else operation(part, shifted(dims, lead, x), keepdim)
+        return part if x.dim() == 0 else operation(part, shifted(dims, lead, x), keep)
 
     return run
 
@@ -98,21 +97,13 @@ def _batched(operation: Any, rank: int) -> Linear:
     return run
 
 
-def _selected(part: Tensor, lead: int, x: Tensor, out: Tensor, mask: Tensor) -> Tensor:
-    part = align(part, lead, mask.dim())
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
-    part, mask = part.expand(part.shape[:lead] + shape), mask.expand(shape)
-    return part[:, mask] if lead else part[mask]
-
-
 def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
     return to_dtype(part, out.dtype).to(out.device)
 
 
 def _strided(
-    part: Tensor, lead: int, x: Tensor, out: Tensor, size: Sequence[int], stride: Sequence[int],
-    offset: int | None = None,
-) -> Tensor:  # fmt: skip
+    part: Tensor, lead: int, x: Tensor, out: Any, size: Any, stride: Any, offset: Any = None
+) -> Tensor:
     start = 0 if offset is None else offset - x.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if not x.is_contiguous() or start < 0 or last >= x.numel():
@@ -140,19 +131,11 @@ _BATCHED = {
 }  # fmt: skip
 # By the name of torch's operation with its overload, or of all its overloads.
 LINEAR: dict[str, Linear] = {
-    **dict.fromkeys(
-        ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten"),
-        _reshaped,
-    ),
-    **dict.fromkeys(
-        (
-            "clone", "contiguous", "alias", "lift_fresh", "positive", "view_as", "resolve_conj",
-            "resolve_neg", "add.Scalar", "sub.Scalar", "remainder.Scalar", "fmod.Scalar",
-        ),
-        _same,
-    ),
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshaped),
+    **dict.fromkeys(("clone", "alias", "lift_fresh", "add.Scalar", "sub.Scalar"), _same),
+    **dict.fromkeys(("remainder.Scalar", "fmod.Scalar"), _same),
     **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
-    "_neg_view": lambda part, *_: -part,
+    **dict.fromkeys(("neg", "_neg_view"), lambda part, *_: -part),
     "view_as_real": lambda part, *_: torch.view_as_real(part.resolve_conj()),
     **{name: by_dim(getattr(aten, name)) for name in ("_fft_r2c", "_fft_c2r", "_fft_c2c")},
     **dict.fromkeys(("as_strided", "as_strided_copy"), _strided),
@@ -161,19 +144,14 @@ LINEAR: dict[str, Linear] = {
     **dict.fromkeys(("permute", "permute_copy"), _permuted),
     "transpose": _transposed,
     "t": lambda part, lead, x, out: part.transpose(-1, -2) if x.dim() == 2 else part,
-    "numpy_T": lambda part, lead, x, out: part.permute(
-        *range(lead), *range(part.dim() - 1, lead - 1, -1)
-    ),
     "select": by_dim(torch.select),
     "slice": by_dim(aten.slice.Tensor),
-    "narrow": by_dim(torch.narrow),
     "index_select": by_dim(torch.index_select),
     "diagonal": lambda part, lead, x, out, offset=0, dim1=0, dim2=1: part.diagonal(
         offset, shifted(dim1, lead, x), shifted(dim2, lead, x)
     ),
     "index.Tensor": _indexed,
     "gather": _gathered,
-    "masked_select": _selected,
     "flip": by_dim(torch.flip),
     "roll": _rolled,
     "repeat": lambda part, lead, x, out, n=(): align(part, lead, len(n)).repeat([*(1,) * lead, *n]),
@@ -187,7 +165,6 @@ LINEAR: dict[str, Linear] = {
     "trace": lambda part, lead, x, out: part.diagonal(dim1=-2, dim2=-1).sum(-1),
     "sum": _reduced(torch.sum),
     "mean": _reduced(torch.mean),
-    "neg": lambda part, lead, x, out: -part,
     "mul.Scalar": lambda part, lead, x, out, factor: part * factor,
     "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
     "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),

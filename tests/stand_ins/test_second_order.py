@@ -67,6 +67,15 @@ def failing():
     raise ZeroDivisionError
 
 
+@hog.second_order()
+def test_a_result_that_is_written_into_a_tensor_is_torchs_own():
+    index, src = torch.tensor([[0, 1, 1]]), torch.tensor([[2.0, 3, 4]])
+    for out in (torch.empty(1, 2), None):
+        found = torch.scatter_reduce(torch.ones(1, 2), 1, index, src, "prod", out=out)
+        assert found.tolist() == [[2, 12]]
+        assert out is None or found is out
+
+
 def test_entering_it_twice_is_entering_it_once_and_it_is_left_after_an_error():
     with pytest.raises(ZeroDivisionError):
         failing()
