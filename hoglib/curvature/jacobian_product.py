@@ -40,6 +40,9 @@ def _like_jvp(value: Any, *given: Any) -> Any:
     return value, pytree.map(torch.clone, value)
 
 
+@within_compile(
+    _like_jvp, lambda primals, tangents: primals if type(primals) is tuple else (primals,)
+)
 def jvp(
     func: Callable[..., Tree],
     primals: Tree,
@@ -103,10 +106,6 @@ def jvp(
         >>> dudt.shape, dudt.requires_grad
         (torch.Size([5, 2]), True)
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(
-            _like_jvp, lambda primals, tangents: primals if type(primals) is tuple else (primals,)
-        )(jvp, func, primals, tangents, mode=mode, **options)
     validation.function("func", func)
     validation.choice("mode", mode, ("auto", FORWARD, REVERSE))
     policy = Policy.of(CALLER, options)

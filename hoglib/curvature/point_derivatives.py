@@ -78,6 +78,7 @@ def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any
     return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
+@within_compile(_like_laplacian)
 def laplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -154,12 +155,6 @@ def laplacian(
         >>> mixed.round(decimals=4)  # 2 d_1 d_2 f
         tensor([2., 2.])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_laplacian)(
-            laplacian, func, x, *args, coefficients=coefficients, num_projections=num_projections,
-            generator=generator, return_gradient=return_gradient, mode=mode,
-            create_graph=create_graph, **options,
-        )  # fmt: skip
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
     validation.boolean("return_gradient", return_gradient)
@@ -303,6 +298,7 @@ class _OtherLayout(Exception):
     one output."""
 
 
+@within_compile(_like_laplacian)
 def bilaplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -353,11 +349,6 @@ def bilaplacian(
         >>> B  # 2 * 24 + 8
         tensor([56., 56.])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_laplacian)(
-            bilaplacian, func, x, *args, num_projections=num_projections, generator=generator,
-            mode=mode, create_graph=create_graph, **options,
-        )  # fmt: skip
     given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
 
@@ -512,6 +503,7 @@ def _draw_directions(x: Tensor, number: Any, generator: Any, *, signs: bool) -> 
     return (2 * torch.randint(0, 2, shape, generator=own, device=device) - 1).to(x)
 
 
+@within_compile(_like_directional, lambda x, v, order, *args: (x, *args))
 def directional(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -555,10 +547,6 @@ def directional(
         >>> hog.directional(lambda x: (x**4).sum(), x, v, 3)[1]  # 24 x_1
         tensor(24.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_directional, lambda x, v, order, *args: (x, *args))(
-            directional, func, x, v, order, *args, mode=mode, create_graph=create_graph, **options
-        )
     given = TaylorOptions.of("directional", func, TaylorMode, mode, create_graph, options)
     validation.real("x", x)
     validation.tensor("v", v)
@@ -590,6 +578,7 @@ def directional(
     return given.evaluate(func, body, (order, several), x, v, args)
 
 
+@within_compile(_like_laplacian)
 def partial_derivative(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -630,11 +619,6 @@ def partial_derivative(
         >>> hog.partial_derivative(lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, x, index=(0, 0, 1))[1]
         tensor([24.])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_laplacian)(
-            partial_derivative, func, x, *args, index=index, mode=mode, create_graph=create_graph,
-            **options,
-        )  # fmt: skip
     given = TaylorOptions.of("partial_derivative", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
     if not isinstance(index, tuple | list) or not index:

@@ -37,6 +37,7 @@ def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
     return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
 
+@within_compile(_like_jet, lambda xs, series: (xs,) if isinstance(xs, Tensor) else xs)
 def jet(
     func: Callable[..., Any],
     primals: Any,
@@ -91,10 +92,6 @@ def jet(
         >>> d1, d2, d3  # cos 0, -sin 0, -cos 0
         (tensor(1.), tensor(-0.), tensor(-1.))
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(
-            _like_jet, lambda xs, series: (xs,) if isinstance(xs, Tensor) else xs
-        )(jet, func, primals, series, mode=mode, create_graph=create_graph, **options)
     given = TaylorOptions.of("jet", func, TaylorMode, mode, create_graph, options)
     single = isinstance(primals, Tensor)
     xs, lists = _check_series((primals,) if single else primals, (series,) if single else series)
