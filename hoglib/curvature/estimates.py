@@ -14,7 +14,7 @@ from hoglib import plotting
 from hoglib._core import validation
 from hoglib._core.device_reads import DeviceRead
 from hoglib._core.factorizations import symmetric_eigen
-from hoglib.curvature.eigenvalues import ROUNDING
+from hoglib.curvature.eigenvalues import ROUNDING, Apply
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
 from hoglib.errors import ArgumentValueError
 
@@ -263,9 +263,7 @@ def spectral_density(
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 
 
-def tridiagonal(
-    apply: Callable[[Tensor], Tensor], start: Tensor, steps: int, space: Space
-) -> tuple[Tensor, Tensor]:
+def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[Tensor, Tensor]:
     """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
 
     Where v and its products span a smaller space, the rest of T is zero, and functions of T at v do not

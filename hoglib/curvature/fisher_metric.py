@@ -350,8 +350,7 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "kind='empirical': expected likelihood=None, got one; it takes the gradients of the "
             "criterion at the actual targets. Use kind='mc' or 'exact' for a likelihood."
         )
-    # batchmean is the sum over examples by their number, which is what "mean" means here
-    likelihoods.check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
+    likelihoods.check_reduction(loss, options.reduction)
     row = likelihoods.row_of(loss)
     one = row is not None and row.family.classes and own[0].dim() == 1  # logits [C] of one example
     sizes = {leaf.shape[:1] for leaf in own}

@@ -169,14 +169,12 @@ class CompositeLoss:
 
     def outputs(self, leaves: Vector) -> Vector:
         """The floating-point tensors among the outputs; the others are constants."""
-        # differences run the model several times, which may change the batch in place
-        batch = (
-            pytree.map_tensors(torch.clone, self.batch) if self.mode == DIFFERENCES else self.batch
-        )
+        batch = self.batch
+        if self.mode == DIFFERENCES:  # which run the model several times: it may change it in place
+            batch = pytree.map_tensors(torch.clone, batch)
         self._last = self.loss.outputs(self.problem.params(leaves), batch)
-        found = [leaf for leaf in pytree.leaves(self._last) if pytree.is_float(leaf)]
-        what = "loss.outputs(params, batch)"
-        return [validation.real(what, y) if y.is_complex() else y for y in found]
+        found = filter(pytree.is_float, pytree.leaves(self._last))
+        return [validation.real("loss.outputs(params, batch)", y) for y in found]
 
     def detached_outputs(self, leaves: Vector) -> Vector:
         """The same without a graph."""

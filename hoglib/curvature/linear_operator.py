@@ -19,7 +19,7 @@ from hoglib._core.device_reads import read_late
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.capture.within import uncompiled
 from hoglib.curvature import eigenvalues, estimates, linear_systems
-from hoglib.curvature.reproducibility import BOUNDS
+from hoglib.curvature.reproducibility import BOUNDS, asymmetry, exceeds
 from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of, random_normals
 
 Tree = Any
@@ -902,12 +902,11 @@ class GivenOperator(LinearOperator):
 
     def _check(self) -> None:
         """v^T A w = w^T A v."""
-        random, of_any = BOUNDS[self.space.precision]
-        v, w = rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
-        Av, Aw = self._given(rows[:1])[0], self._given(rows)[-1]
-        gap = abs(float((v * Aw).sum(dtype=torch.float64) - (w * Av).sum(dtype=torch.float64)))
-        size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        if gap > size * max(random / self.space.size**0.5, of_any):
+        rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
+        products = self._given(rows[:1])[0], self._given(rows)[-1]
+        (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)  # squares may overflow
+        gap, size = asymmetry(self.space, v, Av, w, Aw)
+        if exceeds(self.space, gap, size, BOUNDS[self.space.precision]):
             raise errors.ArgumentValueError(
                 "matvec: expected the products of a symmetric matrix, and matmat those of each column, "
                 f"got v.Aw and w.Av that differ by {gap / size:.1g} of their size for random v and w. "

@@ -1,6 +1,5 @@
 """Linear systems with symmetric positive definite operators, by conjugate gradients."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.device_reads import DeviceRead
+from hoglib._core.source_location import warn
 from hoglib.curvature.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
@@ -74,11 +74,10 @@ def cg(
     converged = residual <= target
     if not return_info:
         if not stagnation_tol and not all_converged:
-            warnings.warn(
+            warn(
                 f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
                 f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
-                "max_iter or tol, or take the residual from return_info=True.",
-                stacklevel=3,
+                "max_iter or tol, or take the residual from return_info=True."
             )
         return rebuild(x)
     if not operator.space.is_block(b):

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from hoglib import plotting
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.finite_differences import to_double
+from hoglib._core.logger import LOGGER
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
-from hoglib.curvature.data import Piece, Processes
+from hoglib.curvature.data import Processes
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -62,10 +64,9 @@ class DatasetOperator(LinearOperator):
         seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
             policy, loss, self.space, data, of_data, sharing, self._bar, seed=seed or 0,
-            fixed_batches=kind.random, counting=counting or "criterion",
+            fixed_batches=kind.random, counting=counting or "criterion", in_double=self._in_double,
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
-        self._sum.in_double = self._in_double
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -89,7 +90,7 @@ class DatasetOperator(LinearOperator):
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
             return self._checked(rows, total)
-        every = self._sum.one_pass(total, rows, by_kept=True)
+        every = self._sum.one_pass(total, rows)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
@@ -139,15 +140,26 @@ class DatasetOperator(LinearOperator):
             value = self._sum.record_first_pass(batch, value)
         return value
 
-    def _in_double(self, rows: Tensor, piece: Piece) -> Tensor:
-        """The products of rows at one batch in float64, each at a graph of its own."""
+    def _in_double(self, rows: Tensor) -> Tensor | None:
+        """The products of float32 rows at the first batch in float64, each at a graph of its own; None
+        if there are none."""
+        alone = self._sum.alone and not self.space.placement.is_sharded
+        if rows.dtype != torch.float32 or not alone:
+            return None
         products = []
-        for row in rows:
-            with self._sum.ring(around_graph=True) as blocks:
-                problem = self._sum.problem(piece.batch).entered(blocks).in_double()
-                point = self._kind.for_batch(piece.number).linearize(problem, True)
-                _, product = point.apply(to_double(self.space.split(row)), False)
-            products.append(torch.cat([x.detach().reshape(-1) for x in product]))
+        try:
+            with preserve_random_state():
+                piece = self._sum.first_piece()
+            kind = self._kind.for_batch(piece.number)
+            for row in rows:
+                with self._sum.ring(around_graph=True) as blocks:
+                    problem = self._sum.problem(piece.batch).entered(blocks).in_double()
+                    vector = to_double(self.space.split(row))
+                    _, product = kind.linearize(problem, True).apply(vector, False)
+                products.append(torch.cat([x.detach().reshape(-1) for x in product]))
+        except Exception as error:  # of code that is bound to another dtype
+            LOGGER.debug("%s: no products in float64: %s", type(self).__name__, error)
+            return None
         return torch.stack(products)
 
     def _fits(self, point: LinearMap) -> bool:
@@ -419,13 +431,11 @@ class Spectrum(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers and lists only, for JSON."""
-        of = self.density
-        return {
-            "size": self.size, "products": self.products, "trace": self.trace,
-            "negative": self.negative, "below": self.below, "smallest": self.smallest.tolist(),
-            "largest": self.largest.tolist(), "grid": of.grid.tolist(),
-            "density": of.density.tolist(), "error": of.error.tolist(), "width": of.width,
-        }  # fmt: skip
+        curve = {
+            name: getattr(self.density, name) for name in ("grid", "density", "error", "width")
+        }
+        found: dict[str, Any] = pytree.map_tensors(Tensor.tolist, {**self._asdict(), **curve})
+        return found
 
 
 def hessian_spectrum(
