@@ -189,7 +189,8 @@ class DatasetSum:
         self._by_rows = self._counts = own and not self._batches.single
         # whether nobody was told yet of layers by which examples of one batch depend on each other
         self._names_norms = not self._batches.single and options.micro_batch is None
-        self.alone = processes.alone  # no other process takes part
+        self.alone = processes.alone  # no other process takes part in the sum
+        self.whole = self.alone and not sharded  # nor holds a part of the vectors
         # the data is one batch that is not split, of this process alone
         self.single_batch = self._batches.single and not sharded
         # the weight of the only batch cancels
@@ -339,7 +340,7 @@ class DatasetSum:
                 shares.append(share)
             if self._splits_checked:
                 continue
-            if local.shared:
+            if self._batches.shared:
                 whole, shared = float(self.loss_of(local.batch)), True
             elif len(local.pieces) > 1 and shares[first:]:
                 totals = _sum_totals(shares[first:], self._determinism.losses[first:])
@@ -431,8 +432,8 @@ class DatasetSum:
         """Inside, the values of parameters and data are compared at the first product, and at the end;
         in between only what takes no time for each number. So for one batch, and for all data where a
         device would be waited for."""
-        whole = self.alone and not self._placement.is_sharded
-        if self._algorithm or not (self._at_once or (whole and self._space.device.type != "cpu")):
+        waits = self._space.device.type != "cpu"
+        if self._algorithm or not (self._at_once or (self.whole and waits)):
             yield
             return
         self._algorithm = algorithm

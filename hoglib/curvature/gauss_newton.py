@@ -182,7 +182,7 @@ class CompositeLoss:
 
         def run() -> Tensor:
             found[:] = self.outputs(leaves)
-            _check_depends(found)
+            check_depends(found)
             return found[0]
 
         without_graph(run)
@@ -228,7 +228,7 @@ class CompositeLoss:
         twice: whether they are differentiated twice.
         """
         ys = depending(every)
-        _check_depends(ys)
+        check_depends(ys)
         graph = graph_summary(ys)
         if twice:
             check_custom_functions(graph, self.policy.caller)
@@ -338,7 +338,7 @@ def transposed_product(every: Vector, own: Vector, u: Vector, policy: Policy, ke
     return materialize_grads(parts, own)
 
 
-def _check_depends(ys: Vector) -> None:
+def check_depends(ys: Vector) -> None:
     if not ys:
         raise errors.NoSecondDerivative(
             "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "

@@ -234,7 +234,7 @@ def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
 
 
 def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, Tensor]:
-    """Forward-over-reverse: a run of func for each probe, without vmap, which not every func supports.
+    """Forward-over-reverse: a run of func for each vector v, without vmap, which not all func support.
 
     All runs draw the same random numbers, and the generators advance as by one run.
     """
@@ -261,18 +261,9 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
         draws = nullcontext() if last else fixed_random_numbers([x])
         one_thread = torch_forward_mode.one_thread_in_forward_mode(CALLER)
         with draws, translate_errors(CALLER), one_thread:
-            output: Any = torch.func.jvp(derivatives, (x,), (_tangent(x, probe, points),))
+            output: Any = torch.func.jvp(derivatives, (x,), (probe,))
         total = total + _weighted(torch.stack(output[1], 1), weight)
     return value, total.reshape(value.shape)
-
-
-def _tangent(x: Tensor, probe: Probe, points: int) -> Tensor:
-    """The direction of a probe at all points."""
-    if isinstance(probe, Tensor):
-        return probe
-    one = torch.zeros(x.numel() // points, dtype=x.dtype, device=x.device)
-    one[probe] = 1
-    return one.expand(points, -1).reshape(x.shape)
 
 
 def _sizes(x: Tensor, value: Tensor, directions: Layout) -> tuple[int, int, Sequence[Weighted]]:

@@ -480,7 +480,7 @@ class LinearOperator(RectangularOperator):
             tensor([0.5000, 0.5000])
         """
         operator = self.damped(damping) if damping else self
-        with self._algorithm("solve"):
+        with self._algorithm("solve", options=(tol, atol, max_iter, stagnation_tol)):
             return linear_systems.cg(
                 operator, b, tol, atol, max_iter, preconditioner, x0, stagnation_tol, return_info
             )
@@ -494,7 +494,6 @@ class LinearOperator(RectangularOperator):
         max_iter: int | None = None,
         block: int = 1,
         generator: Generator | None = None,
-        basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
     ) -> eigenvalues.Eigenpairs:
         r"""k eigenvalues and eigenvectors, by thick-restart Lanczos.
@@ -509,14 +508,11 @@ class LinearOperator(RectangularOperator):
             which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both
                 ends, "SM" the smallest in magnitude, which takes many products.
             tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in
-                float64, 1e-5 in float32.
+                float64, 1e-5 in float32, in which the basis of half precision is, too.
             max_iter: How often the basis is filled, at most. Default: 10 P.
             block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
                 found as often, where a single vector may miss some.
             generator: Of the starting vectors; None is the same ones every time.
-            basis_dtype: torch.float32 or torch.float64. float32 halves the basis of an operator in
-                float64; residuals are then up to 1e-6 |A|, and tol is 1e-5 by default. Default:
-                that of the operator, at least float32.
             basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the
                 memory of a GPU, which then holds the vectors of one product. Default: the
                 operator's device.
@@ -524,7 +520,7 @@ class LinearOperator(RectangularOperator):
             `Eigenpairs`, which unpack as (values, vectors): values ascending. Their ``residuals`` are
             |A v - value v|, and ``plot(ax)`` draws both.
         Raises:
-            ArgumentTypeError, ArgumentValueError: for another dtype or device of the basis.
+            ArgumentTypeError: for what is no device.
             ConvergenceError: where it did not converge, with the eigenvalues that were found.
         References:
             Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
@@ -535,10 +531,9 @@ class LinearOperator(RectangularOperator):
             >>> values
             tensor([2., 4.])
         """
-        with self._algorithm("eigsh"):
-            return eigenvalues.eigsh(
-                self, k, which, tol, max_iter, block, generator, basis_dtype, basis_device
-            )
+        with self._algorithm("eigsh", options=(k, which, tol, max_iter, block)):
+            given = k, which, tol, max_iter, block, generator, basis_device
+            return eigenvalues.eigsh(self, *given)
 
     def spectral_density(
         self,
@@ -1038,12 +1033,7 @@ class LowRankOperator(LinearOperator):
             NotPositiveDefiniteError: for an eigenvalue that is not positive with this damping.
         """
         number = validation.number("damping", damping, minimum=0)
-        lowest = min(float(self.values.min()), self.rest) + number
-        if lowest <= 0:
-            raise errors.NotPositiveDefiniteError(
-                "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
-                f"{lowest:.3g} with the damping {number:g}; use damping > 0."
-            )
+        check_invertible(min(float(self.values.min()), self.rest) + number, number)
         values, rest = 1 / (self.values + number), 1 / (self.rest + number)
         return LowRankOperator(self.space, self._rows, values, rest)
 
@@ -1085,6 +1075,15 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
     return U, (sizes.square() - shift).clamp(min=0)
+
+
+def check_invertible(lowest: float, damping: float, rounding: float = 0.0) -> None:
+    """Raise where the smallest eigenvalue of a damped matrix is not positive."""
+    if lowest <= rounding:
+        raise errors.NotPositiveDefiniteError(
+            "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
+            f"{lowest:.3g} with the damping {damping:g}; use damping > 0."
+        )
 
 
 def as_number(value: Any, what: str = "factor") -> float:

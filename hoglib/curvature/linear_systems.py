@@ -44,7 +44,6 @@ def cg(
     the true residual, which is computed from x where the recurrence says that it is small enough; where
     the two differ, the iteration starts again from the true one.
     """
-    operator.space.check_same_call("cg", tol, atol, max_iter, stagnation_tol)
     rows, rebuild = operator.space.rows(b, "b")
     default = RTOL.get(operator.space.precision, 1e-2)
     tol = default if tol is None else validation.number("tol", tol, minimum=0)

@@ -106,8 +106,7 @@ class DatasetOperator(LinearOperator):
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
-        alone = self._sum.alone and not self.space.placement.is_sharded
-        self._refuse_not_finite(rows, total, self.space, "the loss is", alone)
+        self._refuse_not_finite(rows, total, self.space, "the loss is", self._sum.whole)
         self._sum.symmetry.record(rows, total)
         return total
 
@@ -143,8 +142,7 @@ class DatasetOperator(LinearOperator):
     def _in_double(self, rows: Tensor) -> Tensor | None:
         """The products of float32 rows at the first batch in float64, each at a graph of its own; None
         if there are none."""
-        alone = self._sum.alone and not self.space.placement.is_sharded
-        if rows.dtype != torch.float32 or not alone:
+        if rows.dtype != torch.float32 or not self._sum.whole:
             return None
         products = []
         try:

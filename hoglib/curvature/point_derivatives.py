@@ -54,12 +54,13 @@ class Directions(NamedTuple):
     weights: Tensor | float
     unit: bool
 
-    def probes(self) -> list[Weighted]:
-        """As the nested routes take them."""
+    def probes(self, by_index: bool = True) -> list[Weighted]:
+        """As the nested routes take them: indices of elements, where that is enough, or vectors."""
         weights = self.weights
         if not isinstance(weights, Tensor):
             weights = [weights] * len(self.vectors)  # type: ignore[assignment]
-        vectors = range(len(self.vectors)) if self.unit else self.vectors.unbind()
+        indices = by_index and self.unit
+        vectors = range(len(self.vectors)) if indices else self.vectors.unbind()
         return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
 
 
@@ -214,10 +215,12 @@ def _of_few_directions(
 def _nested(
     options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor]:
-    def probes(batched: bool) -> list[Weighted]:
-        return chosen(batched).probes()
+    inside = torch_internals.transforms_active()
 
-    if torch_internals.transforms_active():
+    def probes(batched: bool) -> list[Weighted]:
+        return chosen(batched).probes(by_index=not inside)
+
+    if inside:
         return by_forward(values, x, probes)
     return by_reverse(values, x, probes, options.keep, options.always)
 
@@ -427,12 +430,12 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
             return Directions(units(x, batched), 1.0, True)
         return Directions(signs, 1 / len(signs), False)
     a = _check_coefficients(coefficients, x, batched)
-    D = (x.shape[1:] if batched else x.shape).numel()
     e = units(x, batched)
+    D, diagonal = len(e), a.dim() <= 1 + batched
     if signs is None and a.dim() == 1:
         return Directions(e, a, True)
-    if signs is None and _is_nonnegative(a, D, batched):
-        if _is_diagonal(a, batched):  # sqrt(a_i) e_i
+    if signs is None and _is_nonnegative(a, diagonal):
+        if diagonal:  # sqrt(a_i) e_i
             return Directions(e * a.sqrt().reshape(x.shape), 1.0, False)
         sizes, q = symmetric_eigen(a)
         v = (q * sizes.clamp(min=0).sqrt().unsqueeze(-2)).movedim(-1, 0)
@@ -440,10 +443,7 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
     # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s balances the two
     u = e if signs is None else signs
     flat = u.reshape(len(u), -1, D)
-    if _is_diagonal(a, batched):
-        z = flat * a
-    else:
-        z = torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
+    z = flat * a if diagonal else torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
     s = a.detach().abs().mean().sqrt()
     s = torch.where(s > 0, s, torch.ones_like(s))
     u, z = u * s, (z / s).reshape(u.shape)
@@ -454,18 +454,14 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
     return Directions(torch.cat([u + z, u - z]), weights, False)
 
 
-def _is_diagonal(a: Tensor, batched: bool) -> bool:
-    return a.dim() == (2 if batched else 1) or a.dim() == 1
-
-
-def _is_nonnegative(a: Tensor, D: int, batched: bool) -> bool:
+def _is_nonnegative(a: Tensor, diagonal: bool) -> bool:
     """Whether the matrices have real roots that need no derivative; False where values are unknown."""
     if a.requires_grad or torch_internals.tracing() or torch_internals.transforms_active():
         return False
-    if _is_diagonal(a, batched):
+    if diagonal:
         return bool((a >= 0).all())
     sizes = symmetric_eigen(a)[0]
-    floor = -torch.finfo(a.dtype).eps * D * sizes.abs().amax() if sizes.numel() else 0
+    floor = -torch.finfo(a.dtype).eps * a.shape[-1] * sizes.abs().amax() if sizes.numel() else 0
     return bool((sizes >= floor).all())
 
 
