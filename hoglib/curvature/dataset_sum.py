@@ -30,7 +30,6 @@ from hoglib.curvature.data import (
     BatchSize,
     LocalBatch,
     PassTotals,
-    Piece,
     Processes,
     as_dict,
     checksum_of_rows,
@@ -170,7 +169,6 @@ class DatasetSum:
         self, policy: Policy, loss: Any, space: Space, data: Any, options: CheckedDataOptions,
         processes: Processes, bar: ProgressBar, *, fixed_batches: bool, seed: int = 0,
         counting: likelihoods.Counting = "criterion",
-        in_double: Callable[[Tensor], Tensor | None] | None = None,
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
         self._policy, self._name = policy, policy.caller
@@ -197,7 +195,7 @@ class DatasetSum:
         self._at_once = self.single_batch and self.alone
         checks = options.check_deterministic
         self._determinism = Determinism(loss, checks, fixed_batches)
-        self.symmetry = Symmetry(self._name, checks, space, self._half, in_double, loss)
+        self.symmetry = Symmetry(self._name, checks, space, self._half, loss)
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -256,10 +254,6 @@ class DatasetSum:
         with HalfWatch() as watch:
             self.gradient()
         return watch.dtype
-
-    def first_piece(self) -> Piece:
-        """The first batch, or a part of it."""
-        return next(iter(self._batches)).pieces[0]
 
     def weight(self, totals: PassTotals) -> float:
         """What a sum over the data is divided by."""

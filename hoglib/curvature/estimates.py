@@ -65,7 +65,6 @@ def samples_of(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of signs and their products, some at a time."""
     validation.at_least("num_samples", num_samples, 1)
-    validation.generator(generator)
     size = operator.shape[0]
     at_once = max(1, AT_ONCE // (size * operator.dtype.itemsize))
     for start in range(0, num_samples, at_once):
@@ -145,7 +144,6 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
     """
     operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2
-    validation.generator(generator)
     if 2 * count >= operator.shape[0]:
         return exactly(operator.to_dense().diagonal().clone())
     wide = torch.promote_types(operator.dtype, torch.float32)
@@ -242,7 +240,6 @@ def spectral_density(
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
     steps = min(validation.at_least("steps", steps, 1), size)
-    validation.generator(generator)
     if width is not None and not validation.number("width", width) > 0:
         raise ArgumentValueError(
             f"width: expected a number greater than 0, got {width}; 1% of the range is usual."

@@ -42,12 +42,7 @@ from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import SUMS, agree, found_once, largest
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import row_count
-from hoglib.curvature.gauss_newton import (
-    CompositeLoss,
-    CriterionHessian,
-    MetricProduct,
-    OutputMetric,
-)
+from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, MetricMap, OutputMetric
 from hoglib.curvature.likelihood import (
     Counting,
     Likelihood,
@@ -106,7 +101,7 @@ class FisherMetric(OutputMetric):
             return "examples"
         return "criterion" if self.likelihood is None else "terms"
 
-    def at(self, composite: CompositeLoss, outputs: Vector) -> MetricProduct:
+    def at(self, composite: CompositeLoss, outputs: Vector) -> MetricMap:
         validation.refuse_transforms(composite.policy.caller, LOOP)
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:

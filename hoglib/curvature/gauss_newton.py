@@ -45,7 +45,7 @@ APART = (
     "model, batch: model(...).logits)`, or for a language model `hoglib.language_model_loss(model)`."
 )
 GaussNewtonMode = Literal["auto", "forward", "reverse", "finite-differences"]
-MetricProduct = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
+MetricMap = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
 
 
 class OutputMetric(ABC):
@@ -64,7 +64,7 @@ class OutputMetric(ABC):
         return "criterion"
 
     @abstractmethod
-    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricProduct:
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
         """M at these outputs."""
 
     def for_batch(self, number: int) -> "OutputMetric":
@@ -85,7 +85,7 @@ def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
 class CriterionHessian(OutputMetric):
     """M = d^2 criterion / d outputs^2."""
 
-    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricProduct:
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
         policy, inside = composite.policy, torch_internals.transforms_active()
         closed_form = getattr(composite.loss, "gauss_newton", None)
         if closed_form is not None:  # the loss has the product in closed form

@@ -12,11 +12,8 @@ from torch import Tensor
 from hoglib import plotting
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.finite_differences import to_double
-from hoglib._core.logger import LOGGER
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
-from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.data import Processes
@@ -29,13 +26,7 @@ from hoglib.curvature.dataset_sum import (
 from hoglib.curvature.estimates import SpectralDensity
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
-from hoglib.curvature.linear_map import (
-    CurvatureKind,
-    HessianKind,
-    HessianMode,
-    LinearMap,
-    check_policy,
-)
+from hoglib.curvature.linear_map import CurvatureKind, HessianKind, HessianMode, LinearMap
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError, ConvergenceError, UnsupportedError
@@ -53,7 +44,7 @@ class DatasetOperator(LinearOperator):
     ) -> None:
         name = type(self).__name__
         policy, of_data = split_options(name, options)
-        check_policy(policy, kind)
+        kind.check_policy(policy)
         sharing = self._processes = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
@@ -64,7 +55,7 @@ class DatasetOperator(LinearOperator):
         seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
             policy, loss, self.space, data, of_data, sharing, self._bar, seed=seed or 0,
-            fixed_batches=kind.random, counting=counting or "criterion", in_double=self._in_double,
+            fixed_batches=kind.random, counting=counting or "criterion",
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
 
@@ -138,27 +129,6 @@ class DatasetOperator(LinearOperator):
             self._sum.kept = _KeptProduct(point, share, patch_state)
             value = self._sum.record_first_pass(batch, value)
         return value
-
-    def _in_double(self, rows: Tensor) -> Tensor | None:
-        """The products of float32 rows at the first batch in float64, each at a graph of its own; None
-        if there are none."""
-        if rows.dtype != torch.float32 or not self._sum.whole:
-            return None
-        products = []
-        try:
-            with preserve_random_state():
-                piece = self._sum.first_piece()
-            kind = self._kind.for_batch(piece.number)
-            for row in rows:
-                with self._sum.ring(around_graph=True) as blocks:
-                    problem = self._sum.problem(piece.batch).entered(blocks).in_double()
-                    vector = to_double(self.space.split(row))
-                    _, product = kind.linearize(problem, True).apply(vector, False)
-                products.append(torch.cat([x.detach().reshape(-1) for x in product]))
-        except Exception as error:  # of code that is bound to another dtype
-            LOGGER.debug("%s: no products in float64: %s", type(self).__name__, error)
-            return None
-        return torch.stack(products)
 
     def _fits(self, point: LinearMap) -> bool:
         """Whether there is something to keep between products, and memory for it."""

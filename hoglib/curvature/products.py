@@ -21,7 +21,6 @@ from hoglib.curvature.linear_map import (
     HessianMode,
     LinearMap,
     apply_block,
-    check_policy,
 )
 from hoglib.curvature.vector_space import Blocks, Tree, groups_of
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -91,7 +90,7 @@ def hvp(
     """
     kind = HessianKind(mode)
     names = tuple(pytree.paths(params)) if strict else None
-    policy = check_policy(Policy.of("hvp", options, create_graph, names), kind)
+    policy = kind.check_policy(Policy.of("hvp", options, create_graph, names))
     return _product(kind, func, params, v, args, policy)
 
 
@@ -147,7 +146,7 @@ def ggn_vp(
         tensor([[10.]])
     """
     kind = GaussNewtonKind(mode)
-    policy = check_policy(Policy.of("ggn_vp", options, create_graph), kind)
+    policy = kind.check_policy(Policy.of("ggn_vp", options, create_graph))
     return _product(kind, loss, params, v, (batch,), policy)
 
 
@@ -215,7 +214,7 @@ def fisher_vp(
     """
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
-    policy = check_policy(Policy.of("fisher_vp", options), matrix)
+    policy = matrix.check_policy(Policy.of("fisher_vp", options))
     return _product(matrix, loss, params, v, (batch,), policy)
 
 

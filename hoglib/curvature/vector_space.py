@@ -279,6 +279,7 @@ class Space:
 
 def random_signs(space: Space, count: int, generator: Generator | None) -> Tensor:
     """Rows [count, P] of independent signs, -1 or 1."""
+    validation.generator(generator)
     device = space.device if generator is None else generator.device
 
     def draw(numbers: int) -> Tensor:
