@@ -112,11 +112,9 @@ def _of_single_examples(
 ) -> tuple[Tensor, Tree]:
     """l_n and g_n of batches of one, of a loss that `check_apart` knows."""
     refuse_sharded("per_example_gradients", pytree.leaves(params))
-    if chunk_size is not None:
-        validation.at_least("chunk_size", chunk_size, 1)
     own = as_dict(batch)
     count = number_of_examples(own)
-    size = count if chunk_size is None else chunk_size
+    size = validation.none_or_at_least("chunk_size", chunk_size, 1) or count
     policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
