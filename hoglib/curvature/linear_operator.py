@@ -480,10 +480,9 @@ class LinearOperator(RectangularOperator):
             tensor([0.5000, 0.5000])
         """
         operator = self.damped(damping) if damping else self
-        with self._algorithm("solve", options=(tol, atol, max_iter, stagnation_tol)):
-            return linear_systems.cg(
-                operator, b, tol, atol, max_iter, preconditioner, x0, stagnation_tol, return_info
-            )
+        limits = tol, atol, max_iter, stagnation_tol
+        with self._algorithm("solve", options=limits):
+            return linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
 
     def eigsh(
         self,
@@ -531,9 +530,9 @@ class LinearOperator(RectangularOperator):
             >>> values
             tensor([2., 4.])
         """
-        with self._algorithm("eigsh", options=(k, which, tol, max_iter, block)):
-            given = k, which, tol, max_iter, block, generator, basis_device
-            return eigenvalues.eigsh(self, *given)
+        wanted = k, which, tol, max_iter, block
+        with self._algorithm("eigsh", options=wanted):
+            return eigenvalues.eigsh(self, *wanted, generator, basis_device)
 
     def spectral_density(
         self,

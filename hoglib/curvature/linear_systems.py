@@ -36,7 +36,7 @@ class Solution(NamedTuple):
 
 def cg(
     operator: SymmetricMatrix, b: Any, tol: float | None, atol: float, max_iter: int | None,
-    preconditioner: Any, x0: Any, stagnation_tol: float, return_info: bool,
+    stagnation_tol: float, preconditioner: Any, x0: Any, return_info: bool,
 ) -> Any:  # fmt: skip
     """Solve A x = b to |b - A x| <= max(tol |b|, atol), as `LinearOperator.solve` describes it.
 
