@@ -11,7 +11,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
@@ -248,10 +248,7 @@ def _collapsed(
         return None
     runs, batched = found
     value = runs[-1][0]
-    total: Tensor | None = None
-    for _, (_, part) in runs:
-        total = add(total, part)
-    gradient = None
+    total, gradient = reduce(add, [second for _, (_, second) in runs], None), None
     if with_gradient and unit:
         firsts = [first for _, (first, _) in runs if first is not None]
         point = x.shape[1:] if batched else x.shape
