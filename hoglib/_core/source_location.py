@@ -125,12 +125,12 @@ def caller_line() -> SourceLine | None:
 
 
 def entry_keywords() -> tuple[str, ...]:
-    """The keyword-only arguments of the function of hoglib that the user's code called."""
+    """The keyword-only arguments of the function of hoglib that the user's code called, which a
+    decorator without any may stand around."""
     codes = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
-    own = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
-    # the outermost that has some: decorators have none
-    found = [c.co_varnames[c.co_argcount :][: c.co_kwonlyargcount] for c in own]
-    return next(filter(None, reversed(found)), ())
+    inside = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
+    own = [code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount] for code in inside]
+    return next(filter(None, reversed(own)), ())
 
 
 def _innermost_user_line(frame: FrameType | None) -> SourceLine | None:

@@ -1,7 +1,7 @@
 """Calls of hoglib in what torch.compile traces: the user's function becomes a graph by Dynamo, and its
 derivatives are computed by hoglib itself, when torch traces that graph.
 
-    @within_compile(like_product, called_with)
+    @entry_within_compile(like_product, called_with)
     def hvp(func, params, v, *args, **options): ...
 
 Dynamo guards what the user's function reads, and makes the tensors that it reaches inputs. hoglib's own
@@ -48,46 +48,55 @@ MARK = torch.ops.hoglib.mark.default
 def within_compile(
     like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
     select: Callable[[Any, Any], Tensor] | None = None, apart: bool = False,
-) -> Callable[[Entry], Entry]:  # fmt: skip
-    """entry(func, *args, **options), also where torch.compile traces the call.
+) -> Callable[..., Any]:  # fmt: skip
+    """(entry, func, *args, **options) -> entry(func, *args, **options), for torch.compile.
 
     like: of what func returns, the options and the args: tensors like those of the result. called_with:
     of the args: those of func. select: of what func returns and the option `output`: the output that is
     differentiated. apart: func is a loss with outputs and criterion.
     """
 
+    def run(entry: Callable[..., Any], func: Any, *args: Any, **options: Any) -> Any:
+        in_python, output = partial(entry, func, *args, **options), options.get("output")
+        if (
+            any(options.get(name) is not None for name in ("micro_batch", "blocks"))
+            or options.get("remat")
+            or options.get("mode") == "finite-differences"
+            or (apart and type(func) is not FunctionalLoss)
+        ):
+            return uncompiled(in_python)
+
+        def record(*own: Any) -> Any:
+            given = called_with(*own)
+            if not apart:
+                return like(recorded(func, given, select, output), options, *own)
+            params, batch = given
+            outputs = recorded(lambda params: func.outputs(params, batch), (params,))
+            value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
+            return like(value, options, *own)
+
+        kept = {name: x for name, x in options.items() if name not in ("output", "compile")}
+        replay = partial(_replay, entry, id(func) if apart else None, select is not None)
+        return traced(entry.__name__, record, replay, in_python, args, kept)
+
+    return run
+
+
+def entry_within_compile(*how: Any, **options: Any) -> Callable[[Entry], Entry]:
+    """A decorator for entry(func, *args, **options), which torch.compile traces by `within_compile`."""
+    traced_call = within_compile(*how, **options)
+
     def decorate(entry: Entry) -> Entry:
         names = entry.__code__.co_varnames[: entry.__code__.co_argcount]
 
         @wraps(entry)
-        def run(*given: Any, **options: Any) -> Any:
+        def call_entry(*args: Any, **options: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
-                return entry(*given, **options)
-            by_name = [options.pop(name) for name in names[len(given) :] if name in options]
-            func, *args = *given, *by_name
-            in_python, output = partial(entry, func, *args, **options), options.get("output")
-            if (
-                any(options.get(name) is not None for name in ("micro_batch", "blocks"))
-                or options.get("remat")
-                or options.get("mode") == "finite-differences"
-                or (apart and type(func) is not FunctionalLoss)
-            ):
-                return uncompiled(in_python)
+                return entry(*args, **options)
+            args += tuple(options.pop(name) for name in names[len(args) :] if name in options)
+            return traced_call(entry, *args, **options)
 
-            def record(*own: Any) -> Any:
-                called = called_with(*own)
-                if not apart:
-                    return like(recorded(func, called, select, output), options, *own)
-                params, batch = called
-                outputs = recorded(lambda params: func.outputs(params, batch), (params,))
-                value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
-                return like(value, options, *own)
-
-            kept = {name: x for name, x in options.items() if name not in ("output", "compile")}
-            replay = partial(_replay, entry, id(func) if apart else None, select is not None)
-            return traced(entry.__name__, record, replay, in_python, tuple(args), kept)
-
-        return cast(Entry, run)
+        return cast(Entry, call_entry)
 
     return decorate
 

@@ -10,7 +10,7 @@ from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Gradient, clone_inference_tensors, dense, materialize_grads, vjp
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
-from hoglib.capture.within import within_compile
+from hoglib.capture.within import entry_within_compile
 from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
@@ -37,7 +37,7 @@ def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> 
     return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
 
 
-@within_compile(_like_product, lambda params, v, *args: (params, *args))
+@entry_within_compile(_like_product, lambda params, v, *args: (params, *args))
 def hvp(
     func: Loss,
     params: T,
@@ -94,7 +94,7 @@ def hvp(
     return _product(kind, func, params, v, args, policy)
 
 
-@within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
+@entry_within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
 def ggn_vp(
     loss: Any,
     params: T,
@@ -150,7 +150,7 @@ def ggn_vp(
     return _product(kind, loss, params, v, (batch,), policy)
 
 
-@within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
+@entry_within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
 def fisher_vp(
     loss: Any,
     params: T,
@@ -269,7 +269,7 @@ def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
     return pytree.map(row, params)
 
 
-@within_compile(_like_hessian)
+@entry_within_compile(_like_hessian)
 def hessian(
     func: Callable[..., Tensor],
     params: Tree,

@@ -19,7 +19,6 @@ Critic = Callable[..., Any]
 
 
 @register(BOTH, term="(|g_n| - target)^2", draw="between")
-@traceable(lambda real, fake, *args: (real, *args))
 def wgan_gp(
     critic: Critic,
     real: Any,
@@ -73,6 +72,11 @@ def wgan_gp(
         >>> hog.penalties.wgan_gp(critic, real, real)  # (|2 x| - 1)^2
         tensor(81.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable(lambda real, fake, *args: (real, *args))(
+            wgan_gp, critic, real, fake, *args, target=target, one_sided=one_sided,
+            generator=generator, **options,
+        )  # fmt: skip
     k = validation.number("target", target, minimum=0.0)
     validation.boolean("one_sided", one_sided)
     checked = check_options("wgan_gp", options, generator)
@@ -81,7 +85,6 @@ def wgan_gp(
 
 
 @register(BOTH, term="|g_n|^2", draw="between")
-@traceable(lambda real, fake, *args: (real, *args))
 def zero_centred(
     critic: Critic,
     real: Any,
@@ -127,13 +130,16 @@ def zero_centred(
         >>> hog.penalties.zero_centred(critic, real, real)
         tensor(100.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable(lambda real, fake, *args: (real, *args))(
+            zero_centred, critic, real, fake, *args, generator=generator, **options
+        )
     checked = check_options("zero_centred", options, generator)
     x = interpolate("zero_centred", real, fake, checked.batch, checked.generator)
     return penalty(critic, x, args, squared_slope, checked)
 
 
 @register(REAL, term="|g_n|^2 / 2 at real")
-@traceable()
 def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1: the squared slope at real samples, halved, so that its weight is gamma.
 
@@ -172,11 +178,12 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Ten
         >>> critic.weight.grad  # of |w|^2 / 2
         tensor([[1., 1.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(r1, critic, real, *args, **options)
     return penalty(critic, real, args, half_squared_slope, check_options("r1", options))
 
 
 @register(FAKE, term="|g_n|^2 / 2 at fake")
-@traceable()
 def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R2: the squared slope at fake samples, halved, so that its weight is gamma.
 
@@ -214,6 +221,8 @@ def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Ten
         >>> hog.penalties.r2(lambda x: x.square().sum(1), fake)  # |2 x|^2 / 2
         tensor(50.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(r2, critic, fake, *args, **options)
     return penalty(critic, fake, args, half_squared_slope, check_options("r2", options))
 
 
@@ -269,7 +278,6 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
 
 # at points that were drawn it is the penalty of WGAN-GP
 @register(REAL, term="(|g_n| - target)^2", draw="noise", at_points=wgan_gp)
-@traceable()
 def dragan(
     critic: Critic,
     real: Any,
@@ -316,6 +324,10 @@ def dragan(
         >>> hog.penalties.dragan(lambda x: x.square().sum(1), real, noise=0.0)  # (|2 x| - 1)^2
         tensor(81.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(
+            dragan, critic, real, *args, target=target, noise=noise, generator=generator, **options
+        )
     k = validation.number("target", target, minimum=0.0)
     c = None if noise is None else validation.number("noise", noise, minimum=0.0)
     checked = check_options("dragan", options, generator)

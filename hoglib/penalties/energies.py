@@ -45,7 +45,6 @@ def forces(
     energy: Function, positions: Any, *args: Any, hessian: Literal[False] = False,
     **options: Unpack[Options],
 ) -> "EnergyForces": ...  # fmt: skip
-@within_compile(_like_forces, select=select_output)
 def forces(
     energy: Function, positions: Any, *args: Any, hessian: bool = False, **options: Unpack[Options]
 ) -> Any:
@@ -94,6 +93,10 @@ def forces(
         tensor([[1., 0.],
                 [0., 1.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return within_compile(_like_forces, select=select_output)(
+            forces, energy, positions, *args, hessian=hessian, **options
+        )
     validation.boolean("hessian", hessian)
     checked = check_options("forces", options, without=OF_PENALTIES)
     body = partial(_energies_and_forces, energy, hessian, checked._replace(batch=None))

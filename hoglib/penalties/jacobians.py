@@ -33,7 +33,6 @@ OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")
 
 
 @register(REAL)
-@traceable()
 def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""Double backpropagation: the squared gradient of each sample's loss by its inputs, halved.
 
@@ -70,11 +69,12 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
         >>> hog.penalties.input_gradient(loss, x, y)
         tensor(10.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(input_gradient, loss, x, *args, **options)
     return penalty(loss, x, args, half_squared_slope, check_options("input_gradient", options))
 
 
 @register(REAL)
-@traceable()
 def jacobian(
     func: Function,
     x: Any,
@@ -120,13 +120,16 @@ def jacobian(
         >>> hog.penalties.jacobian(torch.square, x, num_projections=None)  # (2^2 + 4^2) / 2
         tensor(10.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(
+            jacobian, func, x, *args, num_projections=num_projections, generator=generator, **options,
+        )  # fmt: skip
     validation.none_or_at_least("num_projections", num_projections, 1)
     term = squared_jacobian(num_projections, halved=True)
     return penalty(func, x, args, term, check_options("jacobian", options, generator))
 
 
 @register(REAL, needs="derivatives")
-@traceable(lambda x, derivatives, *args: (x, *args))
 def sobolev(
     func: Function,
     x: Any,
@@ -176,6 +179,11 @@ def sobolev(
         >>> hog.penalties.sobolev(torch.square, x, torch.zeros(2, 1))
         tensor(10.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable(lambda x, derivatives, *args: (x, *args))(
+            sobolev, func, x, derivatives, *args, num_projections=num_projections,
+            generator=generator, **options,
+        )  # fmt: skip
     validation.none_or_at_least("num_projections", num_projections, 1)
     checked = check_options("sobolev", options, generator)
     given, structure = check_points("sobolev", "derivatives", derivatives)
@@ -198,7 +206,6 @@ def sobolev(
 
 
 @register(REAL)
-@traceable()
 def lipschitz(
     func: Function,
     x: Any,
@@ -247,6 +254,11 @@ def lipschitz(
         >>> hog.penalties.lipschitz(scale, torch.ones(1, 2), num_iterations=None)  # (3 - 1)^2
         tensor(4.)
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(
+            lipschitz, func, x, *args, bound=bound, num_iterations=num_iterations,
+            generator=generator, **options,
+        )  # fmt: skip
     limit = validation.number("bound", bound, minimum=0.0)
     validation.none_or_at_least("num_iterations", num_iterations, 1)
     term = squared_excess(limit, num_iterations)
@@ -254,7 +266,6 @@ def lipschitz(
 
 
 @register(REAL, without=OF_SAMPLES)
-@traceable()
 def parameter_gradient(
     func: Function, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
 ) -> Tensor:
@@ -293,6 +304,8 @@ def parameter_gradient(
         >>> norm.item(), w.grad
         (5.0, tensor([0.6000, 0.8000]))
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traceable()(parameter_gradient, func, params, *args, squared=squared, **options)
     validation.function("func", func)
     validation.boolean("squared", squared)
     checked = check_options("parameter_gradient", options, without=OF_SAMPLES)
