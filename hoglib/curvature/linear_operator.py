@@ -499,15 +499,16 @@ class LinearOperator(RectangularOperator):
 
             A v = value v,        |A v - value v| <= tol |value|
 
-        The basis holds 2 k + 2 vectors, at least 21, on the device; up to three times as many where
-        they are short, or convergence is slow. Matrices of up to 21 or 2 k + 2 rows are made dense.
+        The basis holds 2 k + 2 vectors, at least 21, on the device, in the dtype of the operator, at
+        least float32; up to three times as many where they are short, or convergence is slow. Matrices
+        of up to 21 or 2 k + 2 rows are made dense.
 
         Args:
             k: How many eigenpairs.
             which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both
                 ends, "SM" the smallest in magnitude, which takes many products.
             tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in
-                float64, 1e-5 in float32, in which the basis of half precision is, too.
+                float64, 1e-5 in float32.
             max_iter: How often the basis is filled, at most. Default: 10 P.
             block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
                 found as often, where a single vector may miss some.
