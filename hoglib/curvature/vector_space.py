@@ -141,14 +141,12 @@ class Space:
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
         products = (self._shared(a * b) for a, b in pairs)
-        return self.placement.sum(
-            torch.stack([product.sum(1, dtype=dtype) for product in products])
-        )
+        return self.reduced(torch.stack([product.sum(1, dtype=dtype) for product in products]))
 
     def gram(self, rows: Tensor, v: Tensor) -> Tensor:
         """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
         v = self._shared(v)
-        return self.placement.sum(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
+        return self.reduced(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
 
     def norms(self, rows: Tensor) -> Tensor:
         """The length of each row."""
@@ -156,11 +154,15 @@ class Space:
             return torch.linalg.vector_norm(rows, dim=1)
         return self.dots((rows, rows))[0].sqrt()
 
+    def reduced(self, value: Tensor) -> Tensor:
+        """The sum over the processes that hold parts of the vectors."""
+        return self.placement.sum(value)
+
     def everywhere(self, holds: bool) -> bool:
         """Whether it holds in all processes that hold parts of the vectors."""
         if not self.placement.is_sharded:
             return holds
-        return not self.placement.sum(torch.tensor(float(not holds), device=self.device)).item()
+        return not self.reduced(torch.tensor(float(not holds), device=self.device)).item()
 
     def check_same_call(self, algorithm: str, *options: Any) -> None:
         """Raise in all processes that hold parts of the vectors where they call other algorithms, or
