@@ -415,7 +415,9 @@ class FunctionalLoss:
         """What the model is called with; nothing where `forward` calls it."""
         if self._forward is not None:
             return (), {}
-        return _whole_batch(batch) if self._criterion is None else (_inputs_of(batch), {})
+        if self._criterion is None:
+            return _whole_batch(batch)
+        return tuple(batch[:-1]) if _is_sequence(batch) else (batch,), {}
 
     def _explain_call(
         self, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: Any, reason: str
@@ -503,11 +505,6 @@ def _check_module(model: Any) -> None:
             "model: expected a module that runs in the calling thread, got a DataParallel, whose "
             "replicas run in other threads with copies of the parameters; pass `model.module`."
         )
-
-
-def _inputs_of(batch: Any) -> tuple[Any, ...]:
-    """The positional arguments of the model: all but the last of a tuple or list, or the batch."""
-    return tuple(batch[:-1]) if _is_sequence(batch) else (batch,)
 
 
 def _whole_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -137,9 +137,7 @@ class LanguageModelLoss(FunctionalLoss):
         super().__init__(model, None, None if body is None else check_instance("body", body))
         self._head = _name_of_head(model, head)
         self._shift = _shifts_labels(model) if shift is None else validation.boolean("shift", shift)
-        if chunk_size is not None:
-            validation.at_least("chunk_size", chunk_size, 1)
-        self._chunk_size = chunk_size
+        self._chunk_size = validation.none_or_at_least("chunk_size", chunk_size, 1)
         self._ignore_index = validation.integer("ignore_index", ignore_index)
         self._smoothing = validation.fraction("label_smoothing", label_smoothing)
         self._checked = False  # a model that leaves its logits as they are does so at every call

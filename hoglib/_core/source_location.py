@@ -122,11 +122,12 @@ def caller_line() -> SourceLine | None:
 
 
 def entry_keywords() -> tuple[str, ...]:
-    """The keyword-only arguments of the function of hoglib that the user's code called."""
+    """The keyword-only arguments of the function of hoglib that the user's code called, which a
+    decorator without any may stand around."""
     codes = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
-    own = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
-    *_, code = (code for code in own if code.co_name != "checked_call")
-    return code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount]
+    inside = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
+    own = [code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount] for code in inside]
+    return next(filter(None, reversed(own)), ())
 
 
 def _entries(stack: Stack) -> Iterator[tuple[str, int, str]]:

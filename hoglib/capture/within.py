@@ -1,19 +1,18 @@
 """Calls of hoglib in what torch.compile traces: the user's function becomes a graph by Dynamo, and its
 derivatives are computed by hoglib itself, when torch traces that graph.
 
-    def hvp(func, params, v, *args, **options):
-        if torch.compiler.is_dynamo_compiling():
-            return within_compile(like_product, called_with)(hvp, func, params, v, *args, **options)
+    @entry_within_compile(like_product, called_with)
+    def hvp(func, params, v, *args, **options): ...
 
 Dynamo guards what the user's function reads, and makes the tensors that it reaches inputs. hoglib's own
 code, which no compiler has to read, runs once, on tensors without values: it makes no checks of values.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import call, index
 from types import NoneType
-from typing import Any, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +26,7 @@ from hoglib.capture.passes import by_products, has_factors
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss
 
+Entry = TypeVar("Entry", bound=Callable[..., Any])
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
 
 
@@ -80,6 +80,25 @@ def within_compile(
         return traced(entry.__name__, record, replay, in_python, args, kept)
 
     return run
+
+
+def entry_within_compile(*how: Any, **options: Any) -> Callable[[Entry], Entry]:
+    """A decorator for entry(func, *args, **options), which torch.compile traces by `within_compile`."""
+    traced_call = within_compile(*how, **options)
+
+    def decorate(entry: Entry) -> Entry:
+        names = entry.__code__.co_varnames[: entry.__code__.co_argcount]
+
+        @wraps(entry)
+        def call_entry(*args: Any, **options: Any) -> Any:
+            if not torch.compiler.is_dynamo_compiling():
+                return entry(*args, **options)
+            args += tuple(options.pop(name) for name in names[len(args) :] if name in options)
+            return traced_call(entry, *args, **options)
+
+        return cast(Entry, call_entry)
+
+    return decorate
 
 
 def _replay(

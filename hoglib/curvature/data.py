@@ -246,7 +246,6 @@ class LocalBatch(NamedTuple):
 
     batch: Any
     pieces: list[Piece]
-    shared: bool  # whether other processes take pieces too
 
 
 @final
@@ -264,7 +263,7 @@ class Batches:
     ) -> None:  # fmt: skip
         self._one = one = is_batch(data)
         self._processes, self.device = processes, device
-        self._shared = one and processes.splitting  # processes take pieces of the only batch
+        self.shared = one and processes.splitting  # processes take pieces of the only batch
         self.checksum = 0.0  # of the data that all processes were given
         self._data: Iterable[Any] = [data] if one else data
         # whether the weight of the only batch cancels; not where other processes have batches too
@@ -289,8 +288,8 @@ class Batches:
                 both = enumerate(zip(self._split(moved), self._split(batch), strict=True), index)
                 pieces = [Piece(part, self._weight(x), own.number(j)) for j, (part, x) in both]
                 index += len(pieces)
-                mine = [x for x in pieces if not self._shared or own.takes(x.number)]
-                yield LocalBatch(moved, mine, self._shared)
+                mine = [x for x in pieces if not self.shared or own.takes(x.number)]
+                yield LocalBatch(moved, mine)
             else:
                 index += len(self._split(batch))
         self.checksum = total
@@ -315,7 +314,7 @@ class Batches:
 
     def _split(self, batch: Any) -> list[Any]:
         """The batch, or its pieces along the leading dimension."""
-        if self._micro_batch is None and not self._shared:
+        if self._micro_batch is None and not self.shared:
             return [batch]
         count = row_count(batch)
         if count is None:

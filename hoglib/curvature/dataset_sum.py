@@ -6,7 +6,6 @@
 The data is one batch, or many, in one process or in several that share it.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,21 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import (
-    check_uses_given_params,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-    without_graph,
-)
+from hoglib._core import autograd, pytree, validation
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.logger import LOGGER
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
-from hoglib._core.state import preserve_random_state
+from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import (
     IGNORED,
     Batches,
@@ -46,14 +37,6 @@ from hoglib.curvature.data import (
     counted_labels,
     in_step,
     leading_dimension,
-)
-from hoglib.curvature.likelihood import (
-    Counting,
-    Finding,
-    check_reduction,
-    compare_halves,
-    example_counts,
-    moved,
 )
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.reproducibility import Determinism, Symmetry, close
@@ -184,15 +167,15 @@ class DatasetSum:
 
     def __init__(
         self, policy: Policy, loss: Any, space: Space, data: Any, options: CheckedDataOptions,
-        processes: Processes, bar: ProgressBar, *, seed: int, fixed_batches: bool,
-        counting: Counting = "criterion",
+        processes: Processes, bar: ProgressBar, *, fixed_batches: bool, seed: int = 0,
+        counting: likelihoods.Counting = "criterion",
     ) -> None:  # fmt: skip
         validation.loss_function("loss", loss)
-        self._policy, name = policy, policy.caller
+        self._policy, self._name = policy, policy.caller
         self._placement = space.placement  # with the weight of the current batch
-        check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
+        likelihoods.check_reduction(loss, options.reduction)
         self.loss, self._space, self._options = loss, space, options
-        self._processes, self._bar, self._name, self._seed = processes, bar, name, seed
+        self._processes, self._bar, self._seed = processes, bar, seed
         self._mean = options.reduction == "mean"
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
         self._counting = counting
@@ -204,17 +187,15 @@ class DatasetSum:
         self._by_rows = self._counts = own and not self._batches.single
         # whether nobody was told yet of layers by which examples of one batch depend on each other
         self._names_norms = not self._batches.single and options.micro_batch is None
-        self.alone = processes.alone  # no other process takes part
+        self.alone = processes.alone  # no other process takes part in the sum
+        self.whole = self.alone and not sharded  # nor holds a part of the vectors
         # the data is one batch that is not split, of this process alone
         self.single_batch = self._batches.single and not sharded
         # the weight of the only batch cancels
         self._at_once = self.single_batch and self.alone
-        self._determinism = Determinism(loss, options.check_deterministic, fixed_batches)
-        self.symmetry = Symmetry(
-            name, options.check_deterministic, space, self._half, self.products_in_double, loss
-        )
-        # the products of rows at the first batch, in float64, by an operator
-        self.in_double: Callable[[Tensor, Any], Tensor] | None = None
+        checks = options.check_deterministic
+        self._determinism = Determinism(loss, checks, fixed_batches)
+        self.symmetry = Symmetry(self._name, checks, space, self._half, loss)
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -237,8 +218,7 @@ class DatasetSum:
             nothing = torch.zeros(1, 0, dtype=space.dtype, device=space.device)
             with self.one_pass(nothing) as batches:
                 for batch, _, share in batches:
-                    if self._counting == "terms":
-                        self._check_counts(batch, share)
+                    self._check_counts(batch, share)
                     batches.record(self.loss_of(batch))
                     self.advance()
             return self._total_loss(batches.totals)
@@ -255,15 +235,14 @@ class DatasetSum:
 
         with self._bar.over("gradient", 1), self.one_pass(total, first_order=True) as batches:
             for batch, _, share in batches:
-                if self._counting == "terms":
-                    self._check_counts(batch, share)
+                self._check_counts(batch, share)
                 with self.entered(batch) as f:
-                    p = fresh_leaves(f.leaves, False)
+                    p = autograd.fresh_leaves(f.leaves, False)
                     value = f(*p)
-                    check_uses_given_params(graph_summary(value), f.leaves, "gradient")
-                    with translate_errors("gradient"):
+                    autograd.check_uses_given_params(graph_summary(value), f.leaves, "gradient")
+                    with autograd.translate_errors("gradient"):
                         grads = torch.autograd.grad(value, p, allow_unused=True)
-                space.add(total()[0], materialize_grads(list(grads), p), share)
+                space.add(total()[0], autograd.materialize_grads(list(grads), p), share)
                 batches.record(value)
                 self.advance()
         with torch.inference_mode(False), torch.no_grad():
@@ -275,18 +254,6 @@ class DatasetSum:
         with HalfWatch() as watch:
             self.gradient()
         return watch.dtype
-
-    def products_in_double(self, rows: Tensor) -> Tensor | None:
-        """The products of rows at the first batch in float64, one by one; None if there are none."""
-        if self.in_double is None or not self.alone or self._placement.is_sharded:
-            return None
-        try:
-            with preserve_random_state():
-                local = next(iter(self._batches))
-            return self.in_double(rows, local.pieces[0])
-        except Exception as error:  # of code that is bound to another dtype
-            LOGGER.debug("%s: no products in float64: %s", self._name, error)
-            return None
 
     def weight(self, totals: PassTotals) -> float:
         """What a sum over the data is divided by."""
@@ -300,16 +267,15 @@ class DatasetSum:
 
     @contextmanager
     def one_pass(
-        self, total: Total, rows: Tensor | None = None, *, first_order: bool = False,
-        by_kept: bool = False,
-    ) -> Iterator["DataPass"]:  # fmt: skip
+        self, total: Total, rows: Tensor | None = None, *, first_order: bool = False
+    ) -> Iterator["DataPass"]:
         """A pass over the data, in all processes, each of which adds its part to `total`.
 
         total: or a function that returns it after the pass, in all processes, where its size is known
-        only then. rows: the vectors that are multiplied, which have to be the same in all processes.
-        by_kept: what is kept of the only batch, if anything, takes its place.
+        only then. rows: the vectors that are multiplied, which have to be the same in all processes;
+        for them what is kept of the only batch, if anything, takes its place.
         """
-        found = DataPass(self)
+        found = DataPass(self, total, rows)
         try:
             with ExitStack() as around:
                 if self._placement.is_sharded:
@@ -322,16 +288,16 @@ class DatasetSum:
                     self._check_agreement(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
-                found.by_kept = by_kept and self.kept is not None
+                found.by_kept = rows is not None and self.kept is not None
                 if not found.by_kept:  # those in a kept graph were examined when it was made
                     around.enter_context(examined_functions(self._name, first_order=first_order))
                 yield found
         except Exception as error:
             if not self.alone:
-                self._combined(found, total, rows, error)  # raises it in all processes
+                self._combine(found, error)  # raises it in all processes
             raise
         if not self.alone:
-            found.totals = self._combined(found, total, rows, None)
+            self._combine(found, None)
         if not found.late:
             self._finish(found.totals)
             self._last = found.totals if self.alone else None
@@ -368,7 +334,7 @@ class DatasetSum:
                 shares.append(share)
             if self._splits_checked:
                 continue
-            if local.shared:
+            if self._batches.shared:
                 whole, shared = float(self.loss_of(local.batch)), True
             elif len(local.pieces) > 1 and shares[first:]:
                 totals = _sum_totals(shares[first:], self._determinism.losses[first:])
@@ -396,10 +362,9 @@ class DatasetSum:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _combined(
-        self, given: "DataPass", total: Total, rows: Tensor | None, error: Exception | None
-    ) -> PassTotals:
-        """The totals of all processes, and their sums in the total of the pass."""
+    def _combine(self, given: "DataPass", error: Exception | None) -> None:
+        """Add up the totals of all processes, and their sums in the total of the pass."""
+        total, rows = given.total, given.rows
         totals, count = given.totals, len(pytree.leaves(self._space.params))
         used = torch.zeros(count)  # by how many processes, each leaf
         if error is None:
@@ -411,13 +376,12 @@ class DatasetSum:
             if totals.pieces:
                 used[[i for i in range(count) if i not in (self._unused or ())]] = 1
         sums = total() if callable(total) else total
-        combined = self._processes.all_reduce(sums, used, totals, error)
-        if combined.changed:
+        given.totals = self._processes.all_reduce(sums, used, totals, error)
+        if given.totals.changed:
             self._determinism.forget_total()
             self.symmetry.forget()
         if self._unused:
             self._unused = {i for i in self._unused if not used[i]}
-        return combined
 
     def _finish(self, totals: PassTotals) -> None:
         """Compare the loss of all processes with that of the pass before."""
@@ -462,8 +426,8 @@ class DatasetSum:
         """Inside, the values of parameters and data are compared at the first product, and at the end;
         in between only what takes no time for each number. So for one batch, and for all data where a
         device would be waited for."""
-        whole = self.alone and not self._placement.is_sharded
-        if self._algorithm or not (self._at_once or (whole and self._space.device.type != "cpu")):
+        waits = self._space.device.type != "cpu"
+        if self._algorithm or not (self._at_once or (self.whole and waits)):
             yield
             return
         self._algorithm = algorithm
@@ -527,11 +491,11 @@ class DatasetSum:
     def loss_of(self, batch: Any) -> Tensor:
         """The loss of a batch, without a graph."""
         with self.entered(batch) as problem:
-            return without_graph(lambda: problem(*problem.leaves))
+            return autograd.without_graph(lambda: problem(*problem.leaves))
 
     def _own_size(self, batch: Any) -> float:
         """What the mean of the criterion divides by, where that is known."""
-        counts = example_counts(self.loss, as_dict(batch))
+        counts = likelihoods.example_counts(self.loss, as_dict(batch))
         return leading_dimension(batch) if counts is None else float(counts.sum())
 
     def _check_counts(self, batch: Any, share: float) -> None:
@@ -556,7 +520,7 @@ class DatasetSum:
         A criterion of the table says what it counts; any other loss is compared with those of the
         halves of a batch, at the batches 0, 1, 2, 4, 8, ... Returns labels that a mean may leave out.
         """
-        if example_counts(self.loss, as_dict(batch)) is not None:
+        if likelihoods.example_counts(self.loss, as_dict(batch)) is not None:
             return []
         if not number & (number - 1) and self._relation_of_halves(batch, value) == "weighted":
             raise self._counts_others(
@@ -566,7 +530,7 @@ class DatasetSum:
             )
         return [(counted_labels(batch), weight)]
 
-    def _relation_of_halves(self, batch: Any, value: Tensor) -> Finding | None:
+    def _relation_of_halves(self, batch: Any, value: Tensor) -> likelihoods.Finding | None:
         """How the loss of a batch is made of those of its halves."""
         if self._placement.is_sharded:
             return None  # all processes would have to evaluate as many halves
@@ -576,10 +540,10 @@ class DatasetSum:
         def at(seed: int, part: Any) -> Tensor:
             with ring(uncompiled, self.loss, examine=False) as blocks:
                 problem = self.problem(part).entered(blocks)
-                leaves = moved(problem.leaves, seed)
-                return without_graph(lambda: problem(*leaves))
+                leaves = likelihoods.moved(problem.leaves, seed)
+                return autograd.without_graph(lambda: problem(*leaves))
 
-        return compare_halves(at, batch, value.detach())
+        return likelihoods.compare_halves(at, batch, value.detach())
 
     def _counts_others(self, advice: str) -> ArgumentValueError:
         return ArgumentValueError(
@@ -610,11 +574,10 @@ class DatasetSum:
     def _warn_unused(self) -> None:
         if self._unused:
             names = pytree.paths(self._space.params)
-            warnings.warn(
+            warn(
                 f"{self._name}: the loss does not depend on "
                 f"{', '.join(names[i] for i in sorted(self._unused))}; these rows and columns are "
-                "zero, and the matrix is singular. Leave them out of params.",
-                stacklevel=2,
+                "zero, and the matrix is singular. Leave them out of params."
             )
             self._unused = set()
 
@@ -695,8 +658,8 @@ class DataPass:
     processes add up what they have; an error in one of them is raised in all.
     """
 
-    def __init__(self, sums: DatasetSum) -> None:
-        self._sums, self.totals = sums, PassTotals()
+    def __init__(self, sums: DatasetSum, total: Total, rows: Tensor | None) -> None:
+        self._sums, self.total, self.rows, self.totals = sums, total, rows, PassTotals()
         # late: its losses, which were the same before, are read when the next pass begins, by when a
         # device need not be waited for
         self.changed = self.by_kept = self.late = False

@@ -81,20 +81,15 @@ class Eigenpairs:
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
 
-    def __len__(self) -> int:
-        return 2
-
     def __getitem__(self, index: int) -> Tensor:
         return (self.values, self.vectors)[index]
 
 
 def eigsh(
     operator: SymmetricMatrix, k: int, which: str, tol: float | None, max_iter: int | None,
-    block: int, generator: torch.Generator | None, basis_dtype: torch.dtype | None,
-    basis_device: torch.device | str | None,
+    block: int, generator: torch.Generator | None, basis_device: torch.device | str | None,
 ) -> Eigenpairs:  # fmt: skip
     """A v = value v to |A v - value v| <= tol |value|, as `LinearOperator.eigsh` describes it."""
-    operator.space.check_same_call("eigsh", k, which, tol, max_iter, block)
     size = operator.shape[0]
     if validation.at_least("k", k, 1) > size:
         raise errors.ArgumentValueError(
@@ -103,7 +98,9 @@ def eigsh(
     validation.choice("which", which, ENDS)
     validation.at_least("block", block, 1)
     limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
-    wide, device = _basis_options(operator, basis_dtype, basis_device)
+    wide, device = torch.promote_types(operator.dtype, torch.float32), operator.device
+    if basis_device is not None:
+        device = _checked_device(basis_device)
     default = max(TOL.get(operator.space.precision, 1e-2), TOL[wide])
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
@@ -128,19 +125,9 @@ def eigsh(
     return Eigenpairs(values, rows.T, residuals, products, which)
 
 
-def _basis_options(A: SymmetricMatrix, dtype: Any, device: Any) -> tuple[torch.dtype, torch.device]:
-    """The dtype and the device of the basis."""
-    if dtype is None:
-        dtype = torch.promote_types(A.dtype, torch.float32)
-    elif dtype not in TOL:
-        raise errors.ArgumentValueError(
-            "basis_dtype: expected torch.float32 or torch.float64, in which a basis stays orthogonal, "
-            f"got {validation.describe(dtype)}."
-        )
-    if device is None:
-        return dtype, A.device
+def _checked_device(device: Any) -> torch.device:
     try:
-        return dtype, torch.device(device)
+        return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise errors.ArgumentTypeError(
             f"basis_device: expected a torch.device or its name, such as 'cpu', got "
@@ -378,9 +365,11 @@ def to_scipy(operator: Any) -> Any:
         rows = torch.from_numpy(np.ascontiguousarray(np.asarray(V).reshape(len(V), -1).T))
         return A.apply(rows.to(A.device, A.dtype)).T.to("cpu", own).numpy()
 
-    matmat, rmatmat = partial(times, operator), partial(times, operator.T)
-    return linalg.LinearOperator(
-        operator.shape, matvec=lambda v: matmat(v).reshape(-1), matmat=matmat,
-        rmatvec=lambda v: rmatmat(v).reshape(-1), rmatmat=rmatmat,
-        dtype=str(own).removeprefix("torch."),
-    )  # fmt: skip
+    A, T = partial(times, operator), partial(times, operator.T)
+    products = {
+        "matvec": A,
+        "matmat": A,
+        "rmatvec": T,
+        "rmatmat": T,
+    }  # of one vector SciPy reshapes it
+    return linalg.LinearOperator(operator.shape, **products, dtype=str(own).removeprefix("torch."))

@@ -14,7 +14,7 @@ from hoglib import plotting
 from hoglib._core import validation
 from hoglib._core.device_reads import DeviceRead
 from hoglib._core.factorizations import symmetric_eigen
-from hoglib.curvature.eigenvalues import ROUNDING
+from hoglib.curvature.eigenvalues import ROUNDING, Apply
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
 from hoglib.errors import ArgumentValueError
 
@@ -65,7 +65,6 @@ def samples_of(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows of signs and their products, some at a time."""
     validation.at_least("num_samples", num_samples, 1)
-    validation.generator(generator)
     size = operator.shape[0]
     at_once = max(1, AT_ONCE // (size * operator.dtype.itemsize))
     for start in range(0, num_samples, at_once):
@@ -145,7 +144,6 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
     """
     operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2
-    validation.generator(generator)
     if 2 * count >= operator.shape[0]:
         return exactly(operator.to_dense().diagonal().clone())
     wide = torch.promote_types(operator.dtype, torch.float32)
@@ -242,7 +240,6 @@ def spectral_density(
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
     steps = min(validation.at_least("steps", steps, 1), size)
-    validation.generator(generator)
     if width is not None and not validation.number("width", width) > 0:
         raise ArgumentValueError(
             f"width: expected a number greater than 0, got {width}; 1% of the range is usual."
@@ -263,9 +260,7 @@ def spectral_density(
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 
 
-def tridiagonal(
-    apply: Callable[[Tensor], Tensor], start: Tensor, steps: int, space: Space
-) -> tuple[Tensor, Tensor]:
+def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[Tensor, Tensor]:
     """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
 
     Where v and its products span a smaller space, the rest of T is zero, and functions of T at v do not

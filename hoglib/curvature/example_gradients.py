@@ -46,7 +46,7 @@ from hoglib.curvature.model_run import (
 )
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
-from hoglib.curvature.single_examples import at_best, in_turn, number_of_examples, side_by_side
+from hoglib.curvature.single_examples import at_best, number_of_examples
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import examined_functions
@@ -55,8 +55,7 @@ ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
 
 
 def per_example_gradients(
-    loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, vmap: bool | None = None,
-    **options: Unpack[Options],
+    loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tree]:  # fmt: skip
     r"""The loss and the gradient of each example of a batch.
 
@@ -73,9 +72,8 @@ def per_example_gradients(
         params: Where the gradients are taken; any pytree of floating-point tensors.
         batch: A batch of any kind: every tensor with as many rows as the first one has the examples as
             its leading dimension; the other tensors are the same for each.
-        chunk_size: Examples at once. Default: all of them.
-        vmap: True computes them side by side, by `torch.func.vmap`, False one after the other. Default:
-            side by side where all operations can.
+        chunk_size: Examples at once, side by side by `torch.func.vmap` where all operations can, else
+            one after the other. Default: all of them.
         **options: ``stand_ins`` (attention has a rule there for `torch.func.vmap`) and ``remat``, as
             :class:`hoglib.Options` describes them.
     Returns:
@@ -83,7 +81,6 @@ def per_example_gradients(
     Raises:
         ArgumentValueError: for batch norm in train mode, and for losses that couple examples, as
             contrastive ones do, where an example alone has another loss.
-        UnsupportedError: with vmap=True, for operations that have no rule for it.
     Shape:
         - losses: [N]
         - gradients: [N, *shape] for each parameter
@@ -94,9 +91,9 @@ def per_example_gradients(
         >>> g
         tensor([[2., 0.],
                 [0., 8.]])
-    """  # fmt: skip
+    """
     check_apart(loss, params, batch, "per_example_gradients")
-    values, gradients = _of_single_examples(loss, params, batch, chunk_size, vmap, **options)
+    values, gradients = _of_single_examples(loss, params, batch, chunk_size, **options)
     counts = example_counts(loss, as_dict(batch))
     if counts is None:
         return values, gradients
@@ -111,23 +108,18 @@ def scaled(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 def _of_single_examples(
-    loss: Any, params: Tree, batch: Any, chunk_size: int | None = None, vmap: bool | None = None,
-    **options: Unpack[Options],
-) -> tuple[Tensor, Tree]:  # fmt: skip
+    loss: Any, params: Tree, batch: Any, chunk_size: int | None = None, **options: Unpack[Options]
+) -> tuple[Tensor, Tree]:
     """l_n and g_n of batches of one, of a loss that `check_apart` knows."""
     refuse_sharded("per_example_gradients", pytree.leaves(params))
-    if chunk_size is not None:
-        validation.at_least("chunk_size", chunk_size, 1)
     own = as_dict(batch)
     count = number_of_examples(own)
-    size = count if chunk_size is None else chunk_size
-    ways: dict[bool | None, Any] = {None: at_best, True: side_by_side, False: in_turn}
-    compute = ways[None if vmap is None else validation.boolean("vmap", vmap)]
+    size = validation.none_or_at_least("chunk_size", chunk_size, 1) or count
     policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
         parts = (pytree.rows(own, count, start, start + size) for start in range(0, count, size))
-        chunks = [compute(problem.at(part)) for part in parts]
+        chunks = [at_best(problem.at(part)) for part in parts]
     values, gradients = zip(*chunks, strict=True)
     joined = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
     warn_if_derivatives_not_finite(problem, value := torch.cat(values), joined)
@@ -135,7 +127,7 @@ def _of_single_examples(
 
 
 def gradient_rows(
-    loss: Any, params: Tree, batch: Any, *, vmap: bool | None, weights: Tensor | None = None
+    loss: Any, params: Tree, batch: Any, weights: Tensor | None = None
 ) -> Iterator[Tensor]:
     """The gradients of the examples of a batch, times their weights, as rows [n, P], some at a time."""
     size = max(1, ROWS_AT_ONCE // max(pytree.size(params), 1))
@@ -143,7 +135,7 @@ def gradient_rows(
     count = number_of_examples(own)
     for start in range(0, count, size):
         piece = pytree.rows(own, count, start, start + size)
-        _, gradients = _of_single_examples(loss, params, piece, vmap=vmap)
+        _, gradients = _of_single_examples(loss, params, piece)
         rows = torch.cat([leaf.reshape(len(leaf), -1) for leaf in pytree.leaves(gradients)], 1)
         yield rows if weights is None else scaled(rows, weights[start : start + size])
 
@@ -280,7 +272,7 @@ def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
     found = _layer_by_layer(loss, params, batch, pairs, factors)
     if found is not None:
         return found
-    rows = gradient_rows(loss, params, batch, vmap=None, weights=factors)
+    rows = gradient_rows(loss, params, batch, factors)
     parts = [torch.cat(list(rows))] if pairs else rows
     return torch.cat([_products_of_rows(part, pairs) for part in parts])
 
@@ -441,7 +433,7 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
         check_apart(loss, params, moved_batch, "gradient_noise_scale")
         weights = example_counts(loss, as_dict(moved_batch))
         weight += number_of_examples(moved_batch) if weights is None else float(weights.sum())
-        for rows in gradient_rows(loss, params, moved_batch, vmap=None, weights=weights):
+        for rows in gradient_rows(loss, params, moved_batch, weights):
             part = rows.double()
             own = part.mean(0)
             # two sets of examples together, by Chan's formula
@@ -472,7 +464,6 @@ def influence(
     damping: float,
     per_token: bool = False,
     out: str | os.PathLike[str] | None = None,
-    vmap: bool | None = None,
     tol: float | None = None,
     **options: Any,
 ) -> Tensor:
@@ -511,7 +502,6 @@ def influence(
             wrote, in batches of any size; beside the file, ``<out>.call`` tells the same call (by
             hashes of params, data and queries), and keeps the factors. Of a given operator keep its
             ``state_dict()``, because factors that are drawn again are other ones. Needs NumPy.
-        vmap: As of `hoglib.per_example_gradients`.
         tol: Of "cg", as of `LinearOperator.solve`.
         **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
             the factors of wide outputs are drawn) and progress=True, which counts batches, too; of a
@@ -614,7 +604,7 @@ def influence(
             solve = K.inverse(damping).matvec
         if own is not problem:
             solve = partial(_solve_whole, shared, solve)
-        rows: Any = partial(gradient_rows, loss, space.params, vmap=vmap)
+        rows: Any = partial(gradient_rows, loss, space.params)
         if queries is not None:
             D = torch.empty(shape[-1], space.size, dtype=space.dtype, device=space.device)
             with shared.together("influence"):

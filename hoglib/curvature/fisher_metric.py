@@ -42,12 +42,7 @@ from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import SUMS, agree, found_once, largest
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import row_count
-from hoglib.curvature.gauss_newton import (
-    CompositeLoss,
-    CriterionHessian,
-    MetricProduct,
-    OutputMetric,
-)
+from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, MetricMap, OutputMetric
 from hoglib.curvature.likelihood import (
     Counting,
     Likelihood,
@@ -106,7 +101,7 @@ class FisherMetric(OutputMetric):
             return "examples"
         return "criterion" if self.likelihood is None else "terms"
 
-    def at(self, composite: CompositeLoss, outputs: Vector) -> MetricProduct:
+    def at(self, composite: CompositeLoss, outputs: Vector) -> MetricMap:
         validation.refuse_transforms(composite.policy.caller, LOOP)
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:
@@ -350,8 +345,7 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "kind='empirical': expected likelihood=None, got one; it takes the gradients of the "
             "criterion at the actual targets. Use kind='mc' or 'exact' for a likelihood."
         )
-    # batchmean is the sum over examples by their number, which is what "mean" means here
-    likelihoods.check_reduction(loss, options.reduction, synonyms={"batchmean": "mean"})
+    likelihoods.check_reduction(loss, options.reduction)
     row = likelihoods.row_of(loss)
     one = row is not None and row.family.classes and own[0].dim() == 1  # logits [C] of one example
     sizes = {leaf.shape[:1] for leaf in own}

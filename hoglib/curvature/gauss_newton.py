@@ -45,7 +45,7 @@ APART = (
     "model, batch: model(...).logits)`, or for a language model `hoglib.language_model_loss(model)`."
 )
 GaussNewtonMode = Literal["auto", "forward", "reverse", "finite-differences"]
-MetricProduct = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
+MetricMap = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
 
 
 class OutputMetric(ABC):
@@ -64,7 +64,7 @@ class OutputMetric(ABC):
         return "criterion"
 
     @abstractmethod
-    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricProduct:
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
         """M at these outputs."""
 
     def for_batch(self, number: int) -> "OutputMetric":
@@ -85,7 +85,7 @@ def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
 class CriterionHessian(OutputMetric):
     """M = d^2 criterion / d outputs^2."""
 
-    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricProduct:
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
         policy, inside = composite.policy, torch_internals.transforms_active()
         closed_form = getattr(composite.loss, "gauss_newton", None)
         if closed_form is not None:  # the loss has the product in closed form
@@ -169,14 +169,12 @@ class CompositeLoss:
 
     def outputs(self, leaves: Vector) -> Vector:
         """The floating-point tensors among the outputs; the others are constants."""
-        # differences run the model several times, which may change the batch in place
-        batch = (
-            pytree.map_tensors(torch.clone, self.batch) if self.mode == DIFFERENCES else self.batch
-        )
+        batch = self.batch
+        if self.mode == DIFFERENCES:  # which run the model several times: it may change it in place
+            batch = pytree.map_tensors(torch.clone, batch)
         self._last = self.loss.outputs(self.problem.params(leaves), batch)
-        found = [leaf for leaf in pytree.leaves(self._last) if pytree.is_float(leaf)]
-        what = "loss.outputs(params, batch)"
-        return [validation.real(what, y) if y.is_complex() else y for y in found]
+        found = filter(pytree.is_float, pytree.leaves(self._last))
+        return [validation.real("loss.outputs(params, batch)", y) for y in found]
 
     def detached_outputs(self, leaves: Vector) -> Vector:
         """The same without a graph."""
@@ -184,7 +182,7 @@ class CompositeLoss:
 
         def run() -> Tensor:
             found[:] = self.outputs(leaves)
-            _check_depends(found)
+            check_depends(found)
             return found[0]
 
         without_graph(run)
@@ -230,7 +228,7 @@ class CompositeLoss:
         twice: whether they are differentiated twice.
         """
         ys = depending(every)
-        _check_depends(ys)
+        check_depends(ys)
         graph = graph_summary(ys)
         if twice:
             check_custom_functions(graph, self.policy.caller)
@@ -340,7 +338,7 @@ def transposed_product(every: Vector, own: Vector, u: Vector, policy: Policy, ke
     return materialize_grads(parts, own)
 
 
-def _check_depends(ys: Vector) -> None:
+def check_depends(ys: Vector) -> None:
     if not ys:
         raise errors.NoSecondDerivative(
             "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "

@@ -81,9 +81,8 @@ class JacobianOperator(RectangularOperator):
         policy.check_blocks(outputs)
         summed = replace(of_data, reduction="sum", batch_size=_unit_weight)
         alone = Processes(NAME, None, data)
-        self._sum = DatasetSum(
-            policy, outputs, self.space, data, summed, alone, self._bar, seed=0, fixed_batches=True
-        )
+        given = policy, outputs, self.space, data, summed, alone, self._bar
+        self._sum = DatasetSum(*given, fixed_batches=True)
         self._limit = of_data.memory_limit
 
     @cached_property
@@ -118,7 +117,7 @@ class JacobianOperator(RectangularOperator):
         # a point that was kept for J^T u has no derivative of it by u, which J v is
         if not (transposed or sums.kept is None or sums.kept.jacobian):
             sums.kept = None
-        every = sums.one_pass(total, rows, first_order=True, by_kept=True)
+        every = sums.one_pass(total, rows, first_order=True)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, _, _ in one_pass:
                 if (point := sums.kept) is None:

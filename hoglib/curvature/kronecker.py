@@ -19,7 +19,7 @@ from hoglib._core.autograd import Vector
 from hoglib._core.factorizations import damped_inverse, symmetric_eigens
 from hoglib.curvature.estimates import exactly
 from hoglib.curvature.layer_calls import Region, Role
-from hoglib.curvature.linear_operator import LinearOperator, as_number
+from hoglib.curvature.linear_operator import LinearOperator, as_number, check_invertible
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
@@ -282,12 +282,8 @@ class KroneckerOperator(LinearOperator):
                 ends = torch.stack([-values.min(), values.abs().max()])
             opposite, largest = self.space.placement.reduce(ends, "MAX").tolist()
             lowest = -opposite
-            rounding = torch.finfo(values.dtype).eps * largest
-            if lowest <= (0 if number else rounding):
-                raise NotPositiveDefiniteError(
-                    "inverse: expected a positive definite matrix, got one whose smallest eigenvalue "
-                    f"is {lowest:.3g} with the damping {number:g}; use damping > 0."
-                )
+            rounding = 0.0 if number else torch.finfo(values.dtype).eps * largest
+            check_invertible(lowest, number, rounding)
             if not isfinite(largest):
                 self.damped(number)  # which raises
             return damped._map(torch.reciprocal, checked=lowest < torch.finfo(values.dtype).tiny)

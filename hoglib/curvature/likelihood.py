@@ -282,8 +282,8 @@ def row_of(loss: Any) -> Criterion | None:
     return None
 
 
-def check_reduction(loss: Any, reduction: str, *, synonyms: dict[str, str] | None = None) -> None:
-    """Raise where the criterion has a `reduction` that differs."""
+def check_reduction(loss: Any, reduction: str) -> None:
+    """Raise where the criterion has a `reduction` that differs; "batchmean" is a mean over examples."""
     criterion = getattr(loss, "user_criterion", None)
     if criterion is None:
         return
@@ -294,7 +294,7 @@ def check_reduction(loss: Any, reduction: str, *, synonyms: dict[str, str] | Non
         except (TypeError, ValueError):  # a callable without a signature
             return
         own = None if parameter is None else parameter.default
-    if isinstance(own, str) and (synonyms or {}).get(own, own) != reduction:
+    if isinstance(own, str) and {"batchmean": "mean"}.get(own, own) != reduction:
         raise ArgumentValueError(
             f"reduction: expected the criterion's own, {own!r}, got {reduction!r}; pass the "
             f"reduction of {_criterion_name(criterion)}, or change the criterion."

@@ -67,6 +67,34 @@ class CurvatureKind(ABC):
     def check_loss(self, loss: Any, what: str = "loss") -> Any:
         return validation.function(what, loss)
 
+    def check_policy(self, policy: Policy) -> Policy:
+        """Raise where compile= names a backend for a kind that has no graph, or for a mode in which
+        blocks are not compiled."""
+        caller = policy.caller
+        if policy.create_graph and self.mode == DIFFERENCES:
+            raise ArgumentValueError(
+                f"{caller}(mode='{DIFFERENCES}'): expected create_graph=False, got True; differences "
+                "have no graph. Use another mode."
+            )
+        if policy.compiles and self.mode == DIFFERENCES:
+            raise ArgumentValueError(
+                f"{caller}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates "
+                "twice, got finite differences, whose step is chosen by values. Leave out one of the "
+                "two."
+            )
+        if policy.compiles and self.random:
+            raise UnsupportedError(
+                f"{caller}(kind='mc', compile=True): expected a Fisher matrix without random draws, "
+                "got a sampled one; a graph cannot draw from a torch.Generator. Use kind='exact', of "
+                "which it is an estimate, or compile=False."
+            )
+        if policy.compiles_blocks and self.mode == "forward":
+            raise ArgumentValueError(
+                f"{caller}(mode='forward', remat=..., compile=...): expected a mode in which each "
+                "block's passes are compiled, got dual tensors. Leave out mode or compile."
+            )
+        return policy
+
 
 def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Tensor, Vector]:
     """The loss, and the product with one vector or with each column of a block (the last dimension)."""
@@ -95,34 +123,6 @@ def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> Li
         return value.to(dtype), product
 
     return LinearMap(apply)
-
-
-def check_policy(policy: Policy, kind: CurvatureKind) -> Policy:
-    """Raise where compile= names a backend for a kind that has no graph, or for a mode in which blocks
-    are not compiled."""
-    caller = policy.caller
-    if policy.create_graph and kind.mode == DIFFERENCES:
-        raise ArgumentValueError(
-            f"{caller}(mode='{DIFFERENCES}'): expected create_graph=False, got True; differences have "
-            "no graph. Use another mode."
-        )
-    if policy.compiles and kind.mode == DIFFERENCES:
-        raise ArgumentValueError(
-            f"{caller}(mode='{DIFFERENCES}', compile=True): expected a mode that differentiates twice, "
-            "got finite differences, whose step is chosen by values. Leave out one of the two."
-        )
-    if policy.compiles and kind.random:
-        raise UnsupportedError(
-            f"{caller}(kind='mc', compile=True): expected a Fisher matrix without random draws, got a "
-            "sampled one; a graph cannot draw from a torch.Generator. Use kind='exact', of which it "
-            "is an estimate, or compile=False."
-        )
-    if policy.compiles_blocks and kind.mode == "forward":
-        raise ArgumentValueError(
-            f"{caller}(mode='forward', remat=..., compile=...): expected a mode in which each block's "
-            "passes are compiled, got dual tensors. Leave out mode or compile."
-        )
-    return policy
 
 
 REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"

@@ -19,7 +19,7 @@ from hoglib._core.device_reads import read_late
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.capture.within import uncompiled
 from hoglib.curvature import eigenvalues, estimates, linear_systems
-from hoglib.curvature.reproducibility import BOUNDS
+from hoglib.curvature.reproducibility import BOUNDS, asymmetry, exceeds
 from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of, random_normals
 
 Tree = Any
@@ -480,10 +480,9 @@ class LinearOperator(RectangularOperator):
             tensor([0.5000, 0.5000])
         """
         operator = self.damped(damping) if damping else self
-        with self._algorithm("solve"):
-            return linear_systems.cg(
-                operator, b, tol, atol, max_iter, preconditioner, x0, stagnation_tol, return_info
-            )
+        limits = tol, atol, max_iter, stagnation_tol
+        with self._algorithm("solve", options=limits):
+            return linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
 
     def eigsh(
         self,
@@ -494,15 +493,15 @@ class LinearOperator(RectangularOperator):
         max_iter: int | None = None,
         block: int = 1,
         generator: Generator | None = None,
-        basis_dtype: torch.dtype | None = None,
         basis_device: torch.device | str | None = None,
     ) -> eigenvalues.Eigenpairs:
         r"""k eigenvalues and eigenvectors, by thick-restart Lanczos.
 
             A v = value v,        |A v - value v| <= tol |value|
 
-        The basis holds 2 k + 2 vectors, at least 21, on the device; up to three times as many where
-        they are short, or convergence is slow. Matrices of up to 21 or 2 k + 2 rows are made dense.
+        The basis holds 2 k + 2 vectors, at least 21, on the device, in the dtype of the operator, at
+        least float32; up to three times as many where they are short, or convergence is slow. Matrices
+        of up to 21 or 2 k + 2 rows are made dense.
 
         Args:
             k: How many eigenpairs.
@@ -514,9 +513,6 @@ class LinearOperator(RectangularOperator):
             block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
                 found as often, where a single vector may miss some.
             generator: Of the starting vectors; None is the same ones every time.
-            basis_dtype: torch.float32 or torch.float64. float32 halves the basis of an operator in
-                float64; residuals are then up to 1e-6 |A|, and tol is 1e-5 by default. Default:
-                that of the operator, at least float32.
             basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the
                 memory of a GPU, which then holds the vectors of one product. Default: the
                 operator's device.
@@ -524,7 +520,7 @@ class LinearOperator(RectangularOperator):
             `Eigenpairs`, which unpack as (values, vectors): values ascending. Their ``residuals`` are
             |A v - value v|, and ``plot(ax)`` draws both.
         Raises:
-            ArgumentTypeError, ArgumentValueError: for another dtype or device of the basis.
+            ArgumentTypeError: for what is no device.
             ConvergenceError: where it did not converge, with the eigenvalues that were found.
         References:
             Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
@@ -535,10 +531,9 @@ class LinearOperator(RectangularOperator):
             >>> values
             tensor([2., 4.])
         """
-        with self._algorithm("eigsh"):
-            return eigenvalues.eigsh(
-                self, k, which, tol, max_iter, block, generator, basis_dtype, basis_device
-            )
+        wanted = k, which, tol, max_iter, block
+        with self._algorithm("eigsh", options=wanted):
+            return eigenvalues.eigsh(self, *wanted, generator, basis_device)
 
     def spectral_density(
         self,
@@ -902,12 +897,11 @@ class GivenOperator(LinearOperator):
 
     def _check(self) -> None:
         """v^T A w = w^T A v."""
-        random, of_any = BOUNDS[self.space.precision]
-        v, w = rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
-        Av, Aw = self._given(rows[:1])[0], self._given(rows)[-1]
-        gap = abs(float((v * Aw).sum(dtype=torch.float64) - (w * Av).sum(dtype=torch.float64)))
-        size = float(v.norm() * Aw.norm() + w.norm() * Av.norm())
-        if gap > size * max(random / self.space.size**0.5, of_any):
+        rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
+        products = self._given(rows[:1])[0], self._given(rows)[-1]
+        (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)  # squares may overflow
+        gap, size = asymmetry(self.space, v, Av, w, Aw)
+        if exceeds(self.space, gap, size, BOUNDS[self.space.precision]):
             raise errors.ArgumentValueError(
                 "matvec: expected the products of a symmetric matrix, and matmat those of each column, "
                 f"got v.Aw and w.Av that differ by {gap / size:.1g} of their size for random v and w. "
@@ -1039,12 +1033,7 @@ class LowRankOperator(LinearOperator):
             NotPositiveDefiniteError: for an eigenvalue that is not positive with this damping.
         """
         number = validation.number("damping", damping, minimum=0)
-        lowest = min(float(self.values.min()), self.rest) + number
-        if lowest <= 0:
-            raise errors.NotPositiveDefiniteError(
-                "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
-                f"{lowest:.3g} with the damping {number:g}; use damping > 0."
-            )
+        check_invertible(min(float(self.values.min()), self.rest) + number, number)
         values, rest = 1 / (self.values + number), 1 / (self.rest + number)
         return LowRankOperator(self.space, self._rows, values, rest)
 
@@ -1086,6 +1075,15 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
     return U, (sizes.square() - shift).clamp(min=0)
+
+
+def check_invertible(lowest: float, damping: float, rounding: float = 0.0) -> None:
+    """Raise where the smallest eigenvalue of a damped matrix is not positive."""
+    if lowest <= rounding:
+        raise errors.NotPositiveDefiniteError(
+            "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
+            f"{lowest:.3g} with the damping {damping:g}; use damping > 0."
+        )
 
 
 def as_number(value: Any, what: str = "factor") -> float:

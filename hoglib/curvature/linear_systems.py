@@ -1,6 +1,5 @@
 """Linear systems with symmetric positive definite operators, by conjugate gradients."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib._core.device_reads import DeviceRead
+from hoglib._core.source_location import warn
 from hoglib.curvature.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
@@ -36,7 +36,7 @@ class Solution(NamedTuple):
 
 def cg(
     operator: SymmetricMatrix, b: Any, tol: float | None, atol: float, max_iter: int | None,
-    preconditioner: Any, x0: Any, stagnation_tol: float, return_info: bool,
+    stagnation_tol: float, preconditioner: Any, x0: Any, return_info: bool,
 ) -> Any:  # fmt: skip
     """Solve A x = b to |b - A x| <= max(tol |b|, atol), as `LinearOperator.solve` describes it.
 
@@ -44,7 +44,6 @@ def cg(
     the true residual, which is computed from x where the recurrence says that it is small enough; where
     the two differ, the iteration starts again from the true one.
     """
-    operator.space.check_same_call("cg", tol, atol, max_iter, stagnation_tol)
     rows, rebuild = operator.space.rows(b, "b")
     default = RTOL.get(operator.space.precision, 1e-2)
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
@@ -74,11 +73,10 @@ def cg(
     converged = residual <= target
     if not return_info:
         if not stagnation_tol and not all_converged:
-            warnings.warn(
+            warn(
                 f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
                 f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
-                "max_iter or tol, or take the residual from return_info=True.",
-                stacklevel=3,
+                "max_iter or tol, or take the residual from return_info=True."
             )
         return rebuild(x)
     if not operator.space.is_block(b):

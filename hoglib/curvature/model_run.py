@@ -42,12 +42,13 @@ from hoglib._core.trust import SUMS, agree
 from hoglib._core.validation import listing
 from hoglib.curvature.data import as_dict, first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
-from hoglib.curvature.gauss_newton import CompositeLoss
+from hoglib.curvature.gauss_newton import CompositeLoss, check_depends
+from hoglib.curvature.jacobian_product import depending
 from hoglib.curvature.kronecker import BlockLayout, not_none
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, Role, unlike_rows
 from hoglib.curvature.single_examples import at_best
 from hoglib.curvature.vector_space import Space
-from hoglib.errors import NoSecondDerivative, UnsupportedError
+from hoglib.errors import UnsupportedError
 
 AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
 
@@ -249,10 +250,7 @@ class ModelRun:
         self._composite = CompositeLoss(problem, options.metric, "reverse")
         recorder = self._run(row_count(batch) or 1 if order.expand else 1)
         self.expanded, self.selects = recorder.expanded, recorder.selects
-        if not any(y.requires_grad for y in self._outputs):
-            raise NoSecondDerivative(
-                "loss.outputs(params, batch): expected outputs that depend on params, got none that do."
-            )
+        check_depends(depending(self._outputs))
         self._recorded = recorder.calls
         self._expand, self.alone = order.expand, order.alone
         self._leave_to_examples(order.unexplained or frozenset())

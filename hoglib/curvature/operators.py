@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from hoglib import plotting
-from hoglib._core import validation
+from hoglib._core import pytree, validation
 from hoglib._core.autograd import grad_enabled
-from hoglib._core.finite_differences import to_double
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
-from hoglib.curvature.data import Piece, Processes
+from hoglib.curvature.data import Processes
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -27,13 +26,7 @@ from hoglib.curvature.dataset_sum import (
 from hoglib.curvature.estimates import SpectralDensity
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
-from hoglib.curvature.linear_map import (
-    CurvatureKind,
-    HessianKind,
-    HessianMode,
-    LinearMap,
-    check_policy,
-)
+from hoglib.curvature.linear_map import CurvatureKind, HessianKind, HessianMode, LinearMap
 from hoglib.curvature.linear_operator import LinearOperator
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError, ConvergenceError, UnsupportedError
@@ -53,7 +46,7 @@ class DatasetOperator(LinearOperator):
     ) -> None:
         name = type(self).__name__
         policy, of_data = split_options(name, options)
-        check_policy(policy, kind)
+        kind.check_policy(policy)
         sharing = self._processes = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
@@ -67,7 +60,6 @@ class DatasetOperator(LinearOperator):
             fixed_batches=kind.random, counting=counting or "criterion",
         )  # fmt: skip
         self._kind, self._memory_limit = kind, of_data.memory_limit
-        self._sum.in_double = self._in_double
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -91,7 +83,7 @@ class DatasetOperator(LinearOperator):
         if self._sum.next_is_unchecked():
             self._apply_kept(rows, total)
             return self._checked(rows, total)
-        every = self._sum.one_pass(total, rows, by_kept=True)
+        every = self._sum.one_pass(total, rows)
         with self._bar.over("@", len(rows)), every as one_pass:
             for batch, number, share in one_pass:
                 if self._sum.kept is None:
@@ -107,8 +99,7 @@ class DatasetOperator(LinearOperator):
 
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
-        alone = self._sum.alone and not self.space.placement.is_sharded
-        self._refuse_not_finite(rows, total, self.space, "the loss is", alone)
+        self._refuse_not_finite(rows, total, self.space, "the loss is", self._sum.whole)
         self._sum.symmetry.record(rows, total)
         return total
 
@@ -140,17 +131,6 @@ class DatasetOperator(LinearOperator):
             self._sum.kept = _KeptProduct(point, share, patch_state)
             value = self._sum.record_first_pass(batch, value)
         return value
-
-    def _in_double(self, rows: Tensor, piece: Piece) -> Tensor:
-        """The products of rows at one batch in float64, each at a graph of its own."""
-        products = []
-        for row in rows:
-            with self._sum.ring(around_graph=True) as blocks:
-                problem = self._sum.problem(piece.batch).entered(blocks).in_double()
-                point = self._kind.for_batch(piece.number).linearize(problem, True)
-                _, product = point.apply(to_double(self.space.split(row)), False)
-            products.append(torch.cat([x.detach().reshape(-1) for x in product]))
-        return torch.stack(products)
 
     def _fits(self, point: LinearMap) -> bool:
         """Whether there is something to keep between products, and memory for it."""
@@ -425,13 +405,11 @@ class Spectrum(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return numbers and lists only, for JSON."""
-        of = self.density
-        return {
-            "size": self.size, "products": self.products, "trace": self.trace,
-            "negative": self.negative, "below": self.below, "smallest": self.smallest.tolist(),
-            "largest": self.largest.tolist(), "grid": of.grid.tolist(),
-            "density": of.density.tolist(), "error": of.error.tolist(), "width": of.width,
-        }  # fmt: skip
+        curve = {
+            name: getattr(self.density, name) for name in ("grid", "density", "error", "width")
+        }
+        found: dict[str, Any] = pytree.map_tensors(Tensor.tolist, {**self._asdict(), **curve})
+        return found
 
 
 def hessian_spectrum(

@@ -11,7 +11,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, reduce
 from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
@@ -22,7 +22,7 @@ from hoglib._core.factorizations import symmetric_eigen
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
 from hoglib._core.state import GeneratorStates
-from hoglib.capture.within import within_compile
+from hoglib.capture.within import entry_within_compile
 from hoglib.curvature.input_derivatives import (
     Function,
     Weighted,
@@ -54,12 +54,13 @@ class Directions(NamedTuple):
     weights: Tensor | float
     unit: bool
 
-    def probes(self) -> list[Weighted]:
-        """As the nested routes take them."""
+    def probes(self, by_index: bool = True) -> list[Weighted]:
+        """As the nested routes take them: indices of elements, where that is enough, or vectors."""
         weights = self.weights
         if not isinstance(weights, Tensor):
             weights = [weights] * len(self.vectors)  # type: ignore[assignment]
-        vectors = range(len(self.vectors)) if self.unit else self.vectors.unbind()
+        indices = by_index and self.unit
+        vectors = range(len(self.vectors)) if indices else self.vectors.unbind()
         return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
 
 
@@ -78,6 +79,7 @@ def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any
     return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
+@entry_within_compile(_like_laplacian)
 def laplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -154,12 +156,6 @@ def laplacian(
         >>> mixed.round(decimals=4)  # 2 d_1 d_2 f
         tensor([2., 2.])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_laplacian)(
-            laplacian, func, x, *args, coefficients=coefficients, num_projections=num_projections,
-            generator=generator, return_gradient=return_gradient, mode=mode,
-            create_graph=create_graph, **options,
-        )  # fmt: skip
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
     validation.boolean("return_gradient", return_gradient)
@@ -219,10 +215,12 @@ def _of_few_directions(
 def _nested(
     options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor]:
-    def probes(batched: bool) -> list[Weighted]:
-        return chosen(batched).probes()
+    inside = torch_internals.transforms_active()
 
-    if torch_internals.transforms_active():
+    def probes(batched: bool) -> list[Weighted]:
+        return chosen(batched).probes(by_index=not inside)
+
+    if inside:
         return by_forward(values, x, probes)
     return by_reverse(values, x, probes, options.keep, options.always)
 
@@ -250,10 +248,7 @@ def _collapsed(
         return None
     runs, batched = found
     value = runs[-1][0]
-    total: Tensor | None = None
-    for _, (_, part) in runs:
-        total = add(total, part)
-    gradient = None
+    total, gradient = reduce(add, [second for _, (_, second) in runs], None), None
     if with_gradient and unit:
         firsts = [first for _, (first, _) in runs if first is not None]
         point = x.shape[1:] if batched else x.shape
@@ -303,6 +298,7 @@ class _OtherLayout(Exception):
     one output."""
 
 
+@entry_within_compile(_like_laplacian)
 def bilaplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -353,11 +349,6 @@ def bilaplacian(
         >>> B  # 2 * 24 + 8
         tensor([56., 56.])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_laplacian)(
-            bilaplacian, func, x, *args, num_projections=num_projections, generator=generator,
-            mode=mode, create_graph=create_graph, **options,
-        )  # fmt: skip
     given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
 
@@ -436,12 +427,12 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
             return Directions(units(x, batched), 1.0, True)
         return Directions(signs, 1 / len(signs), False)
     a = _check_coefficients(coefficients, x, batched)
-    D = (x.shape[1:] if batched else x.shape).numel()
     e = units(x, batched)
+    D, diagonal = len(e), a.dim() <= 1 + batched
     if signs is None and a.dim() == 1:
         return Directions(e, a, True)
-    if signs is None and _is_nonnegative(a, D, batched):
-        if _is_diagonal(a, batched):  # sqrt(a_i) e_i
+    if signs is None and _is_nonnegative(a, diagonal):
+        if diagonal:  # sqrt(a_i) e_i
             return Directions(e * a.sqrt().reshape(x.shape), 1.0, False)
         sizes, q = symmetric_eigen(a)
         v = (q * sizes.clamp(min=0).sqrt().unsqueeze(-2)).movedim(-1, 0)
@@ -449,10 +440,7 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
     # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s balances the two
     u = e if signs is None else signs
     flat = u.reshape(len(u), -1, D)
-    if _is_diagonal(a, batched):
-        z = flat * a
-    else:
-        z = torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
+    z = flat * a if diagonal else torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
     s = a.detach().abs().mean().sqrt()
     s = torch.where(s > 0, s, torch.ones_like(s))
     u, z = u * s, (z / s).reshape(u.shape)
@@ -463,18 +451,14 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
     return Directions(torch.cat([u + z, u - z]), weights, False)
 
 
-def _is_diagonal(a: Tensor, batched: bool) -> bool:
-    return a.dim() == (2 if batched else 1) or a.dim() == 1
-
-
-def _is_nonnegative(a: Tensor, D: int, batched: bool) -> bool:
+def _is_nonnegative(a: Tensor, diagonal: bool) -> bool:
     """Whether the matrices have real roots that need no derivative; False where values are unknown."""
     if a.requires_grad or torch_internals.tracing() or torch_internals.transforms_active():
         return False
-    if _is_diagonal(a, batched):
+    if diagonal:
         return bool((a >= 0).all())
     sizes = symmetric_eigen(a)[0]
-    floor = -torch.finfo(a.dtype).eps * D * sizes.abs().amax() if sizes.numel() else 0
+    floor = -torch.finfo(a.dtype).eps * a.shape[-1] * sizes.abs().amax() if sizes.numel() else 0
     return bool((sizes >= floor).all())
 
 
@@ -512,6 +496,7 @@ def _draw_directions(x: Tensor, number: Any, generator: Any, *, signs: bool) -> 
     return (2 * torch.randint(0, 2, shape, generator=own, device=device) - 1).to(x)
 
 
+@entry_within_compile(_like_directional, lambda x, v, order, *args: (x, *args))
 def directional(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -555,10 +540,6 @@ def directional(
         >>> hog.directional(lambda x: (x**4).sum(), x, v, 3)[1]  # 24 x_1
         tensor(24.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_directional, lambda x, v, order, *args: (x, *args))(
-            directional, func, x, v, order, *args, mode=mode, create_graph=create_graph, **options
-        )
     given = TaylorOptions.of("directional", func, TaylorMode, mode, create_graph, options)
     validation.real("x", x)
     validation.tensor("v", v)
@@ -590,6 +571,7 @@ def directional(
     return given.evaluate(func, body, (order, several), x, v, args)
 
 
+@entry_within_compile(_like_laplacian)
 def partial_derivative(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -630,11 +612,6 @@ def partial_derivative(
         >>> hog.partial_derivative(lambda x: x[:, 0] ** 3 * x[:, 1] ** 2, x, index=(0, 0, 1))[1]
         tensor([24.])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_laplacian)(
-            partial_derivative, func, x, *args, index=index, mode=mode, create_graph=create_graph,
-            **options,
-        )  # fmt: skip
     given = TaylorOptions.of("partial_derivative", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
     if not isinstance(index, tuple | list) or not index:

@@ -10,7 +10,7 @@ from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Gradient, clone_inference_tensors, dense, materialize_grads, vjp
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
-from hoglib.capture.within import within_compile
+from hoglib.capture.within import entry_within_compile
 from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
@@ -21,7 +21,6 @@ from hoglib.curvature.linear_map import (
     HessianMode,
     LinearMap,
     apply_block,
-    check_policy,
 )
 from hoglib.curvature.vector_space import Blocks, Tree, groups_of
 from hoglib.errors import ArgumentValueError, UnsupportedError
@@ -38,6 +37,7 @@ def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> 
     return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
 
 
+@entry_within_compile(_like_product, lambda params, v, *args: (params, *args))
 def hvp(
     func: Loss,
     params: T,
@@ -88,17 +88,13 @@ def hvp(
         >>> hog.hvp(lambda p: p[0] ** 2 * p[1], p, v)
         (tensor(2.), tensor([4., 2.]))
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_product, lambda params, v, *args: (params, *args))(
-            hvp, func, params, v, *args, mode=mode, create_graph=create_graph, strict=strict,
-            **options,
-        )  # fmt: skip
     kind = HessianKind(mode)
     names = tuple(pytree.paths(params)) if strict else None
-    policy = check_policy(Policy.of("hvp", options, create_graph, names), kind)
+    policy = kind.check_policy(Policy.of("hvp", options, create_graph, names))
     return _product(kind, func, params, v, args, policy)
 
 
+@entry_within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
 def ggn_vp(
     loss: Any,
     params: T,
@@ -149,15 +145,12 @@ def ggn_vp(
         >>> Gv["weight"]  # 2 (1 + 9) / 2
         tensor([[10.]])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)(
-            ggn_vp, loss, params, v, batch, mode=mode, create_graph=create_graph, **options
-        )
     kind = GaussNewtonKind(mode)
-    policy = check_policy(Policy.of("ggn_vp", options, create_graph), kind)
+    policy = kind.check_policy(Policy.of("ggn_vp", options, create_graph))
     return _product(kind, loss, params, v, (batch,), policy)
 
 
+@entry_within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
 def fisher_vp(
     loss: Any,
     params: T,
@@ -219,14 +212,9 @@ def fisher_vp(
         >>> Fv["weight"]  # the Gauss-Newton matrix: a Gaussian of variance 1/2
         tensor([[10.]])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)(
-            fisher_vp, loss, params, v, batch, kind=kind, likelihood=likelihood, reduction=reduction,
-            num_samples=num_samples, generator=generator, mode=mode, **options,
-        )  # fmt: skip
     metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
     matrix = GaussNewtonKind(mode, metric)
-    policy = check_policy(Policy.of("fisher_vp", options), matrix)
+    policy = matrix.check_policy(Policy.of("fisher_vp", options))
     return _product(matrix, loss, params, v, (batch,), policy)
 
 
@@ -281,6 +269,7 @@ def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
     return pytree.map(row, params)
 
 
+@entry_within_compile(_like_hessian)
 def hessian(
     func: Callable[..., Tensor],
     params: Tree,
@@ -323,10 +312,6 @@ def hessian(
         tensor([[4., 2.],
                 [2., 0.]])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_hessian)(
-            hessian, func, params, *args, blocks=blocks, create_graph=create_graph, **options
-        )
     validation.function("func", func)
     policy = Policy.of("hessian", options, create_graph)
     problem = _real_problem(policy, func, params, args)

@@ -5,7 +5,6 @@ Every product computes the loss of each batch anyway. The first pass records the
 compare: an operator whose matrix changes has no eigenvalues, and no solver converges on it.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from math import fsum, isfinite
 from typing import Any, final
@@ -16,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core.device_reads import DeviceRead
 from hoglib._core.pytree import tensors_in
+from hoglib._core.source_location import warn
 from hoglib._core.state import line_that_draws
 from hoglib._core.trust import DERIVATIVES, agree, found_once
 from hoglib._core.validation import listing
@@ -221,18 +221,15 @@ class Symmetry:
     A backward that is not the derivative, or that is detached in part, mostly makes a Hessian
     asymmetric; the check costs two inner products, once.
 
-    half: the dtype of half precision that the loss computes in, if any; in_double: the products of rows
-    in float64, for a matrix whose own products are rounding, as of a classifier that fits all examples.
-    Both are asked for only where the matrix is not symmetric to the rounding of its own dtype.
+    half: the dtype of half precision that the loss computes in, if any, which is asked for only where
+    the matrix is not symmetric to the rounding of its own dtype.
     loss: of which it is told once.
     """
 
     def __init__(
-        self, name: str, enabled: bool, space: Space, half: Callable[[], torch.dtype | None],
-        in_double: Callable[[Tensor], Tensor | None], loss: Any,
+        self, name: str, enabled: bool, space: Space, half: Callable[[], torch.dtype | None], loss: Any
     ) -> None:  # fmt: skip
-        self._name, self._space, self._half = name, space, half
-        self._in_double, self._loss = in_double, loss
+        self._name, self._space, self._half, self._loss = name, space, half, loss
         wide = space.precision in (torch.float64, torch.float32)
         self._bound = BOUNDS[space.precision] if enabled and wide else None
         self._first: list[tuple[Tensor, Tensor]] = []
@@ -256,38 +253,31 @@ class Symmetry:
             return
         (v, Av), (w, Aw) = (self._first + pairs)[:2]
         self._first, self._done = [], True
-        both = [(v, v), (w, w), (Av, Av), (Aw, Aw), (v, Aw), (w, Av)]
-        each = [(a[None], b[None]) for a, b in both]
-        vv, ww, AvAv, AwAw, lhs, rhs = self._space.dots(*each, dtype=torch.float64)[:, 0].tolist()
-        size = (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
-        gap = abs(lhs - rhs)
-        if not self._exceeds(gap, size, bound):
-            found_once(self._loss, ("symmetric", self._name), lambda: True)
-        elif (half := self._half()) is None or self._exceeds(gap, size, BOUNDS[half]):
-            if self._is_rounding(torch.stack([v, w])):
-                return
+        gap, size = asymmetry(self._space, v, Av, w, Aw)
+        if not exceeds(self._space, gap, size, bound):
+            found_once(self._loss, key, lambda: True)
+        elif (half := self._half()) is None or exceeds(self._space, gap, size, BOUNDS[half]):
             own = object()  # who tells of a loss first
             if found_once(self._loss, ("asymmetry", self._name), lambda: own) is not own:
                 return
-            warnings.warn(
+            warn(
                 f"{self._name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
                 f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "
                 "forward, or cannot be differentiated: `hoglib.verify` of its custom Functions names "
                 "it, and mode='finite-differences' computes the product to compare with. Or the loss "
-                "draws random numbers, as dropout does in train mode.",
-                stacklevel=5,
+                "draws random numbers, as dropout does in train mode."
             )
 
-    def _is_rounding(self, rows: Tensor) -> bool:
-        """Whether the products of two vectors in float64 show a symmetric matrix."""
-        products = self._in_double(rows) if rows.dtype == torch.float32 else None
-        if products is None:
-            return False
-        v, w = rows.double()
-        lhs, rhs = float(v @ products[1]), float(w @ products[0])
-        size = float(v.norm() * products[1].norm() + w.norm() * products[0].norm())
-        return not self._exceeds(abs(lhs - rhs), size, BOUNDS[torch.float32])
 
-    def _exceeds(self, gap: float, size: float, bound: tuple[float, float]) -> bool:
-        # products of vanishing numbers underflow
-        return size > 0 and gap > size * max(bound[0] / self._space.size**0.5, bound[1])
+def asymmetry(space: Space, v: Tensor, Av: Tensor, w: Tensor, Aw: Tensor) -> tuple[float, float]:
+    """|v.Aw - w.Av|, and the size of these products, in float64."""
+    v, Av, w, Aw = (x[None] for x in (v, Av, w, Aw))
+    each = (v, v), (w, w), (Av, Av), (Aw, Aw), (v, Aw), (w, Av)
+    vv, ww, AvAv, AwAw, lhs, rhs = space.dots(*each, dtype=torch.float64)[:, 0].tolist()
+    return abs(lhs - rhs), (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
+
+
+def exceeds(space: Space, gap: float, size: float, bound: tuple[float, float]) -> bool:
+    """Whether two products differ by more than the bound of their dtype."""
+    # products of vanishing numbers underflow
+    return size > 0 and gap > size * max(bound[0] / space.size**0.5, bound[1])

@@ -175,7 +175,7 @@ class CurvatureMonitor(pl.Callback):
         self.images = validation.boolean("images", images)
         self._rarer = 1  # times as far apart as every says
         self.history: list[Measurement] = []
-        self._saved: _Saved | None = None
+        self._saved: dict[str, Any] | None = None  # the batch, as checkpoints hold it
         self._batch: Any = None
         self._starts = False
 
@@ -237,15 +237,13 @@ class CurvatureMonitor(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """The history and the fixed batch, for checkpoints."""
         history = [_pack(one) for one in self.history]
-        saved = None if self._saved is None else self._saved._asdict()
-        return {"history": history, "batch": saved, "rarer": self._rarer}
+        return {"history": history, "batch": self._saved, "rarer": self._rarer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the history and the fixed batch."""
         self.history = [_unpack(one) for one in state_dict["history"]]
         self._rarer = state_dict.get("rarer", 1) if self.max_seconds else 1
-        saved = state_dict["batch"]
-        self._saved = None if saved is None else _Saved(**saved)
+        self._saved = state_dict["batch"]
 
     def _start(self, done: int, batch: Any) -> None:
         self._starts = False
@@ -370,14 +368,8 @@ def _batches(trainer: pl.Trainer) -> int:
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-class _Saved(NamedTuple):
-    """A batch as checkpoints hold it: tensors and plain values, of every process."""
-
-    paths: list[str]
-    leaves: list[list[Any]]
-
-
-def _saved(batch: Any) -> _Saved:
+def _saved(batch: Any) -> dict[str, Any]:
+    """The paths of a batch, and its leaves in every process: tensors and plain values."""
     leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in pytree.leaves(batch)]
     for path, leaf in zip(pytree.paths(batch), leaves, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
@@ -388,29 +380,29 @@ def _saved(batch: Any) -> _Saved:
             )
     if world_size() > 1:  # gathered now, because a single process writes the checkpoint
         leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return _Saved(pytree.paths(batch), gathered(leaves))
+    return {"paths": pytree.paths(batch), "leaves": gathered(leaves)}
 
 
-def _restore_batch(saved: _Saved, like: Any) -> Any:
+def _restore_batch(saved: dict[str, Any], like: Any) -> Any:
     """The batch of this process, in the structure and on the devices of another batch."""
     now, structure = pytree.flatten(like)
     paths = pytree.paths(like)
-    if paths != saved.paths:
+    if paths != saved["paths"]:
         raise errors.ArgumentValueError(
             f"CurvatureMonitor: expected batches like the first one of the fit, which the "
-            f"checkpoint holds, with tensors at {_format_paths(saved.paths)}, got one with "
+            f"checkpoint holds, with tensors at {_format_paths(saved['paths'])}, got one with "
             f"{_format_paths(paths)}; resume with the data of that fit, or with fixed_batch=False."
         )
-    if len(saved.leaves) != world_size():
+    if len(saved["leaves"]) != world_size():
         raise errors.ArgumentValueError(
-            f"CurvatureMonitor: expected {len(saved.leaves)} processes, as in the fit of the "
+            f"CurvatureMonitor: expected {len(saved['leaves'])} processes, as in the fit of the "
             f"checkpoint, each of which had a first batch, got {world_size()}; resume with as many, or "
             "with fixed_batch=False."
         )
     rank = distributed.get_rank() if world_size() > 1 else 0
     leaves = [
         was.to(leaf.device) if isinstance(was, Tensor) and isinstance(leaf, Tensor) else was
-        for was, leaf in zip(saved.leaves[rank], now, strict=True)
+        for was, leaf in zip(saved["leaves"][rank], now, strict=True)
     ]
     return pytree.unflatten(leaves, structure)
 

@@ -544,7 +544,7 @@ def test_experts(signs):
     params, batch = hog.trainable_params(loss.model), (x, LABELS)
     with pytest.raises(hog.errors.UnsupportedError, match=r"as of an expert|examples apart"):
         hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True).update()
-    ghosts(loss, params, batch, vmap=False)
+    ghosts(loss, params, batch)
 
 
 class NextWord(nn.Module):
@@ -805,7 +805,7 @@ def solver():
 def test_norms_where_backward_calls_a_layer_again():
     torch.manual_seed(1)
     loss = hog.functional_loss(solver().double(), F.cross_entropy)
-    ghosts(loss, hog.trainable_params(loss.model), (draw(6, 3), LABELS), vmap=False)
+    ghosts(loss, hog.trainable_params(loss.model), (draw(6, 3), LABELS))
 
 
 LABELS = torch.arange(6) % 3
@@ -1029,7 +1029,7 @@ def test_rows_that_values_choose(name):
         layer = hog.functional_loss(chosen(lambda x, layer: layer(x)).double(), F.cross_entropy)
         assert_close(K.to_dense(), hog.KFACOperator(layer, params, data).to_dense())
     for batch in data:
-        ghosts(loss, params, batch, vmap=False)
+        ghosts(loss, params, batch)
 
 
 def test_autocast():
