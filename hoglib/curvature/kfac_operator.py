@@ -306,7 +306,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         read = None
         with self._sum.one_pass(total, first_order=True) as batches:
             for batch, number, share in batches:
-                batches.record(self._add(sums, batch, number, share))
+                with self._sum.entered(batch) as problem, problem.gathered() as own:
+                    placement = problem.placement
+                    add = partial(self._add, sums, own, number, share * placement.weight)
+                    value = placement.mean_of(add) if placement.is_sharded else add()
+                self._sum.advance()
+                batches.record(value)
                 if self._sum.alone and self._sum.single_batch:
                     read = sums.read()  # with the loss
         if not self._sum.alone:
@@ -320,15 +325,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             )
         return batches.totals
 
-    def _add(self, sums: BlockSums, batch: Any, number: int, share: float) -> Tensor:
-        with self._sum.entered(batch) as problem, problem.gathered() as own:
-            placement = problem.placement
-            add = partial(self._add_own, sums, own, number, share * placement.weight)
-            value = placement.mean_of(add)
-        self._sum.advance()
-        return value
-
-    def _add_own(self, sums: BlockSums, problem: Problem, number: int, share: float) -> Tensor:
+    def _add(self, sums: BlockSums, problem: Problem, number: int, share: float) -> Tensor:
         """Add what a batch of this process has; return its loss."""
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
         first = self.row_order is None
