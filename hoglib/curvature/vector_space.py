@@ -21,6 +21,9 @@ Rebuild = Callable[[Tensor], Tree]
 Draw = Callable[[int], Tensor]  # so many random numbers
 Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
+# random numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
+DRAWN_AT_ONCE = 2**16
+
 
 class SymmetricMatrix(Protocol):
     """What the matrix-free algorithms need of a symmetric matrix [P, P]; `LinearOperator` is one."""
@@ -327,7 +330,7 @@ def random_signs(space: Space, count: int, generator: Generator | None) -> Tenso
     def draw(numbers: int) -> Tensor:
         return torch.randint(2, (numbers,), generator=generator, device=device)
 
-    return _random_rows(space, count, draw, space.dtype).mul_(2).sub_(1)
+    return _random_rows(space, count, draw, device, space.dtype).mul_(2).sub_(1)
 
 
 def random_normals(space: Space, count: int, generator: Generator, dtype: torch.dtype) -> Tensor:
@@ -337,30 +340,58 @@ def random_normals(space: Space, count: int, generator: Generator, dtype: torch.
     def draw(numbers: int) -> Tensor:
         return torch.randn(numbers, generator=generator, dtype=torch.float64, device=device)
 
-    return _random_rows(space, count, draw, dtype)
+    return _random_rows(space, count, draw, device, dtype)
 
 
-def _random_rows(space: Space, count: int, draw: Draw, dtype: torch.dtype) -> Tensor:
+def _random_rows(
+    space: Space, count: int, draw: Draw, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """Rows of what is drawn; of vectors that processes share, the part of this one.
 
-    All processes draw all numbers, one tensor of parameters after the other, and keep their part. Signs
-    that a generator of the CPU draws are those that one draw of all would give.
+    All processes draw all numbers, one tensor of parameters after the other, and keep their part.
     """
     placement = space.placement
     if not isinstance(placement, Sharding):
         return draw(count * space.size).view(count, space.size).to(space.device, dtype)
-    rows, last = torch.empty(count, space.length, dtype=dtype, device=space.device), 0.0
+    numbers = _RandomNumbers(draw, count * space.size, device)
+    rows = torch.empty(count, space.length, dtype=dtype, device=space.device)
     for row in rows:
         start = 0
         for layout in placement.layouts:
-            drawn = draw(layout.shape.numel())
-            last = float(drawn[-1]) if len(drawn) else last
-            whole = drawn.to(space.device, dtype).view(layout.shape)
-            part = layout.part_of(whole).reshape(-1)
+            whole = numbers.take(layout.shape.numel()).to(space.device, dtype)
+            part = layout.part_of(whole.view(layout.shape)).reshape(-1)
             row[start : start + len(part)] = part
             start += len(part)
-    placement.check_same("random vectors", ("random numbers",), [last], space.device)
+    placement.check_same("random vectors", ("random numbers",), [numbers.last], space.device)
     return rows
+
+
+@final
+class _RandomNumbers:
+    """Random numbers, of which some are drawn at a time: those that one draw of all would give.
+
+    torch's generators of the CPU draw one number after the other, normal ones by 16, and the last 16
+    of a draw anew. Of other devices all are drawn at once.
+    """
+
+    def __init__(self, draw: Draw, total: int, device: torch.device) -> None:
+        self._draw, self._left = draw, total
+        self._at_once = DRAWN_AT_ONCE if device.type == "cpu" else total
+        self._drawn = torch.empty(0)
+        self.last = 0.0  # of the numbers that were taken
+
+    def take(self, count: int) -> Tensor:
+        parts, have = [self._drawn], len(self._drawn)
+        while have < count:
+            several = self._left >= self._at_once + 16
+            parts.append(self._draw(self._at_once if several else self._left))
+            self._left -= len(parts[-1])
+            have += len(parts[-1])
+        every = torch.cat([part for part in parts if len(part)]) if have else parts[0]
+        self._drawn = every[count:]
+        if count:
+            self.last = float(every[count - 1])
+        return every[:count]
 
 
 def check_named(params: Any) -> None:

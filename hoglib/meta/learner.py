@@ -259,6 +259,7 @@ class Learner(nn.Module, ABC):
                 (support, query), which may differ in size. A batch is anything that
                 `hoglib.functional_loss` takes. Two lists of two tensors, as a DataLoader collates
                 them, are stacks.
+            *more: Nothing; support and query by themselves are refused.
 
         Returns:
             The mean outer loss, a scalar.
