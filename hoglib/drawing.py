@@ -96,10 +96,13 @@ def graph(fn: Callable[..., Any] | type[Function], inputs: Any, *, order: int = 
         applied.setdefault(function, []).extend(x for x in pytree.leaves(args) if is_float(x))
 
     with (
-        warnings.catch_warnings(), grad_enabled(), preserve_random_state(), restore_buffers(),
+        warnings.catch_warnings(),
+        grad_enabled(),
+        preserve_random_state(),
+        restore_buffers(),
         torch_internals.record_backward_origins(),
         torch_internals.watching_functions(record) as applying,
-    ):  # fmt: skip
+    ):
         warnings.simplefilter("ignore")  # the picture shows what torch would warn about
         call = Call(fn, given, None)
         validation.something_to_differentiate_by(call.names, call.point)
@@ -266,9 +269,13 @@ class _Drawing:
             # in this thread, where the Functions that backward applies are seen
             with torch.autograd.set_multithreading_enabled(False):
                 found = torch.autograd.grad(
-                    values, variables, incoming, create_graph=drawn, retain_graph=True,
+                    values,
+                    variables,
+                    incoming,
+                    create_graph=drawn,
+                    retain_graph=True,
                     allow_unused=True,
-                )  # fmt: skip
+                )
             return found if drawn else []
         except Exception as error:
             node = self._nodes[self._keys[running[-1]]]

@@ -105,9 +105,14 @@ def language_model_loss(
         True
     """
     return LanguageModelLoss(
-        model, shift=shift, body=body, head=head, chunk_size=chunk_size,
-        ignore_index=ignore_index, label_smoothing=label_smoothing,
-    )  # fmt: skip
+        model,
+        shift=shift,
+        body=body,
+        head=head,
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
 
 
 @final
@@ -130,10 +135,16 @@ class LanguageModelLoss(FunctionalLoss):
     """
 
     def __init__(
-        self, model: nn.Module, *, shift: bool | None, body: Forward | None,
-        head: str | nn.Module | None, chunk_size: int | None, ignore_index: int,
+        self,
+        model: nn.Module,
+        *,
+        shift: bool | None,
+        body: Forward | None,
+        head: str | nn.Module | None,
+        chunk_size: int | None,
+        ignore_index: int,
         label_smoothing: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(model, None, None if body is None else check_instance("body", body))
         self._head = _name_of_head(model, head)
         self._shift = _shifts_labels(model) if shift is None else validation.boolean("shift", shift)
@@ -195,9 +206,13 @@ class LanguageModelLoss(FunctionalLoss):
         return product
 
     def fisher(
-        self, outputs: Features, batch: Any, kind: str, num_samples: int,
+        self,
+        outputs: Features,
+        batch: Any,
+        kind: str,
+        num_samples: int,
         generator: Generator | None,
-    ) -> Product:  # fmt: skip
+    ) -> Product:
         """The Fisher matrix of the categorical distribution of the logits, likewise.
 
             exact       as the Gauss-Newton matrix

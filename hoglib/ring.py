@@ -74,11 +74,18 @@ class ring:  # noqa: N801 a context manager
     """
 
     def __init__(
-        self, policy: Policy, func: Any = None, *, examine: bool = True, first_order: bool = False,
+        self,
+        policy: Policy,
+        func: Any = None,
+        *,
+        examine: bool = True,
+        first_order: bool = False,
         gradients: Callable[[], AbstractContextManager[None]] = autograd.grad_enabled,
-        placement: Placement = WHOLE, buffers: bool = False, autocast_off: Iterable[str] = (),
+        placement: Placement = WHOLE,
+        buffers: bool = False,
+        autocast_off: Iterable[str] = (),
         around_graph: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.captures = around_graph and is_captured(policy)
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False
@@ -123,8 +130,12 @@ class ring:  # noqa: N801 a context manager
 
 
 def warn_if_derivatives_not_finite(
-    problem: Problem, loss: Tensor, parts: Iterable[Tensor], func: Any = None, by: Sequence[Tensor] = ()
-) -> None:  # fmt: skip
+    problem: Problem,
+    loss: Tensor,
+    parts: Iterable[Tensor],
+    func: Any = None,
+    by: Sequence[Tensor] = (),
+) -> None:
     """Warns of derivatives at a problem's leaves that are not finite where the loss is.
 
     func: the loss as a function of the leaves, if it is not the problem. by: the leaves by which the
@@ -199,9 +210,15 @@ def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inp
 
 
 def graph_of(
-    policy: Policy, name: str, owner: Any, body: Callable[..., Any], key: Hashable = None, *,
-    precheck: Callable[..., Any] | None = None, kind: type[Any] = Compiled,
-) -> Callable[..., Any]:  # fmt: skip
+    policy: Policy,
+    name: str,
+    owner: Any,
+    body: Callable[..., Any],
+    key: Hashable = None,
+    *,
+    precheck: Callable[..., Any] | None = None,
+    kind: type[Any] = Compiled,
+) -> Callable[..., Any]:
     """A function of tensors, made anew for each call, as the graph that the policy asks for: that of
     the calls before with the same owner and key; see :func:`~hoglib.capture.api.kept_graph`.
 

@@ -173,18 +173,25 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
 
 
 def warn_if_not_finite(
-    caller: str, value: Tensor, parts: Vector, func: ScalarFunction, leaves: Vector,
+    caller: str,
+    value: Tensor,
+    parts: Vector,
+    func: ScalarFunction,
+    leaves: Vector,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> None:  # fmt: skip
+) -> None:
     """Warns of second derivatives that are not finite where the value is, as `warn_of_not_finite`."""
     if is_not_finite(caller, value, parts):
         warn_of_not_finite(caller, func, leaves, around)
 
 
 def warn_of_not_finite(
-    caller: str, func: ScalarFunction, leaves: Vector,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext, by: Vector | None = None,
-) -> None:  # fmt: skip
+    caller: str,
+    func: ScalarFunction,
+    leaves: Vector,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    by: Vector | None = None,
+) -> None:
     """Warns of second derivatives that are not finite, by the operation that made them, which is looked
     for in another evaluation.
 

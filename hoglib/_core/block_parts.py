@@ -146,9 +146,15 @@ def _by_slices(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _sliced_attention(
-    func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, *args: Any, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """By samples, the leading dimension. Not with dropout, whose random numbers are in one order."""
     inputs = (query, key, value)
     samples = query.shape[0]

@@ -76,10 +76,14 @@ class Policy(NamedTuple):
 
     @classmethod
     def of(
-        cls, caller: str, options: Mapping[str, Any], create_graph: bool = False,
-        strict: tuple[str, ...] | None = None, names: Sequence[str] = OPTION_NAMES,
+        cls,
+        caller: str,
+        options: Mapping[str, Any],
+        create_graph: bool = False,
+        strict: tuple[str, ...] | None = None,
+        names: Sequence[str] = OPTION_NAMES,
         functions: bool = False,
-    ) -> "Policy":  # fmt: skip
+    ) -> "Policy":
         """The options, with their defaults, or an error that names the wrong one.
 
         functions: whether `compile` may be a function, which compiles a graph.

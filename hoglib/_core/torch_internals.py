@@ -773,9 +773,15 @@ def cpu_attention(
 
 
 def cpu_attention_gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, logsumexp: Tensor,
-    bias: Tensor | None, causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by query, key and value, from the outputs of `cpu_attention`."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = map(_with_dense_rows, (grad, query, key, value))

@@ -45,9 +45,13 @@ BITS, KERNELS, SUMS, DIGITS, DERIVATIVES = Rule(0), Rule(4), Rule(1e3), Rule(1, 
 
 
 def agree(
-    a: Tensor | float, b: Tensor | float, rule: Rule, *, terms: Sequence[Tensor | float] = (),
+    a: Tensor | float,
+    b: Tensor | float,
+    rule: Rule,
+    *,
+    terms: Sequence[Tensor | float] = (),
     dtype: torch.dtype | None = None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether two computations of the same are the same, up to rounding; not so for NaN on one side.
 
     terms: what they were added up from, which is larger where it cancels. dtype: that they were

@@ -306,9 +306,13 @@ def other_structure(
 
 
 def vectors(
-    what: str, tree: Any, params: Any, like: str = "params", blocks: bool = True,
+    what: str,
+    tree: Any,
+    params: Any,
+    like: str = "params",
+    blocks: bool = True,
     flat: tuple[list[Tensor], Any] | None = None,
-) -> tuple[list[Tensor], bool]:  # fmt: skip
+) -> tuple[list[Tensor], bool]:
     """The leaves of a vector in the structure of params, or of a block with a trailing dimension.
 
     like: what params are called. blocks: whether a block is accepted. flat: params, flattened before.

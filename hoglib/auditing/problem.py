@@ -379,9 +379,13 @@ def observe(problem: Problem) -> Observations:
         leaves = fresh_leaves(problem.leaves, False)
         watch = _Watch(names, notes, leaves[0].device)
         with (
-            names.discovering(), watching_modules(lambda module, args: None, watch.on_end),
-            watching_functions(watch.on_function), keep_swapped(), eagerly(), watch,
-        ):  # fmt: skip
+            names.discovering(),
+            watching_modules(lambda module, args: None, watch.on_end),
+            watching_functions(watch.on_function),
+            keep_swapped(),
+            eagerly(),
+            watch,
+        ):
             value = problem.value(leaves, problem.batch)
         notes["random numbers"].update(dict.fromkeys(random.drawn()))
         if not value.isfinite():

@@ -117,10 +117,16 @@ class Compiled:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, backend: Any, dynamic: bool = False, check: bool = True,
-        name: str | None = None, place: capturing.CacheSlot | None = None,
+        self,
+        fn: Callable[..., Any],
+        *,
+        backend: Any,
+        dynamic: bool = False,
+        check: bool = True,
+        name: str | None = None,
+        place: capturing.CacheSlot | None = None,
         precheck: Callable[..., Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.fn = validation.function("fn", fn)
         if not callable(backend):
             validation.choice("backend", backend, validation.BACKENDS)
@@ -229,14 +235,22 @@ class Compiled:
         return self._other(back, f"the backward of {self.name}", capturing.CacheSlot(entry, None))
 
     def _other(
-        self, fn: Callable[..., Any], name: str, place: capturing.CacheSlot,
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        place: capturing.CacheSlot,
         precheck: Callable[..., Any] | None = None,
-    ) -> "Compiled":  # fmt: skip
+    ) -> "Compiled":
         """Another function with the same options."""
         return Compiled(
-            fn, backend=self.backend, dynamic=self.dynamic, check=self.check, name=name, place=place,
+            fn,
+            backend=self.backend,
+            dynamic=self.dynamic,
+            check=self.check,
+            name=name,
+            place=place,
             precheck=precheck,
-        )  # fmt: skip
+        )
 
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph for such a call, as a function of the tensors among its arguments, in their order.
@@ -308,9 +322,13 @@ class GraphFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compiled: Compiled, entry: capturing.GraphEntry, form: CallSignature, count: int,
+        ctx: Any,
+        compiled: Compiled,
+        entry: capturing.GraphEntry,
+        form: CallSignature,
+        count: int,
         *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         given, lifted = list(tensors[:count]), list(tensors[count:])
         outputs = entry.execute(entry.graph_inputs(given, lifted))
         ctx.save_for_backward(*tensors)
@@ -362,16 +380,25 @@ class Pullback:
             pairs = [(x, g) for x, g in zip(outputs, cotangents, strict=True) if g is not None]
             with without_tensor_hooks(inputs), no_autocast():  # backward runs outside of autocast
                 grads = torch.autograd.grad(
-                    [x for x, _ in pairs], inputs, [g for _, g in pairs],
-                    create_graph=create_graph, allow_unused=True,
-                )  # fmt: skip
+                    [x for x, _ in pairs],
+                    inputs,
+                    [g for _, g in pairs],
+                    create_graph=create_graph,
+                    allow_unused=True,
+                )
         return materialize_grads(list(grads), inputs)
 
 
 def kept_graph(
-    run: Callable[..., Any], name: str, owner: Any, key: Hashable, backend: Any,
-    *, precheck: Callable[..., Any] | None = None, kind: Any = Compiled,
-) -> Any:  # fmt: skip
+    run: Callable[..., Any],
+    name: str,
+    owner: Any,
+    key: Hashable,
+    backend: Any,
+    *,
+    precheck: Callable[..., Any] | None = None,
+    kind: Any = Compiled,
+) -> Any:
     """A function that is made anew at each call, as a graph that is found again: by its owner, the
     object that it derives from, and a key of all else that it depends on.
 
@@ -402,9 +429,12 @@ def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
 
 
 def check_unchanged(
-    compiled: Compiled, entry: capturing.GraphEntry, form: CallSignature, given: list[Tensor],
+    compiled: Compiled,
+    entry: capturing.GraphEntry,
+    form: CallSignature,
+    given: list[Tensor],
     lifted: list[Tensor],
-) -> None:  # fmt: skip
+) -> None:
     """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call."""
     now = entry.resolve(compiled.fn, form, given)
     if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):

@@ -248,9 +248,13 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
             traced.graph, inputs, function.backend, function.name, function.dynamic
         )
         entry = replace(
-            entry, backend=backend, source=runner.source, seconds_to_compile=runner.seconds,
-            run=runner.run, reached=reached,
-        )  # fmt: skip
+            entry,
+            backend=backend,
+            source=runner.source,
+            seconds_to_compile=runner.seconds,
+            run=runner.run,
+            reached=reached,
+        )
         if function.check and backend != "eager":
             comparison.check(entry, traced.lifted, OF_BACKEND, traced.graph)
     return entry, traced.lifted
@@ -367,9 +371,13 @@ class Comparison:
     """
 
     def __init__(
-        self, function: Any, form: CallSignature, tensors: list[Tensor], graph: GraphEntry,
+        self,
+        function: Any,
+        form: CallSignature,
+        tensors: list[Tensor],
+        graph: GraphEntry,
         tolerance: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._name, self._tolerance = function.name, tolerance
         independent = getattr(function.fn, "independent", False)
         self._cases: list[_Case] = []
@@ -390,9 +398,12 @@ class Comparison:
             self._cases.append(_Case(where, [x.detach() for x in values], state, expected))
 
     def check(
-        self, graph: GraphEntry, lifted: list[Tensor], cause: str,
+        self,
+        graph: GraphEntry,
+        lifted: list[Tensor],
+        cause: str,
         operations: fx.GraphModule | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Raises NoSecondDerivative, with the cause, if the outputs of a graph are others.
 
         operations: what was compiled, which was compared with the function before. Other outputs are
@@ -421,9 +432,12 @@ class Comparison:
                 )
 
     def _right_nearby(
-        self, execute: Callable[[list[Tensor]], list[Tensor]], operations: fx.GraphModule,
-        inputs: list[Tensor], outputs: set[int],
-    ) -> set[int]:  # fmt: skip
+        self,
+        execute: Callable[[list[Tensor]], list[Tensor]],
+        operations: fx.GraphModule,
+        inputs: list[Tensor],
+        outputs: set[int],
+    ) -> set[int]:
         """Those of the outputs that are what the operations give in float64, at these inputs or at
         others that differ by rounding, for which they are not zero."""
         right: set[int] = set()

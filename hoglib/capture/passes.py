@@ -417,9 +417,20 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
         shape = new_node(graph, aten.new_empty.default, g, weight)
         none = [0] * len(sizes)  # it is not transposed; torch gives it the padding of one that is
         both = new_node(
-            graph, aten.convolution_backward.default, g, x, shape, [0], dilation, padding, stride,
-            False, none, 1, [False, True, False],
-        )  # fmt: skip
+            graph,
+            aten.convolution_backward.default,
+            g,
+            x,
+            shape,
+            [0],
+            dilation,
+            padding,
+            stride,
+            False,
+            none,
+            1,
+            [False, True, False],
+        )
         by_weight = new_node(graph, _get, both, 1)
     for user in list(node.users):
         replace_node(graph, user, by_weight)

@@ -177,10 +177,16 @@ def _call_keys(call: Any, inputs: list[Tensor | None]) -> tuple[Hashable, Hashab
     """A key of all that a call depends on besides tensors, for inputs of these shapes; the key of all
     but integers and strings; and the objects that are in the keys by their identity."""
     fixed = (
-        call.structure, tuple(call.slots), tuple(call.places), call.backend,
-        tuple(call.state_names.items()), call.stand_ins.active, call.run_state.autocast.key, call.mixed,
+        call.structure,
+        tuple(call.slots),
+        tuple(call.places),
+        call.backend,
+        tuple(call.state_names.items()),
+        call.stand_ins.active,
+        call.run_state.autocast.key,
+        call.mixed,
         *[None if x is None else (x.dtype, x.shape, x.device) for x in inputs],
-    )  # fmt: skip
+    )
     state = {id(x) for module in call.scope.modules() for x in _state_of(module).values()}
     reader = _Reader(state, _block_name(call))
     key = reader.key((call.fn, call.constants)), fixed

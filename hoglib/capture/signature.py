@@ -54,9 +54,13 @@ class CallSignature:
     __slots__ = ("_autocast", "_leaves", "_stand_ins", "_structure", "constants", "key")
 
     def __init__(
-        self, leaves: list[Any], structure: Any, key: Hashable, autocast: AutocastState,
+        self,
+        leaves: list[Any],
+        structure: Any,
+        key: Hashable,
+        autocast: AutocastState,
         stand_ins: ActiveStandIns,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.key = key
         self.constants = [leaf for leaf in leaves if type(leaf) is not TensorSlot]
         self._leaves, self._structure = leaves, structure
@@ -110,9 +114,14 @@ def parse_call(
     # a default device is a mode, and takes its time to ask for
     device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
     key = (
-        tuple(kinds), structure, torch.is_grad_enabled(), torch.get_default_dtype(), autocast.key,
-        stand_ins.active, device,
-    )  # fmt: skip
+        tuple(kinds),
+        structure,
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        autocast.key,
+        stand_ins.active,
+        device,
+    )
     return CallSignature(slots, structure, key, autocast, stand_ins), tensors
 
 

@@ -46,9 +46,11 @@ MARK = torch.ops.hoglib.mark.default
 
 
 def within_compile(
-    like: Callable[..., Any], called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
-    select: Callable[[Any, Any], Tensor] | None = None, apart: bool = False,
-) -> Callable[..., Any]:  # fmt: skip
+    like: Callable[..., Any],
+    called_with: Callable[..., tuple[Any, ...]] = lambda *args: args,
+    select: Callable[[Any, Any], Tensor] | None = None,
+    apart: bool = False,
+) -> Callable[..., Any]:
     """(entry, func, *args, **options) -> entry(func, *args, **options), for torch.compile.
 
     like: of what func returns, the options and the args: tensors like those of the result. called_with:
@@ -113,9 +115,13 @@ def _replay(
 
 
 def traced(
-    caller: str, record: Callable[..., Any], replay: Callable[..., list[Tensor]],
-    in_python: Callable[[], Any], args: tuple[Any, ...], options: dict[str, Any],
-) -> Any:  # fmt: skip
+    caller: str,
+    record: Callable[..., Any],
+    replay: Callable[..., list[Tensor]],
+    in_python: Callable[[], Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
     """What hoglib computes of functions that Dynamo traces.
 
     record: of the args: calls the functions by `recorded`, and returns tensors like the results.

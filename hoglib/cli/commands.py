@@ -30,9 +30,16 @@ WIDTH = 100
 
 
 def verify(
-    target: str, inputs: Sequence[str], *, json: bool, verbose: bool, seed: int,
-    reference: str | None, time_limit: float, **options: Any,
-) -> int:  # fmt: skip
+    target: str,
+    inputs: Sequence[str],
+    *,
+    json: bool,
+    verbose: bool,
+    seed: int,
+    reference: str | None,
+    time_limit: float,
+    **options: Any,
+) -> int:
     """Verify the derivatives of custom Functions, to second order, in every mode that they support.
 
       hoglib verify package.module:Function --input "randn(3, 4)" --input "rand(4) + 1"

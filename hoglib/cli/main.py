@@ -82,9 +82,13 @@ def _make_parser() -> argparse.ArgumentParser:
     add = verify.add_argument
     add("target", help="package.module:Function, path/to/file.py or path/to/file.py:Function")
     add(
-        "--input", action="append", default=[], metavar="EXPRESSION", dest="inputs",
+        "--input",
+        action="append",
+        default=[],
+        metavar="EXPRESSION",
+        dest="inputs",
         help="an argument; give one --input for each",
-    )  # fmt: skip
+    )
     add("--reference", metavar="MODULE:NAME", help="the same function of plain torch operations")
     add("--orders", type=_parse_orders, metavar="1,2,3", help="orders to check (default: 1,2)")
     modes = "modes to check (default: all supported)"
@@ -92,21 +96,28 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_switch(verify, "the gradient differs from the derivative on purpose", "--surrogate")
     _add_switch(verify, "check every element instead of random directions", "--full")
     add(
-        "--time-limit", type=float, default=60.0, metavar="SECONDS",
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
         help="for one check, in a process of its own (default: 60); 0: in this process, without one",
-    )  # fmt: skip
+    )
     _add_common_arguments(verify, "inputs are")
     audit = command("audit", "audit the second derivatives of a model's loss")
     add = audit.add_argument
     add("target", help="package.module:factory, path/to/file.py or path/to/file.py:factory")
     add(
-        "--routes", type=_parse_words, metavar="rr,fr,...",
+        "--routes",
+        type=_parse_words,
+        metavar="rr,fr,...",
         help="routes that must be right; the others only warn (default: rr, the route of hoglib.hvp)",
-    )  # fmt: skip
+    )
     add(
-        "--stand-ins", action=argparse.BooleanOptionalAction, default=True,
+        "--stand-ins",
+        action=argparse.BooleanOptionalAction,
+        default=True,
         help="check what hoglib runs, inside of hoglib.second_order(), or torch as it is",
-    )  # fmt: skip
+    )
     _add_common_arguments(audit, "a problem is")
     _add_switch(command("ops", "list the ops"), "as the table of docs/ops.md", "--markdown")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins")

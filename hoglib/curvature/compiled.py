@@ -60,9 +60,14 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
 
 
 def _product(
-    kind: CurvatureKind, loss: Any, structure: Any, policy: Policy,
-    vector: Vector, leaves: Vector, args: Any,
-) -> tuple[Tensor, Vector, tuple[int, ...] | None]:  # fmt: skip
+    kind: CurvatureKind,
+    loss: Any,
+    structure: Any,
+    policy: Policy,
+    vector: Vector,
+    leaves: Vector,
+    args: Any,
+) -> tuple[Tensor, Vector, tuple[int, ...] | None]:
     """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss; and the leaves that the
     loss has no use for."""
     with ring(policy, loss, examine=False) as blocks:

@@ -258,9 +258,14 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, device: torch.device, batch_size: BatchSize | None, micro_batch: int | None,
-        processes: Processes, shared: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        data: Any,
+        device: torch.device,
+        batch_size: BatchSize | None,
+        micro_batch: int | None,
+        processes: Processes,
+        shared: bool = False,
+    ) -> None:
         self._one = one = is_batch(data)
         self._processes, self.device = processes, device
         self.shared = one and processes.splitting  # processes take pieces of the only batch

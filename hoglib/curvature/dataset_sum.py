@@ -166,10 +166,19 @@ class DatasetSum:
     """A loss over data at the parameters of a space, as they are at each call."""
 
     def __init__(
-        self, policy: Policy, loss: Any, space: Space, data: Any, options: CheckedDataOptions,
-        processes: Processes, bar: ProgressBar, *, fixed_batches: bool, seed: int = 0,
+        self,
+        policy: Policy,
+        loss: Any,
+        space: Space,
+        data: Any,
+        options: CheckedDataOptions,
+        processes: Processes,
+        bar: ProgressBar,
+        *,
+        fixed_batches: bool,
+        seed: int = 0,
         counting: likelihoods.Counting = "criterion",
-    ) -> None:  # fmt: skip
+    ) -> None:
         validation.loss_function("loss", loss)
         self._policy, self._name = policy, policy.caller
         self._placement = space.placement  # with the weight of the current batch

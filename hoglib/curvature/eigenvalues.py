@@ -86,9 +86,15 @@ class Eigenpairs:
 
 
 def eigsh(
-    operator: SymmetricMatrix, k: int, which: str, tol: float | None, max_iter: int | None,
-    block: int, generator: torch.Generator | None, basis_device: torch.device | str | None,
-) -> Eigenpairs:  # fmt: skip
+    operator: SymmetricMatrix,
+    k: int,
+    which: str,
+    tol: float | None,
+    max_iter: int | None,
+    block: int,
+    generator: torch.Generator | None,
+    basis_device: torch.device | str | None,
+) -> Eigenpairs:
     """A v = value v to |A v - value v| <= tol |value|, as `LinearOperator.eigsh` describes it."""
     size = operator.shape[0]
     if validation.at_least("k", k, 1) > size:
@@ -146,9 +152,15 @@ def first_check(k: int, block: int) -> int:
 
 
 def lanczos(
-    apply: Apply, draw: Draw, block: int, k: int, choose: Chosen, tol: float, restarts: int,
+    apply: Apply,
+    draw: Draw,
+    block: int,
+    k: int,
+    choose: Chosen,
+    tol: float,
+    restarts: int,
     space: Space,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """k values, ascending, and unit vectors [k, P], from the Krylov space of `block` vectors.
 
     They are converged where |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.

@@ -229,9 +229,12 @@ class SpectralDensity(NamedTuple):
 
 
 def spectral_density(
-    operator: SymmetricMatrix, num_samples: int, steps: int, width: float | None,
+    operator: SymmetricMatrix,
+    num_samples: int,
+    steps: int,
+    width: float | None,
     generator: Generator | None,
-) -> SpectralDensity:  # fmt: skip
+) -> SpectralDensity:
     """density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2), from samples of signs.
 
     Each takes `steps` of Lanczos, T = V^T A V: nodes are the eigenvalues of T, weights the squared

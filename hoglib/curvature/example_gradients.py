@@ -55,8 +55,13 @@ ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
 
 
 def per_example_gradients(
-    loss: Any, params: Tree, batch: Any, *, chunk_size: int | None = None, **options: Unpack[Options]
-) -> tuple[Tensor, Tree]:  # fmt: skip
+    loss: Any,
+    params: Tree,
+    batch: Any,
+    *,
+    chunk_size: int | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tree]:
     r"""The loss and the gradient of each example of a batch.
 
         l_n = loss(params, example n), a batch of one        g_n = d l_n / d params

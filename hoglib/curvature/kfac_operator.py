@@ -178,7 +178,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
     @validation.explain_arguments
     def __init__(
-        self, loss: Any, params: Tree, data: Any, *,
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
         kind: Literal["auto"] | FisherKind = "auto",
         approximation: Literal["expand", "reduce"] = "expand",
         eigenvalue_corrected: bool = False,
@@ -188,7 +192,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         generator: Generator | None = None,
         unsupported: Literal["raise", "diagonal"] = "raise",
         **options: Unpack[DataOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         validation.choice("approximation", approximation, ("expand", "reduce"))
         check_option_names("KFACOperator", options, DATA_OPTIONS)
         reduction = options.get("reduction", "mean")

@@ -138,11 +138,13 @@ def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
     factors = [not_none(x) for one in blocks if one.values is None for x in (one.A, one.G)]
     several = iter(symmetric_eigens([x for x in factors if x.dim() == 3 and x.shape[-1] > 1]))
     every = iter(  # of a diagonal no vectors
-        (x, None) if x.dim() == 2
-        else (x[..., 0], torch.ones_like(x)) if x.shape[-1] == 1
+        (x, None)
+        if x.dim() == 2
+        else (x[..., 0], torch.ones_like(x))
+        if x.shape[-1] == 1
         else next(several)
         for x in factors
-    )  # fmt: skip
+    )
     found = []
     for one in blocks:
         if one.values is None:

@@ -75,10 +75,16 @@ class LayerCall:
     """One call of a layer: what it computed with, and where its output is in the graph."""
 
     def __init__(
-        self, role: Role, weight: Region | None, bias: Region | None, x: Tensor, output: Tensor,
-        rows_of_inputs: Callable[[Tensor], Tensor], rows_of_outputs: Callable[[Tensor], Tensor],
+        self,
+        role: Role,
+        weight: Region | None,
+        bias: Region | None,
+        x: Tensor,
+        output: Tensor,
+        rows_of_inputs: Callable[[Tensor], Tensor],
+        rows_of_outputs: Callable[[Tensor], Tensor],
         weight_gradients: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.role, self.weight, self.bias = role, weight, bias
         self.edge: GradientEdge = get_gradient_edge(output)
         self.shape, self.device = output.shape, output.device
@@ -329,9 +335,15 @@ def _linear(
 
 
 def _addmm(
-    seen: LayerRecorder, output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *,
-    beta: float = 1, alpha: float = 1,
-) -> LayerCall | None:  # fmt: skip
+    seen: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> LayerCall | None:
     """input + mat1 mat2, as the layers of GPT-2 compute it."""
     if beta != 1 or alpha != 1 or input.dim() != 1 or seen.region(mat1) is not None:
         return None
@@ -409,9 +421,16 @@ def _flatten_rows(x: Tensor) -> Tensor:
 
 
 def _convolution(
-    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
-    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-) -> LayerCall:  # fmt: skip
+    seen: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> LayerCall:
     spatial, kernel = weight.dim() - 2, weight.shape[2:]
     stride, dilation = _each(stride, spatial), _each(dilation, spatial)
     if isinstance(padding, str):
@@ -440,9 +459,17 @@ def _convolution(
 
 
 def _conv_transpose(
-    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None,
-    stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-) -> LayerCall:  # fmt: skip
+    seen: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> LayerCall:
     """The convolution, by the mirrored kernel, of inputs with zeros between them."""
     dims, kernel = weight.dim() - 2, weight.shape[2:]
     stride, dilation = _each(stride, dims), _each(dilation, dims)
@@ -459,9 +486,14 @@ def _conv_transpose(
 
 
 def _patches(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], pads: Any,
-    groups: int, apart: Sequence[int] = (),
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Any,
+    groups: int,
+    apart: Sequence[int] = (),
+) -> Tensor:
     """What each position sees, [groups, N positions, channels of one kernel...]. apart: of a mirrored
     kernel, the distances between inputs, with zeros there."""
     spatial = len(kernel)
@@ -491,10 +523,16 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _embedding(
-    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor,
-    padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> LayerCall | None:  # fmt: skip
+    seen: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> LayerCall | None:
     if scale_grad_by_freq:
         return None
     padding = -1 if padding_idx is None else padding_idx % weight.shape[0]

@@ -264,9 +264,12 @@ class LinearOperator(RectangularOperator):
 
     @staticmethod
     def from_matvec(
-        matvec: Callable[[Tree], Tree], like: Tree, *,
-        matmat: Callable[[Tree], Tree] | None = None, check_symmetric: bool = True,
-    ) -> "LinearOperator":  # fmt: skip
+        matvec: Callable[[Tree], Tree],
+        like: Tree,
+        *,
+        matmat: Callable[[Tree], Tree] | None = None,
+        check_symmetric: bool = True,
+    ) -> "LinearOperator":
         r"""The symmetric matrix of a function v -> A v, for all algorithms.
 
         At the first use v^T A w = w^T A v is checked with two random vectors, with A v by matvec and

@@ -35,9 +35,16 @@ class Solution(NamedTuple):
 
 
 def cg(
-    operator: SymmetricMatrix, b: Any, tol: float | None, atol: float, max_iter: int | None,
-    stagnation_tol: float, preconditioner: Any, x0: Any, return_info: bool,
-) -> Any:  # fmt: skip
+    operator: SymmetricMatrix,
+    b: Any,
+    tol: float | None,
+    atol: float,
+    max_iter: int | None,
+    stagnation_tol: float,
+    preconditioner: Any,
+    x0: Any,
+    return_info: bool,
+) -> Any:
     """Solve A x = b to |b - A x| <= max(tol |b|, atol), as `LinearOperator.solve` describes it.
 
     The columns of a block are solved side by side, each by its own coefficients. The iteration ends by
@@ -85,9 +92,16 @@ def cg(
 
 
 def _iterate_cg(
-    product: Callable[[Tensor], Tensor], space: Space, precondition: Callable[[Tensor], Tensor],
-    b: Tensor, x: Tensor, r: Tensor, target: Tensor, limit: int, stagnation: "_Stagnation",
-) -> tuple[Tensor, int, bool]:  # fmt: skip
+    product: Callable[[Tensor], Tensor],
+    space: Space,
+    precondition: Callable[[Tensor], Tensor],
+    b: Tensor,
+    x: Tensor,
+    r: Tensor,
+    target: Tensor,
+    limit: int,
+    stagnation: "_Stagnation",
+) -> tuple[Tensor, int, bool]:
     """Improve x in place; return the norms of the true residuals, the number of iterations, and whether
     all are within the target.
 

@@ -56,9 +56,17 @@ class DatasetOperator(LinearOperator):
         policy.check_blocks(loss)
         seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
         self._sum = DatasetSum(
-            policy, loss, self.space, data, of_data, sharing, self._bar, seed=seed or 0,
-            fixed_batches=kind.random, counting=counting or "criterion",
-        )  # fmt: skip
+            policy,
+            loss,
+            self.space,
+            data,
+            of_data,
+            sharing,
+            self._bar,
+            seed=seed or 0,
+            fixed_batches=kind.random,
+            counting=counting or "criterion",
+        )
         self._kind, self._memory_limit = kind, of_data.memory_limit
 
     def value(self) -> Tensor:
@@ -232,9 +240,14 @@ class HessianOperator(DatasetOperator):
 
     @validation.explain_arguments
     def __init__(
-        self, loss: Any, params: Tree, data: Any, *, mode: HessianMode = "auto",
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        mode: HessianMode = "auto",
         **options: Unpack[OperatorOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(loss, params, data, HessianKind(mode), options)
 
 
@@ -282,9 +295,14 @@ class GGNOperator(DatasetOperator):
 
     @validation.explain_arguments
     def __init__(
-        self, loss: Any, params: Tree, data: Any, *, mode: GaussNewtonMode = "auto",
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        mode: GaussNewtonMode = "auto",
         **options: Unpack[OperatorOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(loss, params, data, GaussNewtonKind(mode), options)
 
 
@@ -339,11 +357,18 @@ class FisherOperator(DatasetOperator):
 
     @validation.explain_arguments
     def __init__(
-        self, loss: Any, params: Tree, data: Any, *,
-        kind: FisherKind = "exact", likelihood: Any = None, num_samples: int = 1,
-        generator: torch.Generator | None = None, mode: GaussNewtonMode = "auto",
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        kind: FisherKind = "exact",
+        likelihood: Any = None,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+        mode: GaussNewtonMode = "auto",
         **options: Unpack[OperatorOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         reduction = options.get("reduction", "mean")
         metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
         super().__init__(loss, params, data, GaussNewtonKind(mode, metric), options)

@@ -39,9 +39,12 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
     info: Any = None  # about the last step
 
     def __init__(
-        self, loss: Any, params: dict[str, Tensor] | None, defaults: dict[str, Any],
+        self,
+        loss: Any,
+        params: dict[str, Tensor] | None,
+        defaults: dict[str, Any],
         options: dict[str, Any],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._options = options
         self._loss = GaussNewtonKind().check_loss(loss)
         self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
@@ -339,10 +342,14 @@ class NewtonCG(BatchOptimizer):
         while True:
             try:
                 d, info = G.solve(
-                    -g, damping=group["damping"], max_iter=group["max_iter"], x0=start,
-                    stagnation_tol=group["stagnation_tol"], preconditioner=precondition,
+                    -g,
+                    damping=group["damping"],
+                    max_iter=group["max_iter"],
+                    x0=start,
+                    stagnation_tol=group["stagnation_tol"],
+                    preconditioner=precondition,
                     return_info=True,
-                )  # fmt: skip
+                )
             except errors.NotPositiveDefiniteError:
                 if not self._damp(10):
                     raise

@@ -227,8 +227,13 @@ class Symmetry:
     """
 
     def __init__(
-        self, name: str, enabled: bool, space: Space, half: Callable[[], torch.dtype | None], loss: Any
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        enabled: bool,
+        space: Space,
+        half: Callable[[], torch.dtype | None],
+        loss: Any,
+    ) -> None:
         self._name, self._space, self._half, self._loss = name, space, half, loss
         wide = space.precision in (torch.float64, torch.float32)
         self._bound = BOUNDS[space.precision] if enabled and wide else None

@@ -34,9 +34,16 @@ class CriticalSharpness(NamedTuple):
 
 
 def critical_sharpness(
-    loss: Any, params: Tree, batch: Any, *, direction: Tree = None, step: float | None = None,
-    tol: float = 0.05, max_passes: int = 20, **options: Unpack[OperatorOptions],
-) -> CriticalSharpness:  # fmt: skip
+    loss: Any,
+    params: Tree,
+    batch: Any,
+    *,
+    direction: Tree = None,
+    step: float | None = None,
+    tol: float = 0.05,
+    max_passes: int = 20,
+    **options: Unpack[OperatorOptions],
+) -> CriticalSharpness:
     r"""The sharpness of a loss along a step, by evaluations of the loss alone.
 
         2 / eta_c        eta_c = min {eta > 0 : loss(params - eta d) > loss(params)}
@@ -88,9 +95,15 @@ def critical_sharpness(
 
 
 def _search_critical(
-    loss: Any, params: Tree, batch: Any, direction: Tree, start: float | None, tol: float,
-    max_passes: int, options: Any,
-) -> CriticalSharpness:  # fmt: skip
+    loss: Any,
+    params: Tree,
+    batch: Any,
+    direction: Tree,
+    start: float | None,
+    tol: float,
+    max_passes: int,
+    options: Any,
+) -> CriticalSharpness:
     here = HessianOperator(loss, params, batch, **options)
     space, (value, gradient) = here.space, here.gradient()
     g, _ = space.rows(gradient)

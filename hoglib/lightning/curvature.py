@@ -200,9 +200,13 @@ class CurvatureMonitor(pl.Callback):
             self._log(trainer, done)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any,
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
         batch_idx: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Measure before the checkpoints of this batch are written, so that they hold the
         measurement."""
         if not self.fixed_batch:
@@ -290,9 +294,16 @@ class CurvatureMonitor(pl.Callback):
                     processes = None if alone else "sharded"
                     options: Any = {"stand_ins": self.stand_ins, "processes": processes}
                     spectrum = hessian_spectrum(
-                        loss, params, given, k=self.k, num_samples=self.num_samples, steps=self.steps,
-                        generator=generator.manual_seed(seed), max_iter=self.max_iter, **options,
-                    )  # fmt: skip
+                        loss,
+                        params,
+                        given,
+                        k=self.k,
+                        num_samples=self.num_samples,
+                        steps=self.steps,
+                        generator=generator.manual_seed(seed),
+                        max_iter=self.max_iter,
+                        **options,
+                    )
                     short = name.removeprefix(own).removeprefix("[").removesuffix("]")
                     critical = None
                     if self.critical:

@@ -244,9 +244,13 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
 
 
 def root(
-    residual: Callable[[Any, Any], Any], solution: Any, inputs: Any, *, tol: float | None = None,
+    residual: Callable[[Any, Any], Any],
+    solution: Any,
+    inputs: Any,
+    *,
+    tol: float | None = None,
     accuracy: float | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     r"""A solution of an equation as a function of what the equation depends on, to any order.
 
         F(z, h) = 0        dz = -(dF/dz)^-1 (dF/dh) dh
@@ -293,10 +297,14 @@ def root(
 
 
 def fixed_point(
-    f: Callable[..., Any], z0: Any, *inputs: Any,
+    f: Callable[..., Any],
+    z0: Any,
+    *inputs: Any,
     solver: Literal["anderson", "iteration"] | Callable[..., Any] = "anderson",
-    max_iter: int = 200, tol: float | None = None, accuracy: float | None = None,
-) -> Any:  # fmt: skip
+    max_iter: int = 200,
+    tol: float | None = None,
+    accuracy: float | None = None,
+) -> Any:
     r"""A fixed point of a function, as a function of all that it depends on, to any order: the layer of
     a deep equilibrium model.
 
@@ -401,9 +409,15 @@ def _tolerance(z: Tensor, tol: float | None) -> float:
 
 
 def _root(
-    words: _Words, owner: Any, residual: Callable[[Any, Sequence[Tensor]], Any], solution: Any,
-    leaves: Vector, tol: float | None = None, accuracy: float | None = None, solve: Any = None,
-) -> tuple[Any, Tensor]:  # fmt: skip
+    words: _Words,
+    owner: Any,
+    residual: Callable[[Any, Sequence[Tensor]], Any],
+    solution: Any,
+    leaves: Vector,
+    tol: float | None = None,
+    accuracy: float | None = None,
+    solve: Any = None,
+) -> tuple[Any, Tensor]:
     """The root of residual(z, leaves), which calls owner, a function of the user's; and |F| there.
 
     solve: u of A u = b, of A as a function and b. Default: GMRES.

@@ -197,9 +197,15 @@ class InnerSteps(NamedTuple):
     generators: Sequence[torch.Generator] = ()  # whose numbers it draws again
 
     def step(
-        self, i: int, params: Params, state: Any, constants: Any, *, alone: bool = False,
+        self,
+        i: int,
+        params: Params,
+        state: Any,
+        constants: Any,
+        *,
+        alone: bool = False,
         made: bool = False,
-    ) -> tuple[Params, Any, tuple[Tensor, Any]]:  # fmt: skip
+    ) -> tuple[Params, Any, tuple[Tensor, Any]]:
         """The parameters and the state after step i; and the loss with its notes, without a graph.
 
             g = grad loss(theta)        theta', state' = rule.update(theta, g, state)

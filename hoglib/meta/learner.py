@@ -397,10 +397,16 @@ class Learner(nn.Module, ABC):
         given = trainable_params(self.model) if params is None else params
         names = module_loop.names_that_adapt(self.model, given, options.inner_params)
         return ModuleLoop(
-            options=options, rule=self.rule, criterion_loss=outer, inner_criterion_loss=inner,
-            adapting=tuple(names), learned_modules=learned, rates=self.rates,
-            statistics=self.statistics, batch_norms=batch_norms,
-        )  # fmt: skip
+            options=options,
+            rule=self.rule,
+            criterion_loss=outer,
+            inner_criterion_loss=inner,
+            adapting=tuple(names),
+            learned_modules=learned,
+            rates=self.rates,
+            statistics=self.statistics,
+            batch_norms=batch_norms,
+        )
 
     def _with_policy(self, loss: FunctionalLoss) -> FunctionalLoss:
         policy = norms.FIXED_POLICIES.get(self.batch_norm)  # "per_step" has one for each step
@@ -485,9 +491,16 @@ def _captured(
 
 
 def _meta_gradient(
-    loop: ModuleLoop, used: tuple[bool, ...] | None, mapped: bool, wanted: bool,
-    key: str, weights: Tensor | None, start: MetaParams, support: Any, query: Any,
-) -> TaskResult:  # fmt: skip
+    loop: ModuleLoop,
+    used: tuple[bool, ...] | None,
+    mapped: bool,
+    wanted: bool,
+    key: str,
+    weights: Tensor | None,
+    start: MetaParams,
+    support: Any,
+    query: Any,
+) -> TaskResult:
     """The meta-gradient of tasks, all together or one."""
     given = None
     if weights is not None and used is not None:  # a weight of zero needs no operations

@@ -99,17 +99,33 @@ class MAML(Learner):
 
     @validation.explain_arguments
     def __init__(
-        self, model: nn.Module, criterion: Criterion | None, *,
-        inner_steps: int = 1, first_order: bool = False, memory: Memory = "store",
-        learn_lr: Granularity | None = None, lr_per_step: bool = False,
-        step_weights: Sequence[float] | None = None, truncate: int | None = None,
-        over_tasks: OverTasks = "auto", compile: bool | str = False,
+        self,
+        model: nn.Module,
+        criterion: Criterion | None,
+        *,
+        inner_steps: int = 1,
+        first_order: bool = False,
+        memory: Memory = "store",
+        learn_lr: Granularity | None = None,
+        lr_per_step: bool = False,
+        step_weights: Sequence[float] | None = None,
+        truncate: int | None = None,
+        over_tasks: OverTasks = "auto",
+        compile: bool | str = False,
         **options: Unpack[LearnerOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            model, criterion, options, inner_steps=inner_steps, first_order=first_order, memory=memory,
-            step_weights=step_weights, truncate=truncate, over_tasks=over_tasks, compile=compile,
-        )  # fmt: skip
+            model,
+            criterion,
+            options,
+            inner_steps=inner_steps,
+            first_order=first_order,
+            memory=memory,
+            step_weights=step_weights,
+            truncate=truncate,
+            over_tasks=over_tasks,
+            compile=compile,
+        )
         validation.boolean("lr_per_step", lr_per_step)
         if lr_per_step and learn_lr is None:
             raise ArgumentValueError(
@@ -192,10 +208,18 @@ class IMAML(Learner):
 
     @validation.explain_arguments
     def __init__(
-        self, model: nn.Module, criterion: Criterion | None, *,
-        strength: float = 2.0, inner_steps: int = 20, solver: SolverName = "cg", iterations: int = 10,
-        damping: float = 0.0, step_size: float | None = None, **options: Unpack[LearnerOptions],
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        criterion: Criterion | None,
+        *,
+        strength: float = 2.0,
+        inner_steps: int = 20,
+        solver: SolverName = "cg",
+        iterations: int = 10,
+        damping: float = 0.0,
+        step_size: float | None = None,
+        **options: Unpack[LearnerOptions],
+    ) -> None:
         super().__init__(model, criterion, options, inner_steps=inner_steps, first_order=True)
         if self.statistics is not None:
             raise ArgumentValueError(
@@ -280,13 +304,22 @@ class Reptile(Learner):
 
     @validation.explain_arguments
     def __init__(
-        self, model: nn.Module, criterion: Criterion | None, *,
-        inner_steps: int = 5, over_tasks: OverTasks = "auto", **options: Unpack[LearnerOptions],
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        criterion: Criterion | None,
+        *,
+        inner_steps: int = 5,
+        over_tasks: OverTasks = "auto",
+        **options: Unpack[LearnerOptions],
+    ) -> None:
         super().__init__(
-            model, criterion, options,
-            inner_steps=inner_steps, over_tasks=over_tasks, first_order=True,
-        )  # fmt: skip
+            model,
+            criterion,
+            options,
+            inner_steps=inner_steps,
+            over_tasks=over_tasks,
+            first_order=True,
+        )
         learned = list(self._loop().meta_params().modules)
         if learned:
             raise ArgumentValueError(

@@ -113,9 +113,14 @@ TaskFunction = Callable[[Any, Any], TaskResult]  # of support and query
 
 
 def run_tasks(
-    of_task: TaskFunction, of_stack: TaskFunction, tasks: Any, what: str, params: Params,
-    over_tasks: str, vmappable: bool,
-) -> tuple[TaskResult, bool]:  # fmt: skip
+    of_task: TaskFunction,
+    of_stack: TaskFunction,
+    tasks: Any,
+    what: str,
+    params: Params,
+    over_tasks: str,
+    vmappable: bool,
+) -> tuple[TaskResult, bool]:
     """Run tasks all at once or one by one, as `over_tasks` says or as is faster.
 
     of_stack: `of_task` of a pair of stacks. Returns the result, and whether vmap can run the model, as

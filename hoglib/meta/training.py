@@ -192,9 +192,16 @@ class Training:
 
     @classmethod
     def of(
-        cls, caller: str, outer: Any, inner: Any, start: Any, hyper: Any, options: Mapping[str, Any],
-        method: str = "unrolled", truncate: int | None = None,
-    ) -> "Training":  # fmt: skip
+        cls,
+        caller: str,
+        outer: Any,
+        inner: Any,
+        start: Any,
+        hyper: Any,
+        options: Mapping[str, Any],
+        method: str = "unrolled",
+        truncate: int | None = None,
+    ) -> "Training":
         check_option_names(caller, options, OPTION_NAMES)
         if isinstance(start, nn.Module):  # which could be called, too
             validation.parameters(start, "params")
@@ -229,8 +236,9 @@ class Training:
             lambda i, params, hyper: (self.value(params, hyper, self.batches.at(i)), ()),
             lambda _, hyper: resolve_rule(self.rule, hyper, {}),
             lambda i: inner_loop.is_truncated(i, self.count, self.truncate),
-            mixed=self.mixed, generators=self.generators() if self.mixed else (),
-        )  # fmt: skip
+            mixed=self.mixed,
+            generators=self.generators() if self.mixed else (),
+        )
 
     def initial(self, hyper: Any) -> Any:
         """The parameters before the first step."""
@@ -254,9 +262,11 @@ class Training:
         """Raise for a loss of a step, or an outer one, that is not finite."""
         if losses:
             inner_loop.check_inner_losses(
-                torch.stack(losses), "Look for NaN in params, hyper or the data.",
-                "The inner training diverges: lower its learning rate.", self.count,
-            )  # fmt: skip
+                torch.stack(losses),
+                "Look for NaN in params, hyper or the data.",
+                "The inner training diverges: lower its learning rate.",
+                self.count,
+            )
         if value is not None:
             validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
@@ -329,9 +339,14 @@ class Replay:
     """
 
     def __init__(
-        self, training: Training, start: Any, constants: Any, schedule: str, files: OnDisk | None,
+        self,
+        training: Training,
+        start: Any,
+        constants: Any,
+        schedule: str,
+        files: OnDisk | None,
         advance: Callable[[], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.training, self.constants, self._advance = training, constants, advance
         self._steps = training.steps
         self._leaves, self._structure = pytree.flatten(start)

@@ -42,9 +42,12 @@ def forces(
 ) -> "EnergyForcesHessian": ...
 @overload
 def forces(
-    energy: Function, positions: Any, *args: Any, hessian: Literal[False] = False,
+    energy: Function,
+    positions: Any,
+    *args: Any,
+    hessian: Literal[False] = False,
     **options: Unpack[Options],
-) -> "EnergyForces": ...  # fmt: skip
+) -> "EnergyForces": ...
 def forces(
     energy: Function, positions: Any, *args: Any, hessian: bool = False, **options: Unpack[Options]
 ) -> Any:
@@ -142,9 +145,14 @@ def _as_result(energy: Tensor, forces: Any, hessian: Any = None) -> Any:
 
 
 def _energies_and_forces(
-    func: Function, with_hessian: bool, options: CheckedOptions,
-    positions: Any, args: tuple[Any, ...], batch: Any, draws: object = None,
-) -> Any:  # fmt: skip
+    func: Function,
+    with_hessian: bool,
+    options: CheckedOptions,
+    positions: Any,
+    args: tuple[Any, ...],
+    batch: Any,
+    draws: object = None,
+) -> Any:
     """(E, F) or (E, F, H), as a function of tensors; no random numbers are drawn."""
     with input_vjp(func, positions, args, options._replace(batch=batch), per_sample=False) as at:
         check = at.create_graph and not at.in_transform and value_checks_on()

@@ -83,9 +83,14 @@ def with_outputs(options: CheckedOptions, value: Tensor, outputs: Any) -> Any:
 
 
 def evaluate(
-    func: Function, term: Term, options: CheckedOptions,
-    x: Any, args: tuple[Any, ...], batch: Any, draws: "RecordedDraws | list[Tensor] | None" = None,
-) -> tuple[Tensor, Any]:  # fmt: skip
+    func: Function,
+    term: Term,
+    options: CheckedOptions,
+    x: Any,
+    args: tuple[Any, ...],
+    batch: Any,
+    draws: "RecordedDraws | list[Tensor] | None" = None,
+) -> tuple[Tensor, Any]:
     """The reduced terms, with all checks done, and the outputs of the function.
 
     draws: of a generator; a list in a graph.
@@ -119,9 +124,12 @@ def captures(policy: Policy) -> bool:
 
 
 def run_as_graph(
-    body: Any, func: Function, options: CheckedOptions, inputs: tuple[Any, ...],
+    body: Any,
+    func: Function,
+    options: CheckedOptions,
+    inputs: tuple[Any, ...],
     every: bool | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """body(*inputs, draws) by a graph. Of (value, outputs) the outputs are None where they are not
     returned; the gradients of a value that comes alone are computed with it, for backward.
 

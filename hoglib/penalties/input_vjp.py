@@ -69,9 +69,13 @@ class InputVJP:
     """
 
     def __init__(
-        self, problem: Problem, options: CheckedOptions, modules: Sequence[nn.Module],
-        suspended: torch_internals.SuspendedMode, per_sample: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        problem: Problem,
+        options: CheckedOptions,
+        modules: Sequence[nn.Module],
+        suspended: torch_internals.SuspendedMode,
+        per_sample: bool = True,
+    ) -> None:
         self.problem, self.options, self.modules = problem, options, modules
         self._suspended = suspended
         self.samples: Samples | None = None

@@ -310,9 +310,13 @@ def parameter_gradient(
 
 
 def _norm_and_value(
-    func: Function, squared: bool, options: CheckedOptions, params: Any, args: tuple[Any, ...],
+    func: Function,
+    squared: bool,
+    options: CheckedOptions,
+    params: Any,
+    args: tuple[Any, ...],
     draws: object = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """|grad_params f| and f; no random numbers are drawn."""
     leaves, structure = pytree.flatten(params)
     in_transform, policy = transforms_active(), options.policy

@@ -163,9 +163,12 @@ def _inside_ring(policy: Policy, func: Any, body: Callable[..., Any], *inputs: A
 
 
 def by_taylor(
-    options: TaylorOptions, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
+    options: TaylorOptions,
+    algebra: Algebra,
+    inputs: Sequence[Tensor],
+    parts: Sequence[Parts],
     call: Callable[..., Leaves],
-) -> tuple[Leaves, list[Parts]] | None:  # fmt: skip
+) -> tuple[Leaves, list[Parts]] | None:
     """The outputs of call(*inputs) and the coefficients of each.
 
     None where derivatives are to be nested: an operation has no rule, or torch.func is active.
@@ -219,9 +222,14 @@ def by_taylor(
 
 
 def _look_at_points(
-    options: TaylorOptions, algebra: Algebra, inputs: Sequence[Tensor], parts: Sequence[Parts],
-    call: Callable[..., Leaves], kinks: Kinks, results: tuple[Leaves, Sequence[Parts | None]],
-) -> tuple[Leaves, list[Parts | None]] | None:  # fmt: skip
+    options: TaylorOptions,
+    algebra: Algebra,
+    inputs: Sequence[Tensor],
+    parts: Sequence[Parts],
+    call: Callable[..., Leaves],
+    kinks: Kinks,
+    results: tuple[Leaves, Sequence[Parts | None]],
+) -> tuple[Leaves, list[Parts | None]] | None:
     """Warns of points where a derivative does not exist.
 
     At an exact kink func runs again for the derivatives before and after it: those of relu(x)**3 agree

@@ -327,9 +327,15 @@ def _random_sum(terms: Tensor) -> float:
 
 
 def _is_drowned(
-    one: Slope, i: int, got: float, expected: float, scale: float, noise: float, reach: float,
+    one: Slope,
+    i: int,
+    got: float,
+    expected: float,
+    scale: float,
+    noise: float,
+    reach: float,
     rounding: float,
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether the noise of a difference exceeds the number, so that any number would do.
 
     Noise that is small beside the values is none to speak of where both numbers are zero by it; nor

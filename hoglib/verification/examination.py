@@ -85,9 +85,14 @@ class Applied:
 
 
 def applied(
-    function: type[Function], args: tuple[Any, ...], by: tuple[bool, ...], forward: str,
-    graphed: tuple[Any, ...] | None = None, given: tuple[Any, ...] = (), by_vmap: bool = False,
-) -> Applied:  # fmt: skip
+    function: type[Function],
+    args: tuple[Any, ...],
+    by: tuple[bool, ...],
+    forward: str,
+    graphed: tuple[Any, ...] | None = None,
+    given: tuple[Any, ...] = (),
+    by_vmap: bool = False,
+) -> Applied:
     """An application with copies of its tensors, which may be changed before it is examined.
 
     graphed: the arguments with the graph that they were computed by, where that can be looked at.
