@@ -226,7 +226,7 @@ def _tangent(y: Tensor) -> Tensor:
 
 
 Arrange = Callable[[Tensor], Tensor]
-Gauge = Callable[[Tensors], list[Tensor]]
+PhaseFixing = Callable[[Tensors], list[Tensor]]
 
 
 @final
@@ -246,8 +246,8 @@ class Call:
     grad, because fn differentiates by them itself, as a forward does that returns a log-determinant or
     a score. projections: of the variables whose structure is kept (a symmetric matrix stays symmetric),
     each applied before fn gets the variable. layouts: of the variables that fn gets in other memory
-    layouts than contiguous ones. gauge: fixes the signs or phases of the outputs that a map is to, if
-    these are arbitrary.
+    layouts than contiguous ones. fix_phases: fixes the signs or phases of the outputs that a map is
+    to, if these are arbitrary.
     """
 
     reseed = False
@@ -255,7 +255,7 @@ class Call:
     needs_graph = False
     projections: Mapping[int, Arrange] = MappingProxyType({})
     layouts: Mapping[int, Layout] = MappingProxyType({})
-    gauge: Gauge | None = None
+    fix_phases: PhaseFixing | None = None
 
     def __init__(self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None) -> None:
         self.name, self.dtype = name_of(fn), dtype
@@ -297,7 +297,7 @@ class Call:
         self.complex_variables = [self._values[i].is_complex() for i in self.positions]
 
     def with_settings_of(self, other: "Call") -> "Call":
-        for name in ("reseed", "clone", "needs_graph", "projections", "layouts", "gauge"):
+        for name in ("reseed", "clone", "needs_graph", "projections", "layouts", "fix_phases"):
             setattr(self, name, getattr(other, name))
         return self
 
@@ -354,7 +354,7 @@ class Call:
         def map_(*variables: Tensor) -> list[Tensor]:
             found = self.leaves(*variables, before=before)
             chosen = [found[i] for i in which]
-            chosen = chosen if self.gauge is None else self.gauge(chosen)
+            chosen = chosen if self.fix_phases is None else self.fix_phases(chosen)
             return [real(y if after is None else after(y)) for y in chosen]
 
         return map_

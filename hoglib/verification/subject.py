@@ -185,7 +185,7 @@ def _call_values(call: calls.Call, j: int, x: Tensor) -> list[Tensor] | None:
 COLUMNS, ROWS = "columns", "rows"
 
 
-def gauges(outputs: Sequence[Tensor]) -> Iterator[calls.Gauge]:
+def phase_fixings_of(outputs: Sequence[Tensor]) -> Iterator[calls.PhaseFixing]:
     """The maps that fix the phases of the columns, or of the rows, of the matrices among some outputs.
 
     The columns j of all matrices have one phase, as those of U and V in U diag(s) V^H have, whose rows
@@ -418,10 +418,12 @@ class Subject:
         self.map = self.call.map(self.output_indices)
         self.rows = [f"output {i}" for i in self.output_indices]
 
-    def restrict(self, kept: Mapping[int, Structure], gauge: calls.Gauge | None = None) -> None:
+    def restrict(
+        self, kept: Mapping[int, Structure], fix_phases: calls.PhaseFixing | None = None
+    ) -> None:
         """Derivatives are along directions that keep the structure of these variables, and of outputs
-        whose signs or phases are fixed by the gauge."""
-        self.kept, self.call.gauge = kept, gauge
+        whose signs or phases `fix_phases` fixes."""
+        self.kept, self.call.fix_phases = kept, fix_phases
         self.call.projections = {j: one.project for j, one in {**self.symmetric, **kept}.items()}
         self.find_outputs()
 
@@ -465,8 +467,8 @@ class Subject:
         too; at the end none."""
         outputs = [self.outputs[i] for i in self.output_indices]
         if real_too or any(y.is_complex() for y in outputs):
-            for gauge in gauges(outputs):
-                self.restrict(self.kept, gauge)
+            for fixing in phase_fixings_of(outputs):
+                self.restrict(self.kept, fixing)
                 yield
         self.restrict(self.kept)
 
