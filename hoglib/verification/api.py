@@ -26,10 +26,9 @@ from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.report import Report, Row, Rows
-from hoglib.verification.subject import Chosen, Subject, lifted, structures_of
+from hoglib.verification.subject import Chosen, Subject, lifted
 
 OTHER_DIRECTIONS = "first derivative: other directions"
-OTHER_FIRST = "first derivative: other values"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
 Reference = Callable[..., Any] | None
@@ -43,10 +42,6 @@ LEAVING = (
     "that it has this structure, such as `A @ A.mT`, `tril(A)` or `softmax(x)`: no gradient flows back "
     "from the other directions. It is wrong for other arguments, and for a parameter that has the "
     "structure at first only. The rows of derivatives are those along the directions that keep it."
-)
-OTHER_INPUTS = (
-    "At values of other signs and sizes than the inputs, or for integers that repeat, {wrong}. That "
-    "does no harm where it never gets such arguments; verify it at those that it gets."
 )
 PHASES = (
     "the columns, or rows, of what it returns are determined up to a sign or a phase, as eigenvectors "
@@ -299,10 +294,7 @@ def _other_values(subject: Subject, options: Options) -> Rows:
     """The second derivative at other values, where a Function may take another branch."""
     bounds = options.bounds._replace(natural=NATURAL)
     options = replace(options, orders=(1, 2), modes=("rr",), bounds=bounds)
-    first_wrong: list[str] = []
-    wrong = other_points_rows(subject, options, first_wrong)
-    if first_wrong and not (subject.kept or any(map(structures_of, subject.x))):
-        yield Row(OTHER_FIRST, "warn", None, OTHER_INPUTS.format(wrong=first_wrong[0]))
+    wrong = other_points_rows(subject, options)
     if wrong is None:
         text = "it, or its first derivative, is not known at values of other signs and sizes."
         yield Row(OTHER_VALUES, "skip", None, text)

@@ -408,29 +408,24 @@ def reached(fn: Any, held: Iterable[Any]) -> list[Any]:
     return [walk.objects[i] for i in walk.found]
 
 
-def trainable(found: Iterable[Any]) -> dict[int, tuple[str, Tensor]]:
-    """The leaves that require grad among tensors and in modules, by id, each with its description."""
-    named: dict[int, tuple[str, Tensor]] = {}
-    for x in found:
-        inside: dict[str, Tensor] = {}
-        if isinstance(x, nn.Module):
-            kind = type(x).__name__
-            inside = {f"the parameter {n} of a {kind}": p for n, p in x.named_parameters()}
-        elif isinstance(x, Tensor):
-            inside = {f"a tensor of shape {tuple(x.shape)}": x}
-        for label, p in inside.items():
-            if not is_lazy(p) and p.is_leaf and p.requires_grad:
-                named.setdefault(id(p), (label, p))
-    return named
-
-
 @contextmanager
 def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
     """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
     that describes those whose .grad was changed."""
+    found = reached(fn, held)
+    named: dict[int, tuple[str, Tensor]] = {
+        id(p): (f"the parameter {name} of a {type(m).__name__}", p)
+        for m in found
+        if isinstance(m, nn.Module)
+        for name, p in m.named_parameters()
+        if not is_lazy(p)
+    }
+    for x in found:
+        if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
+            named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
     kept: list[tuple[str, Tensor, Any, Any]] = [
         (label, x, x.grad, None if x.grad is None else x.grad.detach().clone())
-        for label, x in trainable(reached(fn, held)).values()
+        for label, x in named.values()
     ]
 
     def changed() -> list[tuple[str, Tensor, Any, Any]]:

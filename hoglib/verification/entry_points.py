@@ -32,7 +32,7 @@ from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import function_rules
 from hoglib.verification.call import layout_of
 from hoglib.verification.contract import Snapshot, in_place
-from hoglib.verification.examination import RIGHT, Applied, Verdict, applied, examine, held_kinds
+from hoglib.verification.examination import Applied, Verdict, applied, examine, held_kinds
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
@@ -270,7 +270,7 @@ class AppliedFunctions:
         made, (function, args, by) = function, torch_internals.outside_transforms(function, given)
         if _is_ours(function) or not is_users(function):
             return None
-        if any(by) and not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
+        if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
             return None  # its derivative has no elements
         forward = _forward_mode()
         verdicts = _VERDICTS.setdefault(function, {})
@@ -289,13 +289,6 @@ class AppliedFunctions:
         if (verdict is None or verdict.left) and key not in self.applied:
             graphed = None if _runs_again() else given
             self.applied[key] = applied(function, args, by, forward, graphed, given, mapped)
-        if not any(by):  # torch makes no node, by whose backward it would be noted
-            new = self.applied.get(key)
-            if new is not None and not new.hidden:
-                verdicts[kinds] = RIGHT
-                del self.applied[key]
-                return None
-            self.differentiated[key] = 1
         return key, by
 
     def _watch_part(self, function: type[Function], args: Args, result: Any) -> None:

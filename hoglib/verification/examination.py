@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from math import inf, isnan
+from functools import partial
+from math import isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
 
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals
@@ -33,8 +33,8 @@ from hoglib.verification import function_rules
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
 from hoglib.verification.call_variants import OWN_RULE, Baseline, gradient_variants, vmap_fault
 from hoglib.verification.comparison import NATURAL, Bounds, Options
-from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached, trainable
-from hoglib.verification.derivatives import FIRST, Derivatives
+from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
+from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Application, Lifted, Structure, Subject, kept_names, lifted
 
@@ -79,8 +79,8 @@ class Applied:
     autocast: AutocastState
     stand_ins: bool
     kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
-    # what holds tensors that need gradients and are no arguments, with those or their copies
-    hidden: list[tuple[str, list[Tensor]]]
+    # arguments that hold others with a graph, by which torch gives no gradient
+    hiding: tuple[int, ...]
     by_vmap: bool  # it ran under vmap, for which it has a rule
 
 
@@ -107,24 +107,8 @@ def applied(
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(kept_names(graphed, copies, wanted))
-    shown = {id(x) for x in pytree.tensors(given or args)}
-    reaches = trainable(reached(function, [*args, class_state(function)])).items()
-    hidden = [
-        (f"{label}, which needs a gradient", [x])
-        for key, (label, x) in reaches
-        if key not in shown and type(x) in (Tensor, nn.Parameter) and torch_internals.unwrap(x) is x
-    ]
-    for i in (i for i, kinds in held.items() if HIDDEN in kinds):
-        label = f"{app.name(i)}, which holds tensors that need gradients"
-        hidden.append((label, list(filter(is_float, pytree.tensors(copies[i])))))
-    hidden = [] if by_module else hidden
-    return Applied(app, by_module, forward, AutocastState(), active(), kept, hidden, by_vmap)
-
-
-def class_state(function: type[Function]) -> list[tuple[type, str, Any]]:
-    """The attributes of a Function's classes: the class, the name, the value."""
-    classes = function.__mro__[: function.__mro__.index(Function)]
-    return [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
+    hiding = tuple(i for i, kinds in held.items() if not by_module and HIDDEN in kinds)
+    return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding, by_vmap)
 
 
 HIDDEN, CONSTANT = -1, -2
@@ -206,8 +190,6 @@ class _NotExamined(Exception):
 
 def _judge(given: Applied) -> Verdict:
     app, function = given.app, given.app.function
-    if not app.by:
-        return _judge_hidden(given) or RIGHT
     if given.by_module is not None:
         fn, inputs, _ = given.by_module
         subject, several = Subject(fn, inputs), True
@@ -227,8 +209,10 @@ def _judge(given: Applied) -> Verdict:
         found = _restricted_verdict(given, subject, here, options, found)
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
-    if found.status == "right" and not options.surrogate and (hidden := _judge_hidden(given)):
-        return hidden
+    if found.status == "right" and not options.surrogate:
+        for i in filter(partial(_depends_on, app), given.hiding):
+            text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
+            return Verdict("wrong", text, order=1)
     if found.status == "right" and given.by_vmap and not subject.draws:
         with suppress(Exception):  # the entry point raises it too
             base = Baseline(subject, subject.x, options)
@@ -239,54 +223,27 @@ def _judge(given: Applied) -> Verdict:
     if found.status != "right" or not several or subject.half is not None:
         return found
     # other values may take another branch of backward
-    wrong = other_points_rows(subject, options, [])
+    wrong = other_points_rows(subject, options)
     return _wrong_second(function, wrong) if wrong else found
 
 
-HIDDEN_TENSOR = (
-    "the first derivative of {name} is wrong: its values depend on {label}, and torch differentiates "
-    "only by tensors that are arguments themselves. Pass each as one (`apply(x, *tensors)`) and return "
-    "its gradient, or detach it."
+IN_CONTAINER = (
+    "the first derivative of {name} is wrong: {given} holds tensors that need gradients, and torch "
+    "differentiates only by those that are arguments themselves. Pass each as one "
+    "(`apply(x, *tensors)`), or detach them."
 )
 
 
-@final
-class _Unmoved(TorchFunctionMode):
-    """Gives the values that tensors had before to what detaches them."""
+def _depends_on(app: Application, i: int) -> bool:
+    """Whether its values change with the tensors that an argument holds."""
 
-    def __init__(self, values: dict[int, Tensor]) -> None:
-        super().__init__()
-        self._values = values
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        detaches = func in (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-        known = self._values.get(id(args[0])) if detaches else None
-        return func(*args, **(kwargs or {})) if known is None else known
-
-
-def _judge_hidden(given: Applied) -> Verdict | None:
-    """The verdict on tensors that are no arguments and on which the values depend; None without."""
-    app = given.app
-
-    def values() -> list[Tensor]:
-        args = app.fresh()  # which detaches them
-        with torch.no_grad(), preserve_random_state(), _Unmoved(kept_by):
+    def values(step: float) -> list[Tensor]:
+        args = list(app.fresh())
+        args[i] = pytree.map_tensors(lambda x: x + step * (1 + x) if is_float(x) else x, args[i])
+        with torch.no_grad(), preserve_random_state():
             return pytree.tensors(app.function.apply(*args))
 
-    for label, tensors in given.hidden:
-        kept = [x.detach().clone() for x in tensors]
-        kept_by = {id(x): value for x, value in zip(tensors, kept, strict=True)}
-        before = values()
-        try:
-            for x, value in zip(tensors, kept, strict=True):
-                put_back(x, value + 0.01 * (1 + value))
-            if not all(map(torch.equal, before, values())):
-                text = HIDDEN_TENSOR.format(name=app.function.__qualname__, label=label)
-                return Verdict("wrong", text)
-        finally:
-            for x, value in zip(tensors, kept, strict=True):
-                put_back(x, value)
-    return None
+    return not all(map(torch.equal, values(0.0), values(0.01)))
 
 
 def _restricted_verdict(
@@ -366,13 +323,11 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
 #
 # A backward may be cut for some values only: relu of a saved intermediate, the absolute value of a
 # matrix that is positive at the inputs. Values of other signs and sizes may also lie outside of its
-# domain, so that only a second derivative counts that is wrong where the first one is right; where the
-# first one is wrong, `hoglib.verify` warns. A gradient by index may be right for distinct indices only.
+# domain, so that only a second derivative counts that is wrong where the first one is right.
 
 
-def other_points(subject: Subject) -> Iterator[tuple[Subject, list[Tensor]]]:
-    """Points with other signs and sizes at which the function and its gradient are finite; and the
-    inputs, with integers that repeat, but for foreign code, which may read beyond its memory then."""
+def other_points(subject: Subject) -> Iterator[list[Tensor]]:
+    """Points with other signs and sizes at which the function and its gradient are finite."""
     signed = [torch.where(x == 0, 1.0, random_like(x, subject.random)) for x in subject.x]
     for size in (30.0, 4.0, 0.03):
         point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
@@ -380,38 +335,25 @@ def other_points(subject: Subject) -> Iterator[tuple[Subject, list[Tensor]]]:
             values = subject.map(*point)
             results = [*values, *subject.gradient_of_sum(point)]
             if all(bool(y.isfinite().all()) for y in results):
-                yield subject, point
-    with suppress(Exception):
-        with _Operations() as operations:
-            operations.returned(subject.map(*subject.x))
-        if operations.plain and (repeating := subject.with_repeated_integers()):
-            yield repeating, subject.x
+                yield point
 
 
-def other_points_rows(
-    subject: Subject, options: Options, first_wrong: list[str]
-) -> list[Row] | None:
+def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
     """The row of a second derivative that is wrong at other values, and those of its causes; empty
-    where none is, None where nothing could be judged.
-
-    first_wrong: gets what is wrong with first derivatives there.
-    """
+    where none is, None where nothing could be judged."""
     judged = False
-    for at, x in other_points(subject):
-        derivatives = Derivatives(at, [x], options)
+    for x in other_points(subject):
+        derivatives = Derivatives(subject, [x], options)
         with suppress(Exception):  # it may refuse what the user did not pass
             first = () if options.surrogate else derivatives.first_order()
             if any(row.status in ("warn", "fail") for row in first):
-                off = derivatives.found[FIRST]
-                if off.wrong and off.error < inf:
-                    first_wrong.append(off.wrong)
                 continue
             failed = [row for row in derivatives.higher_order(2) if row.status == "fail"]
             found = [derivatives.found[row.name] for row in failed]
             if any(one.raised is not None or isnan(one.got) for one in found):
                 continue
             judged = True
-            causes_of = attribution_rows(at, x, derivatives.found) if failed else ()
+            causes_of = attribution_rows(subject, x, derivatives.found) if failed else ()
             causes = [row for row in causes_of if row.status == "fail"]
             # without a known cause, what backward calls may have no derivative there
             if failed and not all(row.name.endswith(UNSEEN) for row in causes):
@@ -536,7 +478,8 @@ def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
     """Restores what the Function reaches besides its arguments. Yields a function that describes the
     tensors whose .grad was changed."""
     function = app.function
-    own = class_state(function)
+    classes = function.__mro__[: function.__mro__.index(Function)]
+    own = [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
     found = reached(function, [*app.args, [v for *_, v in own]])
     modules = [x for x in found if isinstance(x, nn.Module)]
     generators = [x for x in found if isinstance(x, torch.Generator)]

@@ -6,7 +6,6 @@ called.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from functools import partial
 from inspect import signature
 from itertools import product
@@ -126,14 +125,14 @@ def kept_names(
     """The structures that arguments are computed to have, by their position among the leaves. graphed:
     the arguments with their graph; without these any structure counts."""
     place = 0
-    for i, one_copy in enumerate(copies):
+    for i, copy in enumerate(copies):
         if i in by:
             with torch_internals.without_transforms():
-                found = structures_of(one_copy)
+                found = structures_of(copy)
             kept = (one for one in found if graphed is None or is_computed_so(graphed[i], one))
             if names := frozenset(one.name for one in kept):
                 yield place, names
-        place += len(pytree.leaves(one_copy))
+        place += len(pytree.leaves(copy))
 
 
 def _largest_element(tensors: Sequence[Tensor]) -> float:
@@ -426,23 +425,6 @@ class Subject:
         self.kept, self.call.fix_phases = kept, fix_phases
         self.call.projections = {j: one.project for j, one in {**self.symmetric, **kept}.items()}
         self.find_outputs()
-
-    def with_repeated_integers(self) -> "Subject | None":
-        """The same where the first two integers of each tensor are equal; None if that is no change."""
-
-        def repeated(x: Tensor) -> Tensor:
-            flat = x.flatten()
-            whole = x.dtype in (torch.int64, torch.int32)
-            return torch.cat([flat[:1], flat[:-1]]).view_as(x) if whole else x
-
-        again = copy(self)
-        again.inputs = pytree.map_tensors(repeated, self.inputs)
-        if all(map(same, pytree.tensors(again.inputs), pytree.tensors(self.inputs))):
-            return None
-        again.call = calls.Call(self.fn, again.inputs, self.call.dtype).with_settings_of(self.call)
-        again.applications = applications(again.call.run_with_grad)
-        again.find_outputs()
-        return again
 
     def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
         leaves, values = calls.at_leaves(self.map, x)

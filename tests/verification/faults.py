@@ -595,28 +595,8 @@ class KeepsForShape(Keeps):
     backward = staticmethod(lambda ctx, g: 2 * g * torch.ones_like(ctx.y))
 
 
-LEARNED = torch.full((1,), 2.0, requires_grad=True)
-
-
-class ReadsGlobal(Function):
-    forward = staticmethod(lambda ctx, x: x * LEARNED)
-    backward = staticmethod(lambda ctx, g: g * LEARNED)
-
-
-class ReadsDetached(Function):
-    forward = staticmethod(lambda ctx, x: x * LEARNED.detach())
-    backward = staticmethod(lambda ctx, g: g * LEARNED.data)
-
-
-class TakesDict(Function):
-    forward = staticmethod(lambda ctx, given: given["x"].sin())
-    backward = staticmethod(lambda ctx, g: None)
-
-
 WRONG = {
-    "a tensor in a list": (lambda x: TakesList.apply(x, [x.sin()]), "on `others`, which holds tensors that need"),
-    "a tensor that is no argument": (ReadsGlobal.apply, "depend on a tensor of shape (1,), which"),
-    "tensors in a dict alone": (lambda x: TakesDict.apply({"x": x}) + x, "on `given`, which holds tensors that need"),
+    "a tensor in a list": (lambda x: TakesList.apply(x, [x.sin()]), "`others` holds tensors that need"),
     "in a list and alone": (with_shared(ListHalf), "first derivative of ListHalf is wrong"),
     "kept on ctx, then changed": (lambda x: Keeps.apply(x).mul_(3), "derivative of Keeps is wrong: ctx.y was changed"),
     "frees its argument": (lambda x: FreesAndDetaches.apply(0.3 * x), "FreesAndDetaches"),
@@ -675,7 +655,6 @@ WRONG = {
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }  # fmt: skip
 RIGHT = {
-    "a detached tensor that is no argument": ReadsDetached.apply,
     "in a list and alone": with_shared(ListAgain),
     "kept on ctx": Keeps.apply,
     "kept on ctx for its shape": lambda x: KeepsForShape.apply(x).mul_(3),

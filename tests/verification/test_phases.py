@@ -69,7 +69,9 @@ def test_a_wrong_one_is_not_called_right_by_its_signs(seed, monkeypatch):
     report = hog.verify(RealGapsSaved, (matrix().real,))
     assert report["second derivative: reverse-over-reverse"].status == "fail"
     report = hog.verify(RealWrongTurn, (matrix().real,))
-    assert ": right, by " not in str(report)  # no fixed phase makes differences and its gradient agree
+    assert ": right, by " not in str(
+        report
+    )  # no fixed phase makes differences and its gradient agree
     assert "output 1 nothing could be compared" in report["first derivative: reverse"].text
     assert all(row.status != "pass" for row in report if row.name.endswith(": reverse"))
 
