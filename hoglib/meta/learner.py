@@ -269,14 +269,14 @@ class Learner(nn.Module, ABC):
             NonFiniteError: for an inner or outer loss that is not finite, naming task and step; on
                 a device at the next call.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return self._within_compile(tasks)
         what = type(self).__name__
         if more:  # said here, as a decorator would be a frame more in each step
             raise ArgumentTypeError(
                 f"{what}.loss: expected tasks, got {1 + len(more)} arguments"
                 + validation.as_one("tasks", more)
             )
+        if torch.compiler.is_dynamo_compiling():
+            return self._within_compile(tasks)
         validation.refuse_transforms(
             f"{what}.loss(tasks)",
             "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which run inside "

@@ -71,8 +71,9 @@ def scatter_reduce(
                 [1., 0.]]))
     """
     validation.tensor("input", input)
-    larger = index.dim() != src.dim() or any(map(gt, index.shape, src.shape))  # torch's error
-    if reduce != "prod" or not pytree.is_float(input) or input.dtype != src.dtype or larger:
+    given = isinstance(index, Tensor) and isinstance(src, Tensor) and input.dtype == src.dtype
+    smaller = given and index.dim() == src.dim() and not any(map(gt, index.shape, src.shape))
+    if reduce != "prod" or not pytree.is_float(input) or not smaller:  # torch's, or its error
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
     dim = validation.dim("dim", dim, input.dim())
     x, index, src = torch.atleast_1d(upcast_half(input), index, upcast_half(src))

@@ -170,6 +170,26 @@ def _erfs(x: Tensor, K: int, sign: float) -> list[Derivative]:
     return weighted(sign * 2 / math.sqrt(math.pi) * torch.exp(-x * x), (0, -2), x, K)
 
 
+def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
+    """Of f(pi x), f(z) = sin(z) / z. Far from 0 by z f^(k) = sin^(k) - k f^(k-1), which cancels near 0;
+    there by the series f^(k) = sum_m (-1)^m z^(2m-k) / ((2m-k)! (2m+1))."""
+    z, limit = math.pi * x, K / 2 + 1
+    near = z.abs() < limit
+    small, large = torch.where(near, z, 0), torch.where(near, limit, z)
+    sin, cos = large.sin(), large.cos()
+    sines: list[Any] = [sin, *_cycle(K, cos, -sin, -cos, sin)]
+    found: list[Derivative] = []
+    f = sin / large
+    for k in range(1, K + 1):
+        f = (sines[k] - k * f) / large
+        series = [0.0] * int(25 + 3 * limit)
+        for n in range(k % 2, len(series), 2):
+            m = (n + k) // 2
+            series[n] = (-1) ** m / (math.factorial(n) * (2 * m + 1))
+        found.append(math.pi**k * torch.where(near, _evaluate_polynomial(series, small), f))
+    return found
+
+
 def _by_value(p: float) -> Tower:
     """Of y = c x^p, from y: g^(k) = (p - k + 1) g^(k-1) / x."""
 
@@ -198,6 +218,7 @@ POINTWISE: dict[str, Tower] = {
     "log1p": lambda x, y, K: _log(1 + x, K),
     "sin": lambda x, y, K: _cycle(K, x.cos(), -y, -x.cos(), y),
     "cos": lambda x, y, K: _cycle(K, -x.sin(), -y, x.sin(), y),
+    "sinc": _sinc,
     "tan": lambda x, y, K: autonomous((1, 0, 1), y, K),
     "sinh": lambda x, y, K: _cycle(K, x.cosh(), y),
     "cosh": lambda x, y, K: _cycle(K, x.sinh(), y),

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from hoglib._core.torch_internals import decomposition
 from hoglib.ops._norms import layer_norm, torch_batch_norm
-from hoglib.ops._special_points import scan, sinc
+from hoglib.ops._special_points import scan
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import PRODUCTS
@@ -228,9 +228,15 @@ def _modulo(rounding: str) -> Composite:
     return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 
+def _complex(real: Tensor, imag: Tensor) -> Tensor:
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+
 def _angle(z: Tensor) -> Tensor:
-    parts = torch.view_as_real(z.resolve_conj()).unbind(-1) if z.is_complex() else (z, 0 * z)
-    return torch.atan2(parts[1], parts[0])
+    if not z.is_complex():
+        return torch.zeros_like(z)  # of the derivatives; its value is known
+    real, imag = torch.view_as_real(z.resolve_conj()).unbind(-1)
+    return torch.atan2(imag, real)
 
 
 def _norm_by(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
@@ -255,7 +261,6 @@ COMPOSITES: dict[str, Composite] = {
     "cudnn_batch_norm": lambda *given: (*_batch_norm(*given), None),
     "cumprod": lambda x, dim, *, dtype=None: scan(torch.mul, x, dim),
     "logcumsumexp": partial(scan, torch.logaddexp),
-    "sinc": sinc,
     "addbmm": lambda x, a, b, *, beta=1, alpha=1: beta * x + alpha * (a @ b).sum(0),
     "fmax": lambda a, b: torch.where(b.isnan() | (a >= b), a, b),
     "fmin": lambda a, b: torch.where(b.isnan() | (a <= b), a, b),
@@ -263,7 +268,8 @@ COMPOSITES: dict[str, Composite] = {
     "fmod.Tensor": _modulo("trunc"),
     "abs": lambda z: torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), 2, [-1]),
     "angle": _angle,
-    "complex": lambda a, b: torch.view_as_complex(torch.stack(torch.broadcast_tensors(a, b), -1)),
+    "complex": _complex,
+    "polar": lambda size, angle: _complex(size * angle.cos(), size * angle.sin()),
     "var_mean": lambda x, dim=None, *, correction=1, keepdim=False: (
         _variance(x, dim, correction=correction, keepdim=keepdim),
         x.mean(dim, keepdim) if dim else x.mean(list(range(x.dim())), keepdim),
