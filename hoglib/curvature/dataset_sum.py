@@ -20,9 +20,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hoglib._core import autograd, pytree, validation
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.logger import LOGGER
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib.curvature import likelihood as likelihoods
 from hoglib.curvature.data import (
     IGNORED,
@@ -204,7 +206,11 @@ class DatasetSum:
         self._at_once = self.single_batch and self.alone
         checks = options.check_deterministic
         self._determinism = Determinism(loss, checks, fixed_batches)
-        self.symmetry = Symmetry(self._name, checks, space, self._half, loss)
+        self.symmetry = Symmetry(
+            self._name, checks, space, self._half, self._products_in_double, loss
+        )
+        # the products of rows at the first batch, in float64, by an operator
+        self.in_double: Callable[[Tensor, Any], Tensor] | None = None
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -263,6 +269,18 @@ class DatasetSum:
         with HalfWatch() as watch:
             self.gradient()
         return watch.dtype
+
+    def _products_in_double(self, rows: Tensor) -> Tensor | None:
+        """The products of rows at the first batch in float64, one by one; None if there are none."""
+        if self.in_double is None or not self.alone or self._placement.is_sharded:
+            return None
+        try:
+            with preserve_random_state():
+                local = next(iter(self._batches))
+            return self.in_double(rows, local.pieces[0])
+        except Exception as error:  # of code that is bound to another dtype
+            LOGGER.debug("%s: no products in float64: %s", self._name, error)
+            return None
 
     def weight(self, totals: PassTotals) -> float:
         """What a sum over the data is divided by."""

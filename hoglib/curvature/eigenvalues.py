@@ -81,6 +81,9 @@ class Eigenpairs:
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
 
+    def __len__(self) -> int:
+        return 2
+
     def __getitem__(self, index: int) -> Tensor:
         return (self.values, self.vectors)[index]
 

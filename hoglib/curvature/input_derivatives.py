@@ -173,8 +173,7 @@ def check_value(value: Any, x: Tensor) -> Tensor:
 def by_reverse(
     func: Function, x: Tensor, directions: Layout, keep: bool, always: bool
 ) -> tuple[Tensor, Tensor]:
-    """Reverse-over-reverse: one run of func, a gradient of each output, and a backward pass for each
-    probe.
+    """Reverse-over-reverse: one run of func, one gradient, and a backward pass for each probe.
 
     directions: the probes and their weights, for many points or for one. keep: the results can be
     differentiated, if something requires a gradient; always: even if nothing does.
@@ -186,8 +185,13 @@ def by_reverse(
     keep = keep and (always or x.requires_grad or any(y is not own for y in graph.leaves.values()))
     points, outputs, probes = _sizes(x, value, directions)
     y = value.reshape(points, outputs)
-    found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
-    result = (torch.stack(found, 1) if found else torch.zeros_like(y)).reshape(value.shape)
+    # all at once takes twice the passes where no graph is kept, which pays from four outputs on
+    together = outputs > (1 if keep else 3) and y.dtype == x.dtype and not torch_internals.tracing()
+    result = _of_all_outputs(y, own, probes, keep) if together else None
+    if result is None:
+        found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
+        result = torch.stack(found, 1) if found else torch.zeros_like(y)
+    result = result.reshape(value.shape)
     warn_if_not_finite(CALLER, value, [result], lambda z: func(z).sum(), [x], preserve_random_state)
     if not keep:
         return value.detach().clone(), result.detach()
@@ -198,20 +202,63 @@ def by_reverse(
 
 def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool) -> Tensor:
     """The sum over the probes for one output of each point, [N]."""
-    (grad,) = vjp([f], [own], [torch.ones_like(f)], CALLER, create_graph=True)
-    gradient = _check_dependent(grad)
+    gradient = _gradient(f, own, torch.ones_like(f))
     total = torch.zeros_like(f, requires_grad=False)
     ones = torch.ones_like(total, dtype=own.dtype)
     for probe, weight in probes:
-        component = _component(gradient, probe, len(f))
-        (product,) = vjp([component], [own], [ones], CALLER, True, keep)
-        if product is not None:  # the gradient depends on the points
-            total = total + _weighted(_component(product, probe, len(f)), weight)
+        term = _term(gradient, own, probe, ones, keep)
+        if term is not None:
+            total = total + _weighted(term, weight)
     return total
+
+
+def _of_all_outputs(
+    y: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool
+) -> Tensor | None:
+    """All outputs in the passes of one.
+
+        S(u)_n = sum_c u_nc L_nc, computed with the cotangents u; linear in them, so L = dS/du
+
+    None where that last derivative is not right, because torch lacks it or a custom Function detaches
+    it: then sum_c u_nc dS/du_nc is not S.
+    """
+    # different for each output: equal ones cancel for a softmax, whose sum is constant
+    weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
+    u = weights.expand_as(y).clone().requires_grad_()
+    gradient = _gradient(y, own, u)
+    S = size = torch.zeros_like(y[:, 0], requires_grad=False)
+    L = torch.zeros_like(y, requires_grad=False)
+    ones = torch.ones_like(S)
+    try:
+        for probe, weight in probes:
+            term = _term(gradient, own, probe, ones, keep=True)
+            if term is None:
+                continue
+            term = _weighted(term, weight)
+            size = size + term.detach().abs()
+            S = S + (term if keep else term.detach())
+            if term.requires_grad and not keep:  # frees what the pass holds
+                L = L + torch.autograd.grad(term, u, ones, retain_graph=True)[0]
+        if S.requires_grad:
+            (L,) = torch.autograd.grad(S, u, ones, create_graph=True)
+    except RuntimeError:
+        return None
+    if len(y):
+        gap = ((L * u).detach().sum(1) - S.detach()).abs()
+        rounding = torch.finfo(y.dtype).eps ** 0.5 * size.nan_to_num(0, 0, 0).amax()
+        if bool((gap > rounding).any()):
+            return None
+    return L
 
 
 def _weighted(term: Tensor, weight: Any) -> Tensor:
     return term if not isinstance(weight, Tensor) and weight == 1 else term * weight
+
+
+def _gradient(y: Tensor, own: Tensor, cotangents: Tensor) -> Tensor:
+    """The gradient by the points, with its graph."""
+    (grad,) = vjp([y], [own], [cotangents], CALLER, create_graph=True)
+    return _check_dependent(grad)
 
 
 def _check_dependent(gradient: Tensor | None) -> Tensor:
@@ -223,6 +270,13 @@ def _check_dependent(gradient: Tensor | None) -> Tensor:
             "points than those it is given."
         )
     return gradient
+
+
+def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
+    """The term of a probe, [N], or None where the gradient does not depend on the points."""
+    component = _component(gradient, probe, ones.shape[0])
+    (product,) = vjp([component], [own], [ones], CALLER, True, keep)
+    return None if product is None else _component(product, probe, ones.shape[0])
 
 
 def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:

@@ -12,11 +12,12 @@ from torch import Tensor
 from hoglib import plotting
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import grad_enabled
+from hoglib._core.finite_differences import to_double
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
-from hoglib.curvature.data import Processes
+from hoglib.curvature.data import Piece, Processes
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -68,6 +69,7 @@ class DatasetOperator(LinearOperator):
             counting=counting or "criterion",
         )
         self._kind, self._memory_limit = kind, of_data.memory_limit
+        self._sum.in_double = self._in_double
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -139,6 +141,17 @@ class DatasetOperator(LinearOperator):
             self._sum.kept = _KeptProduct(point, share, patch_state)
             value = self._sum.record_first_pass(batch, value)
         return value
+
+    def _in_double(self, rows: Tensor, piece: Piece) -> Tensor:
+        """The products of rows at one batch in float64, each at a graph of its own."""
+        products = []
+        for row in rows:
+            with self._sum.ring(around_graph=True) as blocks:
+                problem = self._sum.problem(piece.batch).entered(blocks).in_double()
+                point = self._kind.for_batch(piece.number).linearize(problem, True)
+                _, product = point.apply(to_double(self.space.split(row)), False)
+            products.append(torch.cat([x.detach().reshape(-1) for x in product]))
+        return torch.stack(products)
 
     def _fits(self, point: LinearMap) -> bool:
         """Whether there is something to keep between products, and memory for it."""

@@ -221,8 +221,9 @@ class Symmetry:
     A backward that is not the derivative, or that is detached in part, mostly makes a Hessian
     asymmetric; the check costs two inner products, once.
 
-    half: the dtype of half precision that the loss computes in, if any, which is asked for only where
-    the matrix is not symmetric to the rounding of its own dtype.
+    half: the dtype of half precision that the loss computes in, if any; in_double: the products of rows
+    in float64, for a matrix whose own products are rounding, as of a classifier that fits all examples.
+    Both are asked for only where the matrix is not symmetric to the rounding of its own dtype.
     loss: of which it is told once.
     """
 
@@ -232,9 +233,11 @@ class Symmetry:
         enabled: bool,
         space: Space,
         half: Callable[[], torch.dtype | None],
+        in_double: Callable[[Tensor], Tensor | None],
         loss: Any,
     ) -> None:
         self._name, self._space, self._half, self._loss = name, space, half, loss
+        self._in_double = in_double
         wide = space.precision in (torch.float64, torch.float32)
         self._bound = BOUNDS[space.precision] if enabled and wide else None
         self._first: list[tuple[Tensor, Tensor]] = []
@@ -262,6 +265,8 @@ class Symmetry:
         if not exceeds(self._space, gap, size, bound):
             found_once(self._loss, key, lambda: True)
         elif (half := self._half()) is None or exceeds(self._space, gap, size, BOUNDS[half]):
+            if self._is_rounding(torch.stack([v, w])):
+                return
             own = object()  # who tells of a loss first
             if found_once(self._loss, ("asymmetry", self._name), lambda: own) is not own:
                 return
@@ -272,6 +277,15 @@ class Symmetry:
                 "it, and mode='finite-differences' computes the product to compare with. Or the loss "
                 "draws random numbers, as dropout does in train mode."
             )
+
+    def _is_rounding(self, rows: Tensor) -> bool:
+        """Whether the products of two vectors in float64 show a symmetric matrix."""
+        products = self._in_double(rows) if rows.dtype == torch.float32 else None
+        if products is None:
+            return False
+        v, w = rows.double()
+        gap, size = asymmetry(self._space, v, products[0], w, products[1])
+        return not exceeds(self._space, gap, size, BOUNDS[torch.float32])
 
 
 def asymmetry(space: Space, v: Tensor, Av: Tensor, w: Tensor, Aw: Tensor) -> tuple[float, float]:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib.curvature import input_derivatives
+from tests.functions import made, saving_inputs
 from tests.models import MODELS, Fn, build
 from tests.oracles import gradient_by_differences
 from tests.refused import refused
@@ -296,6 +298,42 @@ def test_nothing_of_the_module_changes(name):
         hog.laplacian(net, x)[1].sum().backward()
     assert x.grad is None
     assert not x.requires_grad
+
+
+class CutAtThird(torch.autograd.Function):
+    """x^4, whose second derivative is right, and whose third is cut."""
+
+    forward = saving_inputs(lambda x: x**4)
+
+    backward = staticmethod(lambda ctx, g: SecondOnly.apply(ctx.saved_tensors[0], g))
+
+
+SecondOnly = made(
+    "SecondOnly",
+    lambda x, g: 4 * x**3 * g,
+    lambda h, x, g: (12 * x.detach() ** 2 * g.detach() * h, 4 * x.detach() ** 3 * h),
+)
+
+
+@pytest.mark.filterwarnings("ignore:laplacian. where a third derivative is taken")
+def test_a_function_that_cannot_give_all_outputs_at_once_gives_one_after_another():
+    x = points(4, 2)
+    func = lambda x: torch.cat([CutAtThird.apply(x), x.pow(3)], 1)  # noqa: E731
+    _, lap = hog.laplacian(func, x)
+    assert_close(lap, torch.cat([12 * x**2, 6 * x], 1))
+    x[1] = math.nan  # also beside a point that is none
+    keep = [0, 2, 3]
+    assert_close(hog.laplacian(func, x)[1][keep], lap[keep])
+
+
+def test_outputs_go_together_where_they_cancel(monkeypatch):
+    # the outputs of a softmax sum to 1: the Laplacians to 0
+    monkeypatch.setattr(input_derivatives, "_of_one_output", None)  # private: not by single outputs
+    net = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 6), nn.Softmax(1))
+    x = torch.randn(60, 3)
+    _, lap = hog.laplacian(net, x, create_graph=False, mode="nested")
+    expected = dense(net.double(), x.double()).diagonal(dim1=-2, dim2=-1).sum(-1)
+    assert_close(lap.double(), expected, rtol=1e-3, atol=1e-4)
 
 
 X, NORM = torch.randn(4, 3), nn.BatchNorm1d(3)
