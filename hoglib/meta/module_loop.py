@@ -260,7 +260,7 @@ class ModuleLoop:
     def unrolling(
         self, start: MetaParams, support: Any, steps: int, query: Any = None, weights: Any = None
     ) -> Callable[[], Unrolled]:
-        """What runs so many steps, with weights and the outer losses before the last."""
+        """What runs so many steps, and with weights gives the weighted outer losses before the last."""
 
         def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
             start, support, _ = constants

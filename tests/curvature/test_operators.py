@@ -650,6 +650,17 @@ Halved = made(
 )
 
 
+def test_rounding_of_float32_is_no_asymmetry():
+    a, v, w = (draw(50, seed=i).float() for i in range(3))
+    near = a + 1e-6 * draw(50, seed=3).float()
+    square = lambda a, p: (a * p["w"]).sum() ** 2 / 2  # noqa: E731
+    # a a^T - b b^T, whose products cancel; they are compared in float64
+    operator = hog.HessianOperator(
+        lambda p, _: square(a, p) - square(near, p), {"w": torch.ones(50)}, torch.ones(1)
+    )
+    assert (operator @ torch.stack([v, w], 1)).isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore:.*from a central difference")
 def test_an_asymmetric_matrix_warns():
     params = {"x": draw(4), "w": draw(4, seed=1)}
