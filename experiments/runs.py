@@ -1,6 +1,9 @@
 """The folder of a run: runs/<name>/version_<n>/ with config, checkpoint, metrics and pictures."""
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +58,19 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in newest_first]
 
 
-def find_checkpoint(path: str | Path, option: str = "checkpoint") -> Path:
+def command() -> str:
+    """How a shell starts the experiments with this interpreter."""
+    known = shutil.which("python")
+    found = "python" if known and Path(known) == Path(sys.executable) else sys.executable
+    inside = Path(found).is_relative_to(Path.cwd())
+    return f"{os.path.relpath(found) if inside else found} -m experiments"
+
+
+def find_checkpoint(path: str | Path, option: str = "checkpoint", ended: bool = False) -> Path:
     """A checkpoint file itself, or that of the newest version in a run's folder.
 
-    option: What names the path, for the error message.
+    option: What names the path, for the error message. ended: Whether versions with a table, of runs
+    that ended, come before others.
     """
     path = Path(path)
     if path.is_file():
@@ -72,11 +84,13 @@ def find_checkpoint(path: str | Path, option: str = "checkpoint") -> Path:
             f"{option}: expected a file, or a run folder with version_*/{LAST} in it, got "
             f"{str(path)!r}, where there is none; give another one"
             + (
-                f", or train it first: python -m experiments fit --config {config}"
+                f", or train it first: {command()} fit --config {config}"
                 if config.exists()
                 else "."
             )
         )
+    if ended:
+        versions = [p for p in versions if p.with_name(TABLE).exists()] or versions
     return max(versions, key=lambda p: _version(p.parent) or 0)
 
 
@@ -98,11 +112,11 @@ def load_parameters(network: nn.Module, path: str, prefix: str, option: str) -> 
 
     Args:
         network: The network.
-        path: A checkpoint, or a run folder, of which the newest version is taken.
+        path: A checkpoint, or a run folder, of which the newest version that ended is taken.
         prefix: Of the network's names in the checkpoint.
         option: The option that names the path, for the error message.
     """
-    checkpoint = find_checkpoint(path, option)
+    checkpoint = find_checkpoint(path, option, ended=True)
     state = load_checkpoint(checkpoint)["state_dict"]
     weights = {name.removeprefix(prefix): value for name, value in state.items()}
     expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}

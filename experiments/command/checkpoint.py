@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from experiments.checks import at_least
 from experiments.logs import RunLogger
-from experiments.runs import LAST, is_rank_zero, run_folder
+from experiments.runs import LAST, command, is_rank_zero, run_folder
 from hoglib.errors import OutputError
 
 
@@ -82,7 +82,7 @@ class LastCheckpoint(Checkpoint):
         if self._saved_step is not None and trainer.is_global_zero:
             print(
                 f"\nThe state of step {self._saved_step} is in {self.path}; "
-                f"resume it with: python -m experiments fit --ckpt_path {self.path}",
+                f"resume it with: {command()} fit --ckpt_path {self.path}",
                 flush=True,
             )
 

@@ -115,12 +115,16 @@ class SaveConfig(SaveConfigCallback):
         pass
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.check(trainer)
+        super().setup(trainer, pl_module, "fit")
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Raise for options that contradict the config of the run that is resumed."""
         saved = runs.run_folder(trainer) / runs.CONFIG
         if saved.exists() and trainer.ckpt_path is not None:
             check_resumed(
                 yaml.safe_load(saved.read_text()), yaml.safe_load(self.parser.dump(self.config))
             )
-        super().setup(trainer, pl_module, "fit")
 
 
 class ExperimentCLI(LightningCLI):
@@ -231,6 +235,9 @@ class ExperimentCLI(LightningCLI):
             logger.check_free()
 
     def after_fit(self) -> None:
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, SaveConfig):  # no training started if the run had ended
+                callback.check(self.trainer)
         if self._get(self.config, "test_after_fit"):
             self.trainer.test(self.model, self.datamodule, verbose=False)
         elif (checkpoint := runs.run_folder(self.trainer) / runs.LAST).exists():

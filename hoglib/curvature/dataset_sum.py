@@ -550,8 +550,9 @@ class DatasetSum:
         if likelihoods.example_counts(self.loss, as_dict(batch)) is not None:
             return []
         if not number & (number - 1) and self._relation_of_halves(batch, value) == "weighted":
+            labels = 'batch["labels"][:, 1:]' if isinstance(batch, Mapping) else "batch[1]"
             raise self._counts_others(
-                "give that number of a batch, `batch_size=lambda batch: (batch[1] != -100).sum()` for "
+                f"give that number of a batch, `batch_size=lambda batch: ({labels} != -100).sum()` for "
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
                 "`batch_size=lambda batch: len(batch[0])` weights batches by their examples"
             )

@@ -220,6 +220,7 @@ CONTRADICTED = {  # what is given beside a checkpoint, and the refusal
     "none, the run in its folder": (  # of the two paths the last counts
         ("--ckpt_path=null", "--trainer.logger.version=0"), "got 0 of the run in (.*version_0); .* --ckpt_path .*version_0/last.ckpt"
     ),
+    "of a run that has ended": (("--model.inner_lr", "0.03", "--trainer.max_steps", "1"), "got model.inner_lr 0.03 for"),
     "another network": (("--model.hidden", "[30, 30]"), "got one of another .size mismatch for .*0.weight"),
 }  # fmt: skip
 

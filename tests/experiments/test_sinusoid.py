@@ -68,7 +68,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(trained, monkeypa
     signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
     stopped = checkpoint(folder())["global_step"]
     assert 10 < stopped < 15
-    _, command = capsys.readouterr().out.split("resume it with: python -m experiments ")
+    _, command = capsys.readouterr().out.split("resume it with: " + runs.command())
     assert run(*command.split()) == 0  # the config beside the checkpoint is read
     assert_same_run(folder(), folder(root="whole"))
 
