@@ -475,8 +475,9 @@ class ModelRun:
                 f"{self._caller}: expected layers that treat the "
                 f"{self.examples} examples apart, in the rows of their leading dimension, got "
                 f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train mode mixes "
-                "examples: call model.eval(). What is called once for all examples, as position "
-                f"embeddings are, or for some of them, has no gradients of each: {_leave_out(names)}",
+                "examples, and dropout hides which belong to a row: call model.eval(). What is called "
+                f"once for all examples, as position embeddings are, or for some of them, has no "
+                f"gradients of each: {_leave_out(names)}",
                 leaves,
             )
 
