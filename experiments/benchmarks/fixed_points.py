@@ -7,15 +7,12 @@ unrolled steps, and medians of milliseconds. Peers solve the adjoint to their de
 1e-13.
 """
 
-import argparse
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
-from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 
 import hoglib as hog
+from experiments.benchmarks.timing import once, smoke
 
 TIGHT, MOST = 1e-13, 400
 Call = Callable[[], Any]
@@ -96,15 +94,6 @@ def _as_torch(call: Callable[..., Any], W: Any) -> Tensor:
     return torch.tensor(np.asarray(call(W)))
 
 
-def _milliseconds(call: Call, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        began = perf_counter()
-        call()
-        times.append(1e3 * (perf_counter() - began))
-    return median(times)
-
-
 def rows(small: bool) -> list[str]:
     problem = Problem(4, 2) if small else Problem(64, 32)
     truths = [call() for call in problem.derivatives(problem.unrolled)]
@@ -121,20 +110,15 @@ def rows(small: bool) -> list[str]:
         texts = [f"{name:24}"]
         for what, call, truth in zip(("gradient", "product"), calls, truths, strict=True):
             error = float((call() - truth).norm() / truth.norm())
-            texts.append(
-                f"{what} error {error:.0e}, {_milliseconds(call, 1 if small else 20):6.1f} ms"
-            )
+            milliseconds = 1e3 * median(once(call) for _ in range(1 if small else 20))
+            texts.append(f"{what} error {error:.0e}, {milliseconds:6.1f} ms")
         found.append("  ".join(texts))
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny layer, in seconds")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    print("\n".join(rows(options.smoke)))
+def main() -> None:
+    print("\n".join(rows(smoke(__doc__))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

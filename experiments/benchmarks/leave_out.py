@@ -7,10 +7,7 @@ correlation with the actual change over random sets, its mean over the queries a
 (the linear datamodelling score; Park et al., TRAK, 2023).
 """
 
-import argparse
 import inspect
-import sys
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -19,7 +16,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hoglib as hog
+from experiments.benchmarks.timing import smoke
 from experiments.shared.gpt import CharacterGPT
+from hoglib.meta.hypergradient import spearman
 
 Params = dict[str, Tensor]
 SOLVERS: tuple[Literal["ekfac", "kfac"], ...] = ("ekfac", "kfac")
@@ -44,13 +43,6 @@ def trained(model: nn.Module, start: Params, ids: Tensor, weights: Tensor, steps
         optimizer.step()
         schedule.step()
     return {name: p.detach() for name, p in params.items()}
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
-    """Spearman's, of each column."""
-    u, v = (x.argsort(0).argsort(0).double() for x in (a, b))
-    u, v = u - u.mean(0), v - v.mean(0)
-    return (u * v).sum(0) / (u.norm(dim=0) * v.norm(dim=0))
 
 
 def rows(small: bool) -> list[str]:
@@ -90,19 +82,16 @@ def rows(small: bool) -> list[str]:
     found = []
     for name, s in scores.items():
         predicted = torch.stack([-s[out].sum(0) / count for out in left_out])
-        each = rank_correlation(predicted, torch.stack(actual))
+        pairs = zip(predicted.unbind(1), torch.stack(actual).unbind(1), strict=True)
+        each = torch.tensor([spearman(a, b) for a, b in pairs])
         error = float(each.std()) / len(each) ** 0.5
         found.append(f"{name:22}rank correlation {float(each.mean()):5.2f} ± {error:.2f}")
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="a tiny run, in seconds")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    print("\n".join(rows(options.smoke)))
+def main() -> None:
+    print("\n".join(rows(smoke(__doc__))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -299,7 +299,7 @@ class Sharding:
         return layout.part_of(self.sum(value)).movedim(-1, 0)  # of a part of the mesh
 
     def divided(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
-        """The items of this process: each, the costliest first, is of the one that has least so far."""
+        """The items that this process owns: each, the costliest first, goes to the least loaded one."""
         loads: dict[int, float] = dict.fromkeys(self.mesh.mesh.flatten().tolist(), 0.0)
         mine = []
         for i in sorted(range(len(items)), key=lambda i: -costs[i]):

@@ -151,7 +151,7 @@ class _Audit:
 
     def __init__(self, problem: Problem, requested: list[Route]) -> None:
         self._problem, self._requested = problem, requested
-        self._must = [FIRST, *requested]  # be right
+        self._required = [FIRST, *requested]
         self._messages = FaultMessages(problem.names)
         self._culprits: dict[str, Row] = {}
         self._judged = True  # whether every requested route could be compared
@@ -272,7 +272,7 @@ class _Audit:
 
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
         """One derivative; where it is wrong, the modules at fault become culprits."""
-        requested, result = route in self._must, _check_derivative(loss, route, directions)
+        requested, result = route in self._required, _check_derivative(loss, route, directions)
         if result.at_fault:
             return self._failed_row(loss, route, result)
         if result.wrong is False:
@@ -288,7 +288,7 @@ class _Audit:
         return Row(route.row, "warn" if requested else "skip", None, text)
 
     def _failed_row(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
-        requested = route in self._must
+        requested = route in self._required
         first = islice(loss.locator.find(route, result), 1)  # which is enough if not requested
         faults = self._faults(loss, route, result) if requested else [*first]
         where = self._messages.where(faults)

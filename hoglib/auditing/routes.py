@@ -371,11 +371,8 @@ class Checker:
         return self._compare(route, found) if compare else CheckResult(False, product=found)
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:
-        quantity, size, limit = (
-            route.quantity,
-            None,
-            OF_VECTOR,
-        )  # size: what the error of a number is relative to
+        quantity, limit = route.quantity, OF_VECTOR
+        size = None  # what the error of a number is relative to
         if quantity == "first":
             size, limit = float(pytree.norm(_times(found, self._scales))), OF_NUMBER
             found = [pytree.dot(found, self._v)]

@@ -381,10 +381,6 @@ def to_scipy(operator: Any) -> Any:
         return A.apply(rows.to(A.device, A.dtype)).T.to("cpu", own).numpy()
 
     A, T = partial(times, operator), partial(times, operator.T)
-    products = {
-        "matvec": A,
-        "matmat": A,
-        "rmatvec": T,
-        "rmatmat": T,
-    }  # of one vector SciPy reshapes it
+    # of one vector SciPy reshapes the product
+    products = {"matvec": A, "matmat": A, "rmatvec": T, "rmatmat": T}
     return linalg.LinearOperator(operator.shape, **products, dtype=str(own).removeprefix("torch."))

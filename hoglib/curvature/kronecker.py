@@ -137,14 +137,13 @@ def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
     """The same blocks by eigenvectors and eigenvalues; a device is waited for once."""
     factors = [not_none(x) for one in blocks if one.values is None for x in (one.A, one.G)]
     several = iter(symmetric_eigens([x for x in factors if x.dim() == 3 and x.shape[-1] > 1]))
-    every = iter(  # of a diagonal no vectors
-        (x, None)
-        if x.dim() == 2
-        else (x[..., 0], torch.ones_like(x))
-        if x.shape[-1] == 1
-        else next(several)
-        for x in factors
-    )
+
+    def eigen(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if x.dim() == 2:  # a diagonal, of which no vectors are kept
+            return x, None
+        return (x[..., 0], torch.ones_like(x)) if x.shape[-1] == 1 else next(several)
+
+    every = map(eigen, factors)
     found = []
     for one in blocks:
         if one.values is None:

@@ -11,8 +11,31 @@ from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, schedu
 from hoglib.meta.tasks import Shard, shard
 from hoglib.meta.training import TrainingOptions
 
-__all__ = ["IMAML", "MAML", "RULES", "GradientTransformation", "Hypergradient", "Learner"]
-__all__ += ["LearnerOptions", "LeaveKOut", "Reptile", "Residual", "Shard", "TrainingOptions"]
-__all__ += ["adam", "adamw", "adapt", "fixed_point", "hypergradient", "inner_step"]
-__all__ += ["leave_k_out", "momentum", "multi_step_weights", "rmsprop", "root", "scheduled"]
-__all__ += ["sgd", "shard"]
+__all__ = [
+    "IMAML",
+    "MAML",
+    "RULES",
+    "GradientTransformation",
+    "Hypergradient",
+    "Learner",
+    "LearnerOptions",
+    "LeaveKOut",
+    "Reptile",
+    "Residual",
+    "Shard",
+    "TrainingOptions",
+    "adam",
+    "adamw",
+    "adapt",
+    "fixed_point",
+    "hypergradient",
+    "inner_step",
+    "leave_k_out",
+    "momentum",
+    "multi_step_weights",
+    "rmsprop",
+    "root",
+    "scheduled",
+    "sgd",
+    "shard",
+]

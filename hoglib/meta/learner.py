@@ -77,8 +77,14 @@ def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> 
         return [same.loss(tasks)]
 
 
-DEFAULTS: dict[str, Any] = {"rule": "sgd", "inner_loss": None, "forward": None}
-DEFAULTS |= {"stand_ins": True, "remat": False, "compile": False}
+DEFAULTS: dict[str, Any] = {
+    "rule": "sgd",
+    "inner_loss": None,
+    "forward": None,
+    "stand_ins": True,
+    "remat": False,
+    "compile": False,
+}
 T = TypeVar("T")
 
 NOT_TWICE = (

@@ -18,8 +18,14 @@ from hoglib._core.validation import TorchValueError
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, stands_in_for
 
-__all__ = ["ctc_loss", "huber_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss"]
-__all__ += ["soft_margin_loss"]
+__all__ = [
+    "ctc_loss",
+    "huber_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+]
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 

@@ -24,10 +24,30 @@ from hoglib.ops._define import Partial, define
 from hoglib.ops._function import Saved, apply_function, make_function, without_jvp
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, OVER, stands_in_for
 
-__all__ = ["bias_add", "clamp", "clip_gradient", "exp", "glu", "hardsigmoid", "mul", "power"]
-__all__ += ["quadratic", "relu", "reverse_gradient", "scale_gradient", "scaled_activation"]
-__all__ += ["sigmoid", "sinh", "smooth_l1", "split_signs", "square", "stop_gradient"]
-__all__ += ["straight_through", "swish", "tanh"]
+__all__ = [
+    "bias_add",
+    "clamp",
+    "clip_gradient",
+    "exp",
+    "glu",
+    "hardsigmoid",
+    "mul",
+    "power",
+    "quadratic",
+    "relu",
+    "reverse_gradient",
+    "scale_gradient",
+    "scaled_activation",
+    "sigmoid",
+    "sinh",
+    "smooth_l1",
+    "split_signs",
+    "square",
+    "stop_gradient",
+    "straight_through",
+    "swish",
+    "tanh",
+]
 
 Unary = Callable[[Tensor], Tensor]
 

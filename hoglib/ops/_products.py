@@ -30,8 +30,20 @@ from hoglib.ops._function import Saved, apply_function, conj, make_function, sum
 from hoglib.ops._pointwise import clip_gradient
 from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
-__all__ = ["amax", "clipped_gradient_linear", "conv1d", "conv2d", "conv3d", "linear", "linear_act"]
-__all__ += ["logsumexp", "matmul", "mean", "sparse_mm", "sum"]
+__all__ = [
+    "amax",
+    "clipped_gradient_linear",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "linear",
+    "linear_act",
+    "logsumexp",
+    "matmul",
+    "mean",
+    "sparse_mm",
+    "sum",
+]
 
 Map = Callable[..., Tensor]
 

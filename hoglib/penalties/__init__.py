@@ -9,5 +9,14 @@ from hoglib.penalties.jacobians import *
 from hoglib.penalties.module import GradientPenalty
 from hoglib.penalties.options import Options
 
-__all__ = ["EnergyForces", "EnergyForcesHessian", "GradientPenalty", "Options", "check", "forces"]
-__all__ += ["PenaltyWithOutputs", *critics.__all__, *jacobians.__all__]
+__all__ = [
+    "EnergyForces",
+    "EnergyForcesHessian",
+    "GradientPenalty",
+    "Options",
+    "check",
+    "forces",
+    "PenaltyWithOutputs",
+    *critics.__all__,
+    *jacobians.__all__,
+]

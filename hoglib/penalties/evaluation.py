@@ -59,7 +59,7 @@ def _like_penalty(value: Any, options: dict[str, Any], x: Any, *args: Any) -> An
 
 # of the samples, and other arguments, what the function is called with
 traceable = partial(within_compile, _like_penalty, select=select_output)
-# likewise, with an argument that the function does not get behind the points
+# the same for entry(func, x, other, *args), where func gets x and args alone
 traced_at_first = traceable(lambda x, other, *args: (x, *args))
 
 
