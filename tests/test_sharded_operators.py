@@ -167,7 +167,7 @@ def factored(net, rows, corrected):
     pair = Pair(partial(hog.KFACOperator, eigenvalue_corrected=corrected), net, rows)
     K, R, query = pair.shared, pair.single, tuple(x[:3] for x in data())
     given, whole = (pair.loss, pair.params, uneven(rows)), (R._sum.loss, pair.own)
-    held = K.space.reduced(torch.tensor(float(len(K.blocks()))))
+    held = K.space.all_sum(torch.tensor(float(len(K.blocks()))))
     assert len(K.blocks()) < held == len(R.blocks())
     (v, along), (V, Along) = pair.vectors(), pair.vectors((2,))
     loaded = hog.KFACOperator(*given, eigenvalue_corrected=corrected)

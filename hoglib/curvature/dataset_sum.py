@@ -191,23 +191,23 @@ class DatasetSum:
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
         self._counting = counting
         own = self._mean and batch_size is None  # weights that nobody gave
-        size = self._own_size if own and counting == "criterion" else batch_size
+        size = self._criterion_denominator if own and counting == "criterion" else batch_size
         sharded = space.placement.is_sharded
         self._batches = Batches(data, space.device, size, options.micro_batch, processes, sharded)
         # whether the first pass compares what the mean of the loss counts with these weights
-        self._by_rows = self._counts = own and not self._batches.single
+        self._infers_weights = self._compares_denominators = own and not self._batches.single
         # whether nobody was told yet of layers by which examples of one batch depend on each other
-        self._names_norms = not self._batches.single and options.micro_batch is None
+        self._warns_of_batch_norm = not self._batches.single and options.micro_batch is None
         self.alone = processes.alone  # no other process takes part in the sum
         self.whole = self.alone and not sharded  # nor holds a part of the vectors
         # the data is one batch that is not split, of this process alone
         self.single_batch = self._batches.single and not sharded
         # the weight of the only batch cancels
-        self._at_once = self.single_batch and self.alone
+        self._weight_cancels = self.single_batch and self.alone
         checks = options.check_deterministic
         self._determinism = Determinism(loss, checks, fixed_batches)
         self.symmetry = Symmetry(
-            self._name, checks, space, self._half, self._products_in_double, loss
+            self._name, checks, space, self._half_precision_dtype, self._products_in_double, loss
         )
         # the products of rows at the first batch, in float64, by an operator
         self.in_double: Callable[[Tensor, Any], Tensor] | None = None
@@ -217,13 +217,13 @@ class DatasetSum:
         self._algorithm = ""  # that runs
         self._cheap_state: list[Any] | None = None  # the same without values, while one runs
         self._unchecked = 0  # products since it was compared
-        self._last: PassTotals | None = None  # of a pass in this state
-        self._unread: list[float] = []  # the shares of a pass whose losses are to be read
+        self._last_totals: PassTotals | None = None  # of a pass in this state
+        self._unread_shares: list[float] = []  # the shares of a pass whose losses are to be read
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
         self._unused: set[int] | None = None
         self._ratio: float | None = None  # of what the criterion counts to the weight of a batch
         self._splits_checked = False
-        self._fraction = 1.0  # of a pass, that the current batch is
+        self._fraction_of_pass = 1.0  # of a pass, that the current batch is
         self._loss_dtype = space.dtype  # that of the loss, once it is known
 
     def value(self) -> Tensor:
@@ -264,7 +264,7 @@ class DatasetSum:
             mean = total()[0].div_(self.weight(batches.totals))
             return self._total_loss(batches.totals), space.tree(mean)
 
-    def _half(self) -> torch.dtype | None:
+    def _half_precision_dtype(self) -> torch.dtype | None:
         """The dtype of half precision that the loss or its gradient computes in, if any."""
         with HalfWatch() as watch:
             self.gradient()
@@ -311,7 +311,7 @@ class DatasetSum:
                 try:
                     found.changed = self._check_state()
                     waits = rows is not None and self._space.device.type != "cpu"
-                    found.late = waits and self._last is not None
+                    found.late = waits and self._last_totals is not None
                     self._check_agreement(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
@@ -327,34 +327,34 @@ class DatasetSum:
             self._combine(found, None)
         if not found.late:
             self._finish(found.totals)
-            self._last = found.totals if self.alone else None
+            self._last_totals = found.totals if self.alone else None
 
-    def _finish_last(self) -> None:
+    def _read_last_losses(self) -> None:
         """Read the losses of the last pass, if they were not."""
-        shares, self._unread = self._unread, []
+        shares, self._unread_shares = self._unread_shares, []
         if shares:
             self._finish(_sum_totals(shares, self._determinism.losses))
 
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
         self._determinism.start()
-        if self._names_norms:
+        if self._warns_of_batch_norm:
             self._warn_of_batch_norm()
         shares: list[float] = []
         labels: list[CountedLabels] = []
         whole, shared = 0.0, False
         for local, known in self._local_batches():
             first = len(shares)
-            self._fraction = 1 / (max(len(self._batches), 1) * max(len(local.pieces), 1))
+            self._fraction_of_pass = 1 / (max(len(self._batches), 1) * max(len(local.pieces), 1))
             for piece, weight, number in local.pieces:
                 if not weight and self._mean:
                     continue  # no label of it counts: its mean is 0 / 0
-                share = weight if self._mean and not self._at_once else 1.0
+                share = weight if self._mean and not self._weight_cancels else 1.0
                 if self._counting == "examples":
                     self._check_counts(piece, weight)
                 yield piece, number, share
                 value = given.value
-                if self._counts and self._counting != "terms":
+                if self._compares_denominators and self._counting != "terms":
                     labels += self._compare_counts(piece, weight, value, len(shares))
                 self._determinism.record(piece, value, self.loss_of, known)
                 self._loss_dtype = value.dtype
@@ -367,10 +367,10 @@ class DatasetSum:
                 totals = _sum_totals(shares[first:], self._determinism.losses[first:])
                 value = self.loss_of(local.batch)
                 self._check_split(float(value), totals, value.dtype, local.batch)
-        self._counts = False
+        self._compares_denominators = False
         self._warn_of_ignored_labels(labels)
         self._state = self._fingerprint.now()  # a forward may count its calls
-        self._unread = shares if given.late else []
+        self._unread_shares = shares if given.late else []
         losses = [0.0] * len(shares) if given.late else self._determinism.losses
         given.totals = _sum_totals(shares, losses)._replace(whole=whole, shared=shared)
 
@@ -449,12 +449,12 @@ class DatasetSum:
         return self.loss_of(batch)
 
     @contextmanager
-    def held(self, algorithm: str) -> Iterator[None]:
+    def require_constant_state(self, algorithm: str) -> Iterator[None]:
         """Inside, the values of parameters and data are compared at the first product, and at the end;
         in between only what takes no time for each number. So for one batch, and for all data where a
         device would be waited for."""
         waits = self._space.device.type != "cpu"
-        if self._algorithm or not (self._at_once or (self.whole and waits)):
+        if self._algorithm or not (self._weight_cancels or (self.whole and waits)):
             yield
             return
         self._algorithm = algorithm
@@ -463,11 +463,11 @@ class DatasetSum:
                 yield
             except Exception as error:  # of a kept graph, for tensors that were changed in place
                 if self.kept is not None and self._changed():
-                    raise self._changed_meanwhile() from error
+                    raise self._changed_during_algorithm() from error
                 raise
             if self._changed():
-                raise self._changed_meanwhile()
-            self._finish_last()
+                raise self._changed_during_algorithm()
+            self._read_last_losses()
         finally:
             self._algorithm, self._cheap_state = "", None
 
@@ -483,7 +483,7 @@ class DatasetSum:
         """Whether the state is another one than at the first product of the algorithm that runs."""
         return self._cheap_state is not None and self._fingerprint.now() != self._state
 
-    def _changed_meanwhile(self) -> Exception:
+    def _changed_during_algorithm(self) -> Exception:
         return NondeterministicError(
             f"{self._name}.{self._algorithm}: expected parameters, buffers and data that stay the same "
             "until it ends, got others; call it again when they do not change."
@@ -491,7 +491,7 @@ class DatasetSum:
 
     def advance(self) -> None:
         """Count a product, or gradient, with the current batch."""
-        self._bar.advance(self._fraction)
+        self._bar.advance(self._fraction_of_pass)
 
     def note_unused(self, unused: tuple[int, ...] | None) -> None:
         """The leaves that the loss of a batch does not depend on, where that is known."""
@@ -520,19 +520,19 @@ class DatasetSum:
         with self.entered(batch) as problem:
             return autograd.without_graph(lambda: problem(*problem.leaves))
 
-    def _own_size(self, batch: Any) -> float:
+    def _criterion_denominator(self, batch: Any) -> float:
         """What the mean of the criterion divides by, where that is known."""
         counts = likelihoods.example_counts(self.loss, as_dict(batch))
         return leading_dimension(batch) if counts is None else float(counts.sum())
 
     def _check_counts(self, batch: Any, share: float) -> None:
         """Raise where each example has one term of the matrix, but not of the loss."""
-        if self._counting == "criterion" or not self._by_rows or self._placement.is_sharded:
+        if self._counting == "criterion" or not self._infers_weights or self._placement.is_sharded:
             return  # with shards, a share is that of all processes
-        ratio = self._own_size(batch) / share
+        ratio = self._criterion_denominator(batch) / share
         self._ratio = ratio if self._ratio is None else self._ratio
         if abs(ratio - self._ratio) > 1e-9 * self._ratio:
-            raise self._counts_others(
+            raise self._wrong_denominator(
                 "a GGNOperator has the value and the gradient of the data"
                 if self._counting == "terms"
                 else "take a criterion and an operator with reduction='sum', whose matrix is F D^2 / N "
@@ -551,7 +551,7 @@ class DatasetSum:
             return []
         if not number & (number - 1) and self._relation_of_halves(batch, value) == "weighted":
             labels = 'batch["labels"][:, 1:]' if isinstance(batch, Mapping) else "batch[1]"
-            raise self._counts_others(
+            raise self._wrong_denominator(
                 f"give that number of a batch, `batch_size=lambda batch: ({labels} != -100).sum()` for "
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
                 "`batch_size=lambda batch: len(batch[0])` weights batches by their examples"
@@ -568,12 +568,12 @@ class DatasetSum:
         def at(seed: int, part: Any) -> Tensor:
             with ring(uncompiled, self.loss, examine=False) as blocks:
                 problem = self.problem(part).entered(blocks)
-                leaves = likelihoods.moved(problem.leaves, seed)
+                leaves = likelihoods.nearby(problem.leaves, seed)
                 return autograd.without_graph(lambda: problem(*leaves))
 
         return likelihoods.compare_halves(at, batch, value.detach())
 
-    def _counts_others(self, advice: str) -> ArgumentValueError:
+    def _wrong_denominator(self, advice: str) -> ArgumentValueError:
         return ArgumentValueError(
             f"{self._name}: expected a loss that is the mean over the examples of a batch, got "
             "one whose mean divides by another number: class weights, a mask, or labels that are "
@@ -627,7 +627,7 @@ class DatasetSum:
 
     def _warn_of_batch_norm(self) -> None:
         """Warn, once, of layers that normalise by the batch."""
-        self._names_norms = False
+        self._warns_of_batch_norm = False
         names = {
             f"{name or 'the model'} ({type(module).__name__})": None
             for root in self._fingerprint.roots
@@ -652,23 +652,23 @@ class DatasetSum:
             self._unchecked = 0
             cheap = self._fingerprint.now(values=False)
             if cheap == self._cheap_state:
-                self._finish_last()
+                self._read_last_losses()
                 return False
             self._cheap_state = cheap
         now = self._fingerprint.now()
         changed = now != self._state
-        self._finish_last()
+        self._read_last_losses()
         if changed and not first:
-            raise self._changed_meanwhile()
+            raise self._changed_during_algorithm()
         if changed:
-            self._state, self._splits_checked, self.kept, self._last = now, False, None, None
+            self._state, self._splits_checked, self.kept, self._last_totals = now, False, None, None
             self._determinism.forget()
             self.symmetry.forget()
         return changed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""
-        self._finish_last()
+        self._read_last_losses()
         return {**vars(self), "kept": None, "_state": [object()]}
 
 
@@ -702,7 +702,7 @@ class DataPass:
             share = self._sums.kept.share
             yield None, 0, share
             # those of the last pass are in the same state
-            self.totals = self._sums._last or _sum_totals([share], [float(self.value)])
+            self.totals = self._sums._last_totals or _sum_totals([share], [float(self.value)])
 
     def record(self, value: Tensor) -> None:
         """The loss of the batch that was given last."""

@@ -16,15 +16,15 @@ from hoglib._core import validation
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature.vector_space import Draw, Space, SymmetricMatrix, random_normals
 
-CACHED = 2**22  # bytes of a basis that cost little beside a product
-LARGEST = 2**24  # bytes of a basis that is enlarged
-SLOW = 16  # restarts after which a larger basis, which costs time, may save products
-AT_ONCE = 2**16  # entries of each vector that are combined at once
-SLOWEST = 0.1  # decimal digits of a residual that a product is expected to gain, at least
-KEPT = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
+CHEAP_BYTES = 2**22  # bytes of a basis that cost little beside a product
+MAX_BYTES = 2**24  # bytes of a basis that is enlarged
+RESTARTS_TO_ENLARGE = 16  # restarts after which a larger basis, which costs time, may save products
+COLUMNS_AT_ONCE = 2**16  # entries of each vector that are combined at once
+MIN_RATE = 0.1  # decimal digits of a residual that a product is expected to gain, at least
+REORTHOGONALIZE_BELOW = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
 ROUNDING = 10  # times eps |A|: the error of a product
-SMALLEST = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
-TOL = {torch.float64: 1e-10, torch.float32: 1e-5}
+TINY = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 Chosen = Callable[[Tensor, int], Tensor]  # the indices of k of ascending values
 ENDS: dict[str, Chosen] = {
     "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
@@ -110,11 +110,11 @@ def eigsh(
     wide, device = torch.promote_types(operator.dtype, torch.float32), operator.device
     if basis_device is not None:
         device = _checked_device(basis_device)
-    default = max(TOL.get(operator.space.precision, 1e-2), TOL[wide])
+    default = max(TOLERANCES.get(operator.space.precision, 1e-2), TOLERANCES[wide])
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
     before, space = operator.count, operator.space
-    if size <= first_check(k, block) and not space.placement.is_sharded:
+    if size <= first_look(k, block) and not space.placement.is_sharded:
         every, columns = symmetric_eigen(operator.to_dense().to(torch.float64))
         chosen = _select_indices(every.cpu(), k, which).to(every.device)
         values, rows = every[chosen], columns[:, chosen].T
@@ -149,7 +149,7 @@ def _select_indices(values: Tensor, k: int, which: str) -> Tensor:
     return ENDS[which](values, k).sort().values
 
 
-def first_check(k: int, block: int) -> int:
+def first_look(k: int, block: int) -> int:
     """The number of products after which convergence is checked first."""
     return max(2 * k + 2, 21, k + 2 * block)
 
@@ -171,8 +171,9 @@ def lanczos(
     """
     start = draw(min(block, space.size))
     size = space.size
-    first = first_check(k, block)
-    cached, largest = (memory // (size * start.element_size()) for memory in (CACHED, LARGEST))
+    first = first_look(k, block)
+    bytes_of_row = size * start.element_size()
+    cached, largest = CHEAP_BYTES // bytes_of_row, MAX_BYTES // bytes_of_row
     most = min(size, max(first, min(3 * first, cached)))
     largest = min(size, max(most, 2 * k + 20, min(3 * first, largest)))
     # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
@@ -181,7 +182,7 @@ def lanczos(
     done = due = looked = 0
     missing_before = 0.0  # decimal digits of the residuals, at the last look
     for restart in range(restarts):
-        if restart % SLOW == SLOW - 1 and most < largest:
+        if restart % RESTARTS_TO_ENLARGE == RESTARTS_TO_ENLARGE - 1 and most < largest:
             most = min(largest, 2 * most)
             basis.enlarge(most)
         full = False
@@ -197,14 +198,15 @@ def lanczos(
                 theta, S, residuals = basis.ritz()
                 chosen = choose(theta, k)
                 values = theta[chosen]
-                allowed = (tol * values.abs()).clamp(min=max(basis.noise, SMALLEST))
+                allowed = (tol * values.abs()).clamp(min=max(basis.noise, TINY))
                 ratios = residuals[chosen] / allowed
                 if (largest_ratio := float(ratios.max())) <= 1:
                     return values, basis.combine(S[:, chosen])
                 # a look takes a tenth of the time of a small network's product: the next is after half
                 # as many products as would do, if they go on as they did since the last one
                 missing = log10(largest_ratio) if 1 < largest_ratio < inf else 0.0
-                rate = max(SLOWEST, (missing_before - missing) / (done - looked)) if looked else 0.5
+                gained = missing_before - missing
+                rate = max(MIN_RATE, gained / (done - looked)) if looked else 0.5
                 due = done + max(1, int(missing / (2 * rate)))
                 missing_before, looked = missing, done
         kept = choose(theta, k + (basis.m - k) // 2)
@@ -257,7 +259,7 @@ class Basis:
         start = self.m
         self.m = self.n
         for j, product in enumerate(products, start=start):
-            n, v = self.n, self._placed(product)
+            n, v = self.n, self._copied_in(product)
             coupled = j < self._kept + self._block  # with all Ritz vectors of a restart
             first = 0 if coupled else max(0, j - self._block)
             parts = [self._subtract(v, first, n), self._subtract(v, 0, n)]
@@ -323,7 +325,7 @@ class Basis:
         kept, n = len(theta), len(theta) + len(self.rest)
         coupling = self.T[self.m : self.n, : self.m] @ S
         combine = S.T.to(self.V)
-        for part in self.V.split(AT_ONCE, dim=1):
+        for part in self.V.split(COLUMNS_AT_ONCE, dim=1):
             part[:kept] = combine @ part[: self.m]
         self.V[kept:n] = self.rest.clone()
         self.T.zero_()
@@ -337,10 +339,10 @@ class Basis:
 
     def _append_outside(self, v: Tensor) -> None:
         """Append what of a vector is outside of V."""
-        v = self._placed(v)
+        v = self._copied_in(v)
         self._append(v, self._orthogonalize(v, self.n)[1])
 
-    def _placed(self, v: Tensor) -> Tensor:
+    def _copied_in(self, v: Tensor) -> Tensor:
         """A copy, where it is appended, if there is room."""
         return self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
 
@@ -366,7 +368,7 @@ class Basis:
 
 def _in_span(length: float, components: list[float]) -> bool:
     """Whether too little is left of a vector, of which V, orthonormal, had these components."""
-    return not length > KEPT * hypot(length, *components)
+    return not length > REORTHOGONALIZE_BELOW * hypot(length, *components)
 
 
 def to_scipy(operator: Any) -> Any:

@@ -79,7 +79,7 @@ def mean_of(values: Tensor) -> Estimate:
     return Estimate(mean, spread / len(values) ** 0.5)
 
 
-def exactly(value: Tensor) -> Estimate:
+def exact_estimate(value: Tensor) -> Estimate:
     return Estimate(value, torch.zeros_like(value))
 
 
@@ -93,7 +93,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     size = operator.shape[0]
     random = validation.generator(generator)
     if validation.at_least("num_samples", num_samples, 4) >= size:
-        return exactly(operator.to_dense().diagonal().sum())
+        return exact_estimate(operator.to_dense().diagonal().sum())
     count = num_samples // 2
     wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
     device = operator.device if random is None else random.device
@@ -102,10 +102,10 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     w *= size**0.5 / w.norm(dim=1, keepdim=True)
     Q, R, Z = _basis_of_products(operator, w)
     if R is None:
-        return exactly((Q * Z).double().sum().to(operator.dtype))
+        return exact_estimate((Q * Z).double().sum().to(operator.dtype))
     # what is smaller than a vector is in float64 from here on
     W, R, H = (Q.T @ w.T).double(), R.double(), (Q.T @ Z).double()
-    S = _left_out(R)
+    S = _left_out_directions(R)
     H = (H + H.T) / 2
     inside = H.diagonal().sum() - (S * (H @ S)).sum(0)
     PW = W - S * (S * W).sum(0)  # Q_i^T w_i, in coordinates of Q
@@ -131,7 +131,7 @@ def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tens
     return Q, R, matrix.apply(Q.T.contiguous().to(matrix.dtype)).to(w.dtype).T
 
 
-def _left_out(R: Tensor) -> Tensor:
+def _left_out_directions(R: Tensor) -> Tensor:
     """Unit vectors s_i as columns: Q spans Q_i, the basis of all other products, and Q s_i."""
     S = torch.linalg.solve_triangular(R.T, torch.eye(len(R)).to(R), upper=False)
     return S / S.norm(dim=0)
@@ -145,13 +145,13 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
     operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2
     if 2 * count >= operator.shape[0]:
-        return exactly(operator.to_dense().diagonal().clone())
+        return exact_estimate(operator.to_dense().diagonal().clone())
     wide = torch.promote_types(operator.dtype, torch.float32)
     w = random_signs(operator.space, count, generator).to(wide)
     Q, R, Z = _basis_of_products(operator, w)
     if R is None:
-        return exactly((Q * Z).sum(1).to(operator.dtype))
-    S = _left_out(R)
+        return exact_estimate((Q * Z).sum(1).to(operator.dtype))
+    S = _left_out_directions(R)
     left = (Q @ S).T  # Q s_i as rows
     inside = (Q * Z).sum(1) - left * (Z @ S).T
     # w_i * Q s_i s_i^T Q^T A w_i, and A w_i = Q R_i

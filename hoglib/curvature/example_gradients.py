@@ -31,7 +31,7 @@ from hoglib.curvature.data import as_dict, constants_of, in_fixed_order, is_batc
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac_operator import KFACOperator
-from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, moved, token_axis
+from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, nearby, token_axis
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.model_run import (
     AT_ONCE,
@@ -46,7 +46,7 @@ from hoglib.curvature.model_run import (
 )
 from hoglib.curvature.operators import GGNOperator
 from hoglib.curvature.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
-from hoglib.curvature.single_examples import at_best, number_of_examples
+from hoglib.curvature.single_examples import by_vmap_or_loop, number_of_examples
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import examined_functions
@@ -124,7 +124,7 @@ def _of_single_examples(
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
         parts = (pytree.rows(own, count, start, start + size) for start in range(0, count, size))
-        chunks = [at_best(problem.at(part)) for part in parts]
+        chunks = [by_vmap_or_loop(problem.at(part)) for part in parts]
     values, gradients = zip(*chunks, strict=True)
     joined = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
     warn_if_derivatives_not_finite(problem, value := torch.cat(values), joined)
@@ -183,7 +183,7 @@ def _halves(loss: Any, params: Tree, batch: Any) -> Finding | None:
         problem = Problem.of(policy, loss, params, batch).entered(blocks)
 
         def at(seed: int, part: Any) -> Tensor:
-            leaves = moved(problem.leaves, seed)
+            leaves = nearby(problem.leaves, seed)
             return without_graph(lambda: problem.at(part)(*leaves))
 
         return compare_halves(at, batch)
@@ -565,13 +565,13 @@ def influence(
             f"{'out=' if query is not None else 'query=None'}; save the rows that each process "
             "returns, and for self-influence pass some examples at a time as queries."
         )
-    with shared.together("influence"):
+    with shared.raise_in_all("influence"):
         examples = Examples.of("train", loss, train, hashed)
         queries = None if query is None else Examples.of("query", loss, query, hashed)
     asked = queries and queries.digest, method, float(damping), per_token
     shared.check_same_call("influence", *asked, what="queries, and options,")
     w, file = examples.weights, None
-    count, total = shared.reduced(torch.tensor([len(w), w.sum()], dtype=torch.float64)).tolist()
+    count, total = shared.all_sum(torch.tensor([len(w), w.sum()], dtype=torch.float64)).tolist()
     scale = -count / total
     problem = Problem.of(Policy("influence"), loss, params)
     with problem.gathered() as own, examined_functions("influence", first_order=method != "cg"):
@@ -612,7 +612,7 @@ def influence(
         rows: Any = partial(gradient_rows, loss, space.params)
         if queries is not None:
             D = torch.empty(shape[-1], space.size, dtype=space.dtype, device=space.device)
-            with shared.together("influence"):
+            with shared.raise_in_all("influence"):
                 for at, g in queries.parts(loss, space, bar, lambda batch, weights: rows(batch)):
                     D[at] = g
             # conjugate gradients of many columns share the passes over the data

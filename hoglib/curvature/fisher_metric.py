@@ -48,7 +48,7 @@ from hoglib.curvature.likelihood import (
     Likelihood,
     Weight,
     compare_halves,
-    moved,
+    nearby,
     relation_of_halves,
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, UnsupportedError
@@ -238,7 +238,7 @@ def _distribution(
     if options.likelihood is None:
         chosen = likelihoods.inferred(loss, constant, at.batch, options.reduction)
     else:
-        chosen = likelihoods.given(options.likelihood, loss, constant, at.batch)
+        chosen = likelihoods.specified(options.likelihood, loss, constant, at.batch)
     p = likelihoods.make_distribution(chosen, constant)
     weight = likelihoods.weight(chosen, p, options.reduction)
     if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
@@ -381,7 +381,7 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
 
     def value(seed: int, part: Any) -> Tensor:
         rest, batch, index = part
-        others = [x[index] for x in moved([y.detach() for y in at.own], seed)]
+        others = [x[index] for x in nearby([y.detach() for y in at.own], seed)]
         with torch.no_grad():
             return loss.criterion(pytree.filled(rest, others), batch)
 
@@ -411,7 +411,7 @@ def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
     return metric
 
 
-LARGEST = 2**28  # numbers in the blocks of M, that are computed where no closed form is known
+MOST = 2**28  # numbers in the blocks of M, that are computed where no closed form is known
 
 
 def examples_of(composite: CompositeLoss, outputs: Vector) -> int:
@@ -530,10 +530,10 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
     examples = examples_of(composite, ys)
     sizes = [y.numel() // max(examples, 1) for y in ys]
     total = sum(sizes)
-    if examples * total**2 > LARGEST:
+    if examples * total**2 > MOST:
         raise UnsupportedError(
             f"{composite.policy.caller}(kind={metric.kind!r}): expected a criterion whose likelihood "
-            f"is known, or at most {LARGEST:,} numbers in the blocks of its Hessian, got {examples} x "
+            f"is known, or at most {MOST:,} numbers in the blocks of its Hessian, got {examples} x "
             f"{total} x {total}; give its name, as likelihood='categorical' for a cross-entropy, or "
             "smaller batches by micro_batch=."
         )
@@ -563,7 +563,7 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
             sizes += [largest(x) for x in elsewhere(vector(u), False)]
         return max(filter(isfinite, sizes))
 
-    _check_apart(product, vector, blocks, ys[0].dtype, composite.policy.caller, at_zero)
+    _check_block_diagonal(product, vector, blocks, ys[0].dtype, composite.policy.caller, at_zero)
     eigenvalues, Q = symmetric_eigen(blocks)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(ys[0].dtype).eps)
     low = -float(eigenvalues.min()) / rounding
@@ -587,7 +587,7 @@ def _random_directions(blocks: Tensor) -> Tensor:
 Size = Callable[[Tensor], float]
 
 
-def _check_apart(
+def _check_block_diagonal(
     product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str, at_zero: Size
 ) -> None:
     """Raise for a criterion that couples examples, whose M has more than these blocks."""

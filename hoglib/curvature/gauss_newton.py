@@ -29,7 +29,7 @@ from hoglib._core.autograd import (
 from hoglib._core.finite_differences import directional_derivative
 from hoglib._core.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.problem import Policy, Problem
-from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, depending, detached
+from hoglib.curvature.jacobian_product import TransposedJacobian, are_adjoint, detached, with_graph
 from hoglib.curvature.likelihood import Counting
 from hoglib.curvature.linear_map import (
     DIFFERENCES,
@@ -125,7 +125,7 @@ class GaussNewtonKind(CurvatureKind):
             return in_double(lambda wide: differences_of_outputs(wide, self.metric), problem)
         composite = CompositeLoss(problem, self.metric, self.mode)
         if torch_internals.transforms_active():
-            return in_transforms(composite)
+            return by_torch_func(composite)
         # blocks that are compiled have backward passes only, as products with several vectors
         several = several or problem.policy.compiles_blocks
         if self.mode == "reverse" or (self.mode == "auto" and several):
@@ -227,7 +227,7 @@ class CompositeLoss:
 
         twice: whether they are differentiated twice.
         """
-        ys = depending(every)
+        ys = with_graph(every)
         check_depends(ys)
         graph = graph_summary(ys)
         if twice:
@@ -289,7 +289,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 "mode='reverse'."
             ) from error
         sides = (vector, product), (tangents, weighted)
-        if not are_adjoint(loss, *sides, depending(every), placement):
+        if not are_adjoint(loss, *sides, with_graph(every), placement):
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
@@ -301,7 +301,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
     return LinearMap(apply)
 
 
-def in_transforms(composite: CompositeLoss) -> LinearMap:
+def by_torch_func(composite: CompositeLoss) -> LinearMap:
     """J^T M J v by torch.func, inside of its transforms."""
 
     def outputs(*own: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from hoglib.curvature.data import Processes, in_fixed_order
 from hoglib.curvature.dataset_sum import DatasetSum, split_options
 from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
 from hoglib.curvature.jacobian_product import OPERATOR as NAME
-from hoglib.curvature.jacobian_product import TransposedJacobian, depending, detached
+from hoglib.curvature.jacobian_product import TransposedJacobian, detached, with_graph
 from hoglib.curvature.linear_operator import RectangularOperator
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError
@@ -188,7 +188,7 @@ class _Point:
 
     def held_bytes(self) -> int:
         """Of the graph, while it is kept."""
-        return graph_bytes(self.jacobian.parts if self.jacobian else depending(self._every))
+        return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._every))
 
     def along(self, vector: Vector, keep_graph: bool) -> Tensor:
         """J v, flat."""

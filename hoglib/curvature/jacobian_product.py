@@ -255,7 +255,7 @@ def by_reverse(
     with without_stand_ins():
         own = fresh_leaves(leaves, create_graph)
     values = function(*own)
-    ys = depending(values)
+    ys = with_graph(values)
     if not ys:
         raise _independent_error()
     graph = graph_summary(ys)
@@ -279,7 +279,7 @@ class TransposedJacobian:
 
     def __init__(self, every: Vector, own: Vector, caller: str) -> None:
         self._caller, self._every = caller, every
-        ys = depending(every)
+        ys = with_graph(every)
         self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
         by_u = vjp(ys, own, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
@@ -302,7 +302,7 @@ class TransposedJacobian:
         return are_adjoint(func, (given, self.parts), (along, self._us), self.parts)
 
 
-def depending(every: Vector) -> Vector:
+def with_graph(every: Vector) -> Vector:
     """The outputs that depend on the leaves."""
     return [y for y in every if y.requires_grad]
 

@@ -246,7 +246,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             factors.sums = {layout: factors.sums[layout] for layout in own}
             blocks = factors.blocks(weight)
             if self._corrected:
-                with self.space.together(type(self).__name__):
+                with self.space.raise_in_all(type(self).__name__):
                     blocks = by_eigenvectors(blocks)
                 blocks = self.corrected(blocks)
         self._blocks, self._error = blocks, None
@@ -295,7 +295,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             kind, what = self._factors.metric.kind, "kind, and layers,"
             self.space.check_same_call("KFACOperator", kind, sums.layouts(), what=what)
             for x in sums.tensors():
-                x.copy_(self.space.reduced(x))
+                x.copy_(self.space.all_sum(x))
 
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
@@ -350,7 +350,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         if self.row_order is None:
             run, self.row_order = checked_run(run, self.by_example)
         elif not first:
-            run.check_chosen(self.by_example)
+            run.check_if_rows_selected(self.by_example)
         sums.add(run, share, run.examples)
         return value
 
@@ -466,7 +466,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "`load_state_dict(assign=True)` or `model.to(...)` make a new operator."
             )
         rows, rebuild = self.space.rows(grads, "grad")
-        with self.space.together("precondition_"):
+        with self.space.raise_in_all("precondition_"):
             validation.finite(
                 "grad", rows, "Lower the learning rate, or skip this step.", late=True
             )
@@ -536,7 +536,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         covered = nothing = torch.zeros(self.space.size, dtype=self.dtype, device=self.device)
         with suppress(RuntimeError, IndexError):  # of other shapes
             covered = sum((_block_mask(block.layout, self.space) for block in blocks), nothing)
-        if not bool((self.space.reduced(covered) == 1).all()):
+        if not bool((self.space.all_sum(covered) == 1).all()):
             raise errors.ArgumentValueError(
                 "state_dict: expected blocks that are every parameter once, got others; it is of "
                 "params of other names or shapes."

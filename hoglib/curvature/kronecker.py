@@ -17,7 +17,7 @@ from torch import Tensor
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector
 from hoglib._core.factorizations import damped_inverse, symmetric_eigens
-from hoglib.curvature.estimates import exactly
+from hoglib.curvature.estimates import exact_estimate
 from hoglib.curvature.layer_calls import Region, Role
 from hoglib.curvature.linear_operator import LinearOperator, as_number, check_invertible
 from hoglib.curvature.vector_space import Space, Tree
@@ -223,7 +223,7 @@ class KroneckerOperator(LinearOperator):
 
     def _map(self, function: Any, checked: bool = True) -> "KroneckerMatrix":
         given_blocks = self.blocks()
-        with torch.inference_mode(False), torch.no_grad(), self.space.together("map"):
+        with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("map"):
             blocks = by_eigenvectors(given_blocks)
             given = [not_none(block.values) for block in blocks]
             values = self._values(blocks)
@@ -289,12 +289,12 @@ class KroneckerOperator(LinearOperator):
                 self.damped(number)  # which raises
             return damped._map(torch.reciprocal, checked=lowest < torch.finfo(values.dtype).tiny)
         blocks = self.blocks()
-        if not self.space.everywhere(all(block.values is None for block in blocks)):
+        if not self.space.true_in_all(all(block.values is None for block in blocks)):
             raise ArgumentValueError(
                 f"method: expected 'exact' for a matrix with eigenvalues of its own, got {method!r}, "
                 "which damps the factors."
             )
-        with torch.inference_mode(False), torch.no_grad(), self.space.together("inverse"):
+        with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("inverse"):
             inverses = [block.inverse_of_damped_factors(number, method == "pi") for block in blocks]
         return KroneckerMatrix(self.space, inverses)
 
@@ -327,7 +327,7 @@ class KroneckerOperator(LinearOperator):
     def _eigenvalues(self) -> Tensor:
         """Those of the blocks of this process."""
         blocks = self.blocks()
-        with torch.inference_mode(False), torch.no_grad(), self.space.together("eigenvalues"):
+        with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("eigenvalues"):
             return self._values(by_eigenvectors(blocks))
 
     def _values(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
@@ -338,7 +338,7 @@ class KroneckerOperator(LinearOperator):
     def logdet(self) -> Tensor:  # type: ignore[override]
         """The logarithm of the determinant, a scalar: -inf for a singular matrix, nan where it is
         negative."""
-        return self.space.reduced(self._eigenvalues().double().log().sum()).to(self.dtype)
+        return self.space.all_sum(self._eigenvalues().double().log().sum()).to(self.dtype)
 
     def trace(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False
@@ -353,7 +353,7 @@ class KroneckerOperator(LinearOperator):
         """
         d = self._diagonal().unsqueeze(0)
         total = self.space.dots((d, torch.ones_like(d)))[0, 0]
-        return exactly(total.to(self.dtype)).returned(return_error)
+        return exact_estimate(total.to(self.dtype)).returned(return_error)
 
     def diagonal(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False
@@ -366,7 +366,7 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The diagonal.
         """
-        return exactly(self._diagonal().to(self.dtype)).returned(return_error)
+        return exact_estimate(self._diagonal().to(self.dtype)).returned(return_error)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -146,7 +146,7 @@ class LayerCall:
             )
 
 
-CHOOSING = frozenset({
+ROW_SELECTING = frozenset({
     "argsort", "flip", "gather", "index_add", "index_copy", "index_put", "index_select",
     "masked_scatter", "masked_select", "nonzero", "repeat_interleave", "roll", "scatter",
     "scatter_add", "scatter_reduce", "sort", "take", "take_along_dim", "topk", "unique",
@@ -154,13 +154,13 @@ CHOOSING = frozenset({
 PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays and lists choose
 
 
-def _chooses_rows(func: Any, args: Any) -> bool:
+def _selects_rows(func: Any, args: Any) -> bool:
     """Whether a torch call can give rows in another order, or some of them only."""
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return not all(part is None or isinstance(part, PLAIN_INDICES) for part in index)
-    return name.rstrip("_") in CHOOSING
+    return name.rstrip("_") in ROW_SELECTING
 
 
 def unlike_rows(call: LayerCall, examples: int) -> str:
@@ -191,7 +191,7 @@ class LayerRecorder(TorchFunctionMode):
         self.expanded = False  # whether there was one
         self.selects = False  # whether rows were chosen or sorted, maybe by the values of the batch
         self.calls: list[LayerCall] = []
-        self.others: dict[int, str] = {}  # the leaves that are used otherwise, and by what
+        self.other_uses: dict[int, str] = {}  # the leaves that are used otherwise, and by what
         self._leaves = leaves
         self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
         self._derived: dict[int, Use] = {}
@@ -213,7 +213,7 @@ class LayerRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.selects = self.selects or _chooses_rows(func, args)
+        self.selects = self.selects or _selects_rows(func, args)
         layer = LAYERS.get(func)
         if layer is None and func not in POINTWISE and isinstance(func, FunctionType):
             inside = without_override_check(func, _NAMES)
@@ -241,7 +241,7 @@ class LayerRecorder(TorchFunctionMode):
         if id(result) in self._derived or (calls and given <= known):
             self.calls += calls
         else:
-            self._note(func, used, result)
+            self._record_view_or_use(func, used, result)
         return result
 
     def _pointwise(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> list[LayerCall]:
@@ -299,7 +299,7 @@ class LayerRecorder(TorchFunctionMode):
         given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
         return [use for part in chain(*given) if (use := self.use(part)) is not None]
 
-    def _note(self, func: Any, used: Sequence[Use], result: Any) -> None:
+    def _record_view_or_use(self, func: Any, used: Sequence[Use], result: Any) -> None:
         """Keep views of whole rows, in their order; note another use of a parameter."""
         parts = result if isinstance(result, list | tuple) else [result]
         for use, part in product(used, parts):
@@ -310,7 +310,7 @@ class LayerRecorder(TorchFunctionMode):
                 self._derived[id(part)] = view
             elif not use.calls:
                 name = getattr(func, "__name__", str(func)) + in_module()
-                self.others.setdefault(use.region.leaf, name)
+                self.other_uses.setdefault(use.region.leaf, name)
 
 
 def _view_of_rows(use: Use, part: Tensor) -> Use | None:
@@ -328,14 +328,14 @@ def _view_of_rows(use: Use, part: Tensor) -> Use | None:
 
 
 def _linear(
-    seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
+    tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> LayerCall:
     role = Role("linear", "kronecker", 1, *weight.shape)
-    return LayerCall(role, *seen.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
+    return LayerCall(role, *tape.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
 
 
 def _addmm(
-    seen: LayerRecorder,
+    tape: LayerRecorder,
     output: Tensor,
     input: Tensor,
     mat1: Tensor,
@@ -345,19 +345,19 @@ def _addmm(
     alpha: float = 1,
 ) -> LayerCall | None:
     """input + mat1 mat2, as the layers of GPT-2 compute it."""
-    if beta != 1 or alpha != 1 or input.dim() != 1 or seen.region(mat1) is not None:
+    if beta != 1 or alpha != 1 or input.dim() != 1 or tape.region(mat1) is not None:
         return None
     role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
-    return LayerCall(role, *seen.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows)
+    return LayerCall(role, *tape.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows)
 
 
-def _matmul(seen: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
+def _matmul(tape: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
     """input other, with a matrix as a parameter."""
-    use = seen.use(input)
-    if seen.use(other) is None or (use and not use.calls) or other.dim() != 2:
+    use = tape.use(input)
+    if tape.use(other) is None or (use and not use.calls) or other.dim() != 2:
         return None
     role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
-    return LayerCall(role, seen.region(other), None, input, output, _flatten_rows, _flatten_rows)
+    return LayerCall(role, tape.region(other), None, input, output, _flatten_rows, _flatten_rows)
 
 
 def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
@@ -406,10 +406,10 @@ def _broadcast_calls(
     return [LayerCall(role, region, None, at, output, indices, scaled)]
 
 
-def _prelu(seen: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -> LayerCall | None:
+def _prelu(tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -> LayerCall | None:
     """max(0, x) + weight min(0, x)."""
     rows = _channels if weight.numel() > 1 and input.dim() > 1 else lambda x: x.reshape(1, -1, 1)
-    region, role = seen.region(weight), _diagonal("prelu", weight)
+    region, role = tape.region(weight), _diagonal("prelu", weight)
     if region is None:
         return None
     return LayerCall(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
@@ -421,7 +421,7 @@ def _flatten_rows(x: Tensor) -> Tensor:
 
 
 def _convolution(
-    seen: LayerRecorder,
+    tape: LayerRecorder,
     output: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -455,11 +455,11 @@ def _convolution(
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     direct = weight_gradients if input.dim() == spatial + 2 else None
     rows = partial(_channel_rows, spatial=spatial, groups=groups)
-    return LayerCall(role, *seen.regions(weight, bias), input, output, patches, rows, direct)
+    return LayerCall(role, *tape.regions(weight, bias), input, output, patches, rows, direct)
 
 
 def _conv_transpose(
-    seen: LayerRecorder,
+    tape: LayerRecorder,
     output: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -482,7 +482,7 @@ def _conv_transpose(
     name = f"conv_transpose{dims}d"
     role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
     rows = partial(_channel_rows, spatial=dims, groups=groups)
-    return LayerCall(role, *seen.regions(weight, bias), input, output, patches, rows)
+    return LayerCall(role, *tape.regions(weight, bias), input, output, patches, rows)
 
 
 def _patches(
@@ -492,20 +492,20 @@ def _patches(
     dilation: Sequence[int],
     pads: Any,
     groups: int,
-    apart: Sequence[int] = (),
+    gaps: Sequence[int] = (),
 ) -> Tensor:
-    """What each position sees, [groups, N positions, channels of one kernel...]. apart: of a mirrored
-    kernel, the distances between inputs, with zeros there."""
+    """What each position sees, [groups, N positions, channels of one kernel...]. gaps: of a
+    mirrored kernel, the distances between inputs, with zeros there."""
     spatial = len(kernel)
     x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
-    if apart:
-        given, sizes = x, [(n - 1) * s + 1 for n, s in zip(x.shape[2:], apart, strict=True)]
+    if gaps:
+        given, sizes = (x, [(n - 1) * s + 1 for n, s in zip(x.shape[2:], gaps, strict=True)])
         x = x.new_zeros(*x.shape[:2], *sizes)
-        x[(slice(None), slice(None), *(slice(None, None, s) for s in apart))] = given
+        x[(slice(None), slice(None), *(slice(None, None, s) for s in gaps))] = given
     x = F.pad(x, [p for pair in reversed(pads) for p in pair])
     for d, k in enumerate(kernel):
         x = x.unfold(2 + d, dilation[d] * (k - 1) + 1, stride[d])[..., :: dilation[d]]
-    x = x.flip([*range(-spatial, 0)]) if apart else x
+    x = x.flip([*range(-spatial, 0)]) if gaps else x
     x = x.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, 2 + spatial)
     return x.reshape(groups, x.shape[1 : 2 + spatial].numel(), -1)
 
@@ -523,7 +523,7 @@ def _each(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _embedding(
-    seen: LayerRecorder,
+    tape: LayerRecorder,
     output: Tensor,
     input: Tensor,
     weight: Tensor,
@@ -542,7 +542,7 @@ def _embedding(
         return torch.where(x == padding, -1, x)  # whose gradient torch leaves out
 
     role = Role("embedding", "kronecker", 1, weight.shape[1], weight.shape[0], transposed=True)
-    return LayerCall(role, seen.region(weight), None, input, output, indices, _flatten_rows)
+    return LayerCall(role, tape.region(weight), None, input, output, indices, _flatten_rows)
 
 
 def _normalization(
@@ -554,7 +554,7 @@ def _normalization(
     """
     known = signature(function)
 
-    def layer(seen: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def layer(tape: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> Any:
         bound = known.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -565,7 +565,7 @@ def _normalization(
             given.update(running_mean=None, running_var=None)  # they have moved already
         normalized, rows = partial(function, **given), rows_of(given)
         role = _diagonal(function.__name__, weight if bias is None else bias)
-        places = seen.regions(weight, bias)
+        places = tape.regions(weight, bias)
         return LayerCall(role, *places, x, output, lambda x: rows(normalized(x)), rows)
 
     return layer
@@ -600,14 +600,14 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
 COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
 CASTS = COPIES | {"bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as"}
 ADDS = {"add", "add_", "iadd", "radd"}  # whose derivative is 1, as that of copies and casts
-_OTHERS = {
+_CURVED = {
     "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
     "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",
     "softplus", "sqrt", "square", "sub", "tanh", "true_divide", "truediv", "where",
 }  # fmt: skip
 POINTWISE = {
     getattr(owner, form)
-    for name in CASTS | ADDS | _OTHERS
+    for name in CASTS | ADDS | _CURVED
     for owner in (torch, Tensor, F)
     for form in (name, f"__{name}__")
     if hasattr(owner, form)

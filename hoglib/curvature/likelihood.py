@@ -153,7 +153,7 @@ CRITERIA: tuple[Criterion, ...] = (
 )  # fmt: skip
 
 
-def given(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likelihood:
+def specified(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likelihood:
     """The likelihood of the user: by its name, or as a function of the outputs."""
     if isinstance(likelihood, str):
         family = FAMILIES[validation.choice("likelihood", likelihood, FAMILIES)]
@@ -407,7 +407,7 @@ def compare_halves(
     return relation_of_halves(finite or [first], share, value.dtype)
 
 
-def moved(tensors: Sequence[Tensor], seed: int) -> Vector:
+def nearby(tensors: Sequence[Tensor], seed: int) -> Vector:
     """The tensors, for seed 0, or others near them: a loss that vanishes here tells nothing."""
     if not seed:
         return list(tensors)

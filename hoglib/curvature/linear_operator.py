@@ -227,7 +227,7 @@ class RectangularOperator(ABC):
         """
         if total.device.type == "cpu" or not alone:  # others raise, too
             where = space.first_not_finite(total)
-            bad = where and space.everywhere(bool(rows.isfinite().all()))
+            bad = where and space.true_in_all(bool(rows.isfinite().all()))
         else:
             sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
             now = read_late((type(self), total.shape), sizes)

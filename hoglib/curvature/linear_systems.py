@@ -218,7 +218,7 @@ def _preconditioner(
     if callable(given):
         return lambda rows: operator.space.rows(given(rebuild(rows)), "preconditioner(r)")[0]
     diagonal = operator.space.rows(given, "preconditioner")[0]
-    if len(diagonal) != 1 or not operator.space.everywhere(bool((diagonal > 0).all())):
+    if len(diagonal) != 1 or not operator.space.true_in_all(bool((diagonal > 0).all())):
         raise ArgumentValueError(
             "preconditioner: expected a vector of positive numbers, an operator or a function, got "
             f"{validation.describe(given)}; take A.diagonal().clamp(min=...) for instance."

@@ -43,10 +43,10 @@ from hoglib._core.validation import listing
 from hoglib.curvature.data import as_dict, first_examples, row_count
 from hoglib.curvature.fisher_metric import FisherMetric, columns, examples_of
 from hoglib.curvature.gauss_newton import CompositeLoss, check_depends
-from hoglib.curvature.jacobian_product import depending
+from hoglib.curvature.jacobian_product import with_graph
 from hoglib.curvature.kronecker import BlockLayout, not_none
 from hoglib.curvature.layer_calls import LayerCall, LayerRecorder, Region, Role, unlike_rows
-from hoglib.curvature.single_examples import at_best
+from hoglib.curvature.single_examples import by_vmap_or_loop
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import UnsupportedError
 
@@ -72,7 +72,7 @@ class Gradients:
 
     def of(self, call: LayerCall) -> Tensor:
         """[groups, rows, out]."""
-        return call.rows_of_outputs(self.plain(call)).to(self._dtype)
+        return call.rows_of_outputs(self.like_output(call)).to(self._dtype)
 
     def rows(self, layer: Layer) -> list[Tensor]:
         """g_r of each call of a layer, [groups, rows, out], of a block of a bias alone of one group; of
@@ -94,7 +94,7 @@ class Gradients:
         """The same, [..., examples, positions of all calls, features]."""
         return by_example(layer, self.rows(layer), examples)
 
-    def plain(self, call: LayerCall) -> Tensor:
+    def like_output(self, call: LayerCall) -> Tensor:
         """Like the output of the call."""
         found = self._found[id(call)]
         if found is None:
@@ -142,7 +142,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
             seen = at >= 0
             part = g.new_zeros(into, out).index_add(0, at[seen], g[seen]).T.unsqueeze(0)
         elif call.has_patches() and layer.layout.weight is not None:
-            g = gradients.plain(call).to(dtype)
+            g = gradients.like_output(call).to(dtype)
             part = call.weight_gradients(g, 0, len(g)).sum(0)
             if layer.layout.bias is not None:
                 part = torch.cat([part, rows.sum(1).unsqueeze(-1)], -1)
@@ -176,8 +176,8 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
     for start in range(0, N, size):
         stop = min(start + size, N)
         if a is None:
-            plain = ((call, gradients.plain(call).to(run.dtype)) for call in layer.calls)
-            parts = [call.weight_gradients(u, start, stop) for call, u in plain]
+            given = ((call, gradients.like_output(call).to(run.dtype)) for call in layer.calls)
+            parts = [call.weight_gradients(u, start, stop) for call, u in given]
             found = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
         else:
             found = (g[:, start:stop].mT @ a[:, start:stop]).movedim(1, 0)
@@ -213,13 +213,13 @@ class RowOrder(NamedTuple):
         time_first: Of each call, in the order of calls, whether positions come before examples.
         expand: Embeddings that are computed once for all examples are taken as one of each.
         unexplained: The leaves whose gradients are not those of layers; None where any may be.
-        alone: Whether an example by itself may show these.
+        separable: Whether an example by itself may show these.
     """
 
     time_first: tuple[bool, ...] = ()
     expand: bool = True
     unexplained: frozenset[int] | None = None
-    alone: bool = True
+    separable: bool = True
 
 
 DEFAULT_ORDER = RowOrder()
@@ -245,14 +245,14 @@ class ModelRun:
         order = order or DEFAULT_ORDER
         self.problem, self.space, self.options = problem, space, options
         self._names, self._caller = pytree.paths(space.params), problem.policy.caller
-        self._own = fresh_leaves(problem.leaves, False)
+        self._leaves = fresh_leaves(problem.leaves, False)
         (batch,) = problem.args
         self._composite = CompositeLoss(problem, options.metric, "reverse")
         recorder = self._run(row_count(batch) or 1 if order.expand else 1)
         self.expanded, self.selects = recorder.expanded, recorder.selects
-        check_depends(depending(self._outputs))
+        check_depends(with_graph(self._outputs))
         self._recorded = recorder.calls
-        self._expand, self.alone = order.expand, order.alone
+        self._expand, self.separable = order.expand, order.separable
         self._leave_to_examples(order.unexplained or frozenset())
         try:
             self._check_covered(recorder)
@@ -274,15 +274,15 @@ class ModelRun:
         self.layers = layers_of(self._recorded, self.options.joint_bias)
         self.unexplained: dict[int, BlockLayout] = {}
         for i in sorted(leaves):
-            role = Role(EXACT_DIAGONAL, "elementwise", into=self._own[i].numel())
-            self.unexplained[i] = BlockLayout(role, Region.of_all(i, self._own[i]), None)
+            role = Role(EXACT_DIAGONAL, "elementwise", into=self._leaves[i].numel())
+            self.unexplained[i] = BlockLayout(role, Region.of_all(i, self._leaves[i]), None)
 
     def _run(self, examples: int) -> LayerRecorder:
         """Run the model, recorded."""
-        recorder = LayerRecorder(self._own, examples)
+        recorder = LayerRecorder(self._leaves, examples)
         try:
             with keep_swapped() as swapped, plain_operations(self._caller), recorder:
-                self._outputs = self._composite.outputs(self._own)
+                self._outputs = self._composite.outputs(self._leaves)
                 # a Function that calls the model in its backward finds the leaves of this run there
                 self._patches = swapped.values()
         except Exception:
@@ -291,18 +291,18 @@ class ModelRun:
             return self._run(1)  # code that counts on one row of positions for all examples
         return recorder
 
-    def again(self, batch: Any, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
+    def rerun(self, batch: Any, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
         """A run at another batch, or with rows read otherwise."""
-        order = order._replace(unexplained=frozenset(self.unexplained), alone=self.alone)
+        order = order._replace(unexplained=frozenset(self.unexplained), separable=self.separable)
         return ModelRun(self.problem.at(batch), self.space, self.options, order)
 
-    def leaving(self, error: Unexplained) -> "ModelRun":
+    def without_layers_of(self, error: Unexplained) -> "ModelRun":
         """A run in which the leaves of an error are left to single examples; raises where they are."""
         more = error.leaves - self.unexplained.keys()
-        if self.options.unsupported == "raise" or not (more or self.alone):
+        if self.options.unsupported == "raise" or not (more or self.separable):
             raise UnsupportedError(str(error)) from None
-        leaves, alone = error.leaves | self.unexplained.keys(), self.alone and bool(more)
-        order = RowOrder(expand=self.expanded, unexplained=leaves, alone=alone)
+        leaves, separable = (error.leaves | self.unexplained.keys(), self.separable and bool(more))
+        order = RowOrder(expand=self.expanded, unexplained=leaves, separable=separable)
         with preserve_random_state():
             return ModelRun(self.problem, self.space, self.options, order)
 
@@ -334,23 +334,23 @@ class ModelRun:
         """The gradients of the examples by each leaf that layers do not explain, [n, numbers], some at
         a time: of an example alone, where it has the same outputs as in the batch; else of the batch,
         by a backward pass for each example."""
-        own = [self._own[i] for i in self.unexplained]
+        own = [self._leaves[i] for i in self.unexplained]
         size = max(1, AT_ONCE // max(sum(p.numel() for p in own), 1))
         for start in range(0, self.examples if own else 0, size):
             stop = min(start + size, self.examples)
-            found = self._alone(column, start, stop)
+            found = self._of_separate_examples(column, start, stop)
             if found is None:
                 number = torch.arange(self.examples, device=self.device)
                 ones = (number == n if len(number) > 1 else None for n in range(start, stop))
-                each = [self._backward(own, _of_some(column, one)) for one in ones]
+                each = [self._backward(own, _mask_examples(column, one)) for one in ones]
                 rows = (materialize_grads(parts, own) for parts in each)
                 found = [torch.stack(parts) for parts in zip(*rows, strict=True)]
             yield [x.flatten(1).to(self.dtype) for x in found]
 
-    def _alone(self, column: Vector, start: int, stop: int) -> Vector | None:
+    def _of_separate_examples(self, column: Vector, start: int, stop: int) -> Vector | None:
         """The same of examples by themselves; None where these have other outputs, or none."""
         batch, leaves = as_dict(self.problem.args[0]), self.problem.leaves
-        if not self.alone or self.examples < 2 or row_count(batch) != self.examples:
+        if not self.separable or self.examples < 2 or row_count(batch) != self.examples:
             return None
 
         def along(own: Vector, given: Any) -> Tensor:
@@ -367,12 +367,12 @@ class ModelRun:
         problem = Problem(self.problem.policy, along, pytree.flatten(given)[1], given, (piece,))
         same, found = False, None
         with suppress(Exception), preserve_random_state():  # else the batch is differentiated
-            values, found = at_best(problem)
+            values, found = by_vmap_or_loop(problem)
             pairs = zip(self._outputs, column, strict=True)
             terms = [(y.detach() * u)[start:stop].flatten(1) for y, u in pairs]
             sums, sizes = torch.cat(terms, 1).sum(1), torch.cat(terms, 1).abs().sum(1)
             same = agree(values, sums, SUMS, terms=[sizes])
-        self.alone = same
+        self.separable = same
         return found if same else None
 
     def _calls(self) -> list[LayerCall]:
@@ -396,26 +396,26 @@ class ModelRun:
         calls = self._calls()
         half = next(iter(self._halves()), None)
         column = self._probe(half)
-        found = self._backward([*(call.edge for call in calls), *self._own], column)
+        found = self._backward([*(call.edge for call in calls), *self._leaves], column)
         gradients = Gradients(self, calls, found[: len(calls)], column)
-        wanted = materialize_grads(found[len(calls) :], self._own)
+        wanted = materialize_grads(found[len(calls) :], self._leaves)
         self.check_apart(needs_examples, gradients)
-        ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._own]
-        summed: list[Any] = [0.0] * len(self._own)
+        ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._leaves]
+        summed: list[Any] = [0.0] * len(self._leaves)
         everything: Any = 0.0
         if self.unexplained:
             everything = torch.stack([x.norm().to(self.dtype) for x in wanted]).norm().double()
-        for parts in self.of_single_examples(column) if self.alone else ():
+        for parts in self.of_single_examples(column) if self.separable else ():
             for i, part in zip(self.unexplained, parts, strict=True):
                 summed[i] = everything
                 ours[i] += part.sum(0).view(ours[i].shape)
         for layer in self.layers:
-            terms = sum(call.rounding(gradients.plain(call)).double() for call in layer.calls)
+            terms = sum(call.rounding(gradients.like_output(call)).double() for call in layer.calls)
             for region in layer.layout.regions:
                 summed[region.leaf] += terms
             layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
         off = []
-        for one, p, given, terms in zip(ours, self._own, wanted, summed, strict=True):
+        for one, p, given, terms in zip(ours, self._leaves, wanted, summed, strict=True):
             difference = one.view(p.shape).sub_(given).norm()
             # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
             # that is zero, as that of the bias of keys, is only rounding
@@ -423,7 +423,7 @@ class ModelRun:
             off.append(difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms))
         answers = torch.stack(off).tolist()  # a device is waited for once
         # backward passes of the batch are right by themselves
-        right = () if self.alone else self.unexplained
+        right = () if self.separable else self.unexplained
         wrong = [i for i, one in enumerate(answers) if one and i not in right]
         refused = [self._names[i] for i in wrong]
         if refused:
@@ -453,7 +453,7 @@ class ModelRun:
         for _, call in both:
             of_call = touched[id(call)]
             pairs = zip(of_call[::2], of_call[1::2], strict=True)
-            asked += [_any_of(a & b for a, b in pairs), *self._misfits(halves, of_call)]
+            asked += [_any_of(a & b for a, b in pairs), *self._mismatches(halves, of_call)]
         answers = iter(torch.stack(asked).tolist())
         refused: list[tuple[Layer, LayerCall]] = []
         for layer, call in both:
@@ -481,7 +481,7 @@ class ModelRun:
                 leaves,
             )
 
-    def check_chosen(self, needs_examples: bool) -> None:
+    def check_if_rows_selected(self, needs_examples: bool) -> None:
         """Check this batch where its values can decide which rows are of which example."""
         roles = (layer.layout.role.matrix for layer in self.layers)
         if self.selects and (needs_examples or {*roles} - {"kronecker"}):
@@ -502,9 +502,9 @@ class ModelRun:
             u = torch.randn(y.shape, generator=generator, dtype=torch.float32)
             u = u.to(y.device, y.dtype, non_blocking=True)
             column.append(u)
-        return _of_some(column, half)
+        return _mask_examples(column, half)
 
-    def _misfits(self, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
+    def _mismatches(self, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
         """Whether rows are in another order than that of examples, and of positions first, from those
         that halves of the examples touch."""
         count, rows = self.examples, len(touched[0])
@@ -530,9 +530,9 @@ class ModelRun:
         (batch,), expand = self.problem.args, self._expand
         if self.expanded:
             with preserve_random_state():
-                others = self.again(batch, RowOrder(expand=False))._outputs
+                others = self.rerun(batch, RowOrder(expand=False))._outputs
             expand = all(agree(a, b, SUMS) for a, b in zip(self._outputs, others, strict=True))
-        return RowOrder(self.time_first(), expand, frozenset(self.unexplained), self.alone)
+        return RowOrder(self.time_first(), expand, frozenset(self.unexplained), self.separable)
 
     def first_mismatch(self, other: "ModelRun") -> LayerCall | None:
         """The first call of another run of the same model that has more or fewer rows of an example."""
@@ -551,14 +551,14 @@ class ModelRun:
         """Raise for parameters, or rows of them, that no layer uses, or more than one."""
         known = "parameters of linear, convolutional, embedding and normalization layers"
         refused = {}
-        for number, (name, leaf) in enumerate(zip(self._names, self._own, strict=True)):
+        for number, (name, leaf) in enumerate(zip(self._names, self._leaves, strict=True)):
             if number in self.unexplained:
                 continue
             regions = (region for layer in self.layers for region in layer.layout.regions)
             uses = sorted(region for region in regions if region.leaf == number)
             ends = [0, *(region.stop for region in uses)]
             starts = [*(region.start for region in uses), len(leaf) if leaf.dim() else 1]
-            if other := recorder.others.get(number):
+            if other := recorder.other_uses.get(number):
                 refused[name] = f"{known}, got params[{name!r}], which {other} uses"
             elif not uses:
                 refused[name] = (
@@ -579,7 +579,7 @@ class ModelRun:
             )
 
 
-def _of_some(column: Vector, of: Tensor | None) -> Vector:
+def _mask_examples(column: Vector, of: Tensor | None) -> Vector:
     """A column of some examples, with zeros for the others; as it is for None."""
     return column if of is None else [u.where(of.view(-1, *[1] * (u.dim() - 1)), 0) for u in column]
 
@@ -594,7 +594,7 @@ def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder
     try:
         return _checked_run(run, needs_examples)
     except Unexplained as error:
-        return checked_run(run.leaving(error), needs_examples)
+        return checked_run(run.without_layers_of(error), needs_examples)
 
 
 def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
@@ -604,11 +604,11 @@ def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrde
     if small is not None:
         # whatever two examples alone run into, the whole batch decides
         with suppress(Exception), preserve_random_state():
-            few = run.again(small)
+            few = run.rerun(small)
             few.check(needs_examples)
             order = few.row_order()
             if run.expanded and not order.expand:
-                run = run.again(batch, order)
+                run = run.rerun(batch, order)
             run.set_row_order(order)
             if few.expanded == run.expanded:
                 mismatch = few.first_mismatch(run) if needs_examples else None
@@ -618,12 +618,12 @@ def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrde
             leaves = [r.leaf for r in (mismatch.weight, mismatch.bias) if r]
             raise Unexplained(unlike_rows(mismatch, run.examples), leaves)
         if checked is not None:
-            run.check_chosen(needs_examples)
-            return run, checked._replace(time_first=run.time_first(), alone=run.alone)
+            run.check_if_rows_selected(needs_examples)
+            return run, checked._replace(time_first=run.time_first(), separable=run.separable)
     run.check(needs_examples)
     order = run.row_order()
     if run.expanded and not order.expand:
-        run = run.again(batch, order)
+        run = run.rerun(batch, order)
         run.check(needs_examples)
     return run, order
 

@@ -69,7 +69,7 @@ class DatasetOperator(LinearOperator):
             counting=counting or "criterion",
         )
         self._kind, self._memory_limit = kind, of_data.memory_limit
-        self._sum.in_double = self._in_double
+        self._sum.in_double = self._products_in_double
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -81,7 +81,7 @@ class DatasetOperator(LinearOperator):
 
     @contextmanager
     def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
-        with super()._algorithm(name, *given, **options), self._sum.held(name):
+        with super()._algorithm(name, *given, **options), self._sum.require_constant_state(name):
             yield
 
     def _products(self, rows: Tensor) -> Tensor:
@@ -132,9 +132,9 @@ class DatasetOperator(LinearOperator):
             several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
             point = linearizer(kind, context.captures)(problem, several)
             note_lost_graph(point.gradient)
-            keep = single and (several if context.captures else self._fits(point))
+            keep = single and (several if context.captures else self._fits_in_memory(point))
             value = self._apply(point, rows, total, share, keep, first)
-            keep = keep and (not context.captures or self._fits(point))
+            keep = keep and (not context.captures or self._fits_in_memory(point))
             patch_state = patches.values()
         self._sum.note_unused(point.unused())
         if keep:
@@ -142,7 +142,7 @@ class DatasetOperator(LinearOperator):
             value = self._sum.record_first_pass(batch, value)
         return value
 
-    def _in_double(self, rows: Tensor, piece: Piece) -> Tensor:
+    def _products_in_double(self, rows: Tensor, piece: Piece) -> Tensor:
         """The products of rows at one batch in float64, each at a graph of its own."""
         products = []
         for row in rows:
@@ -153,7 +153,7 @@ class DatasetOperator(LinearOperator):
             products.append(torch.cat([x.detach().reshape(-1) for x in product]))
         return torch.stack(products)
 
-    def _fits(self, point: LinearMap) -> bool:
+    def _fits_in_memory(self, point: LinearMap) -> bool:
         """Whether there is something to keep between products, and memory for it."""
         return 0 < point.held_bytes() <= self._memory_limit
 

@@ -299,7 +299,7 @@ class NewtonCG(BatchOptimizer):
                 start = start * (_dot_product(G, g, start) < 0)  # where it descends
             d, along, dGd, iterations = self._direction(model, g, start, precondition)
         before = G._sum.number  # reading the value would stop a device
-        if G.space.everywhere(not along and not bool(d.any())):
+        if G.space.true_in_all(not along and not bool(d.any())):
             self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
             return value
         self.param_groups[0]["steps"] += 1

@@ -23,7 +23,7 @@ from hoglib.curvature.data import numbers_of
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NondeterministicError, NonFiniteError
 
-RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # the loss of a batch in one pass, and its fingerprint
 BatchRecord = tuple[float, tuple[float, ...]]
 LossOf = Callable[[Any], Tensor]  # of a batch
@@ -38,11 +38,11 @@ class Determinism:
         self._enabled, self._fixed_batches = enabled, fixed_batches
         self.first: list[BatchRecord] = []  # of the first pass at these parameters
         self._now: list[BatchRecord] = []  # of the current pass
-        self._on_its_way: list[Callable[[], None]] = []  # the last batch, which is compared later
+        self._pending: list[Callable[[], None]] = []  # the last batch, which is compared later
         self._total: float | None = None  # the loss over all of the data, of all processes
 
     def start(self) -> None:
-        self._now, self._on_its_way = [], []
+        self._now, self._pending = [], []
 
     def forget(self) -> None:
         """Forget the losses, because the parameters changed."""
@@ -80,14 +80,14 @@ class Determinism:
                 self._compare_batch(batch, value, loss_of)
 
         self.compare_last()
-        self._on_its_way.append(compare)
+        self._pending.append(compare)
         if value.device.type == "cpu":
             self.compare_last()
 
     def compare_last(self) -> None:
         """Compare the batch that was recorded last, if it has not been."""
-        while self._on_its_way:
-            self._on_its_way.pop()()
+        while self._pending:
+            self._pending.pop()()
 
     @property
     def losses(self) -> list[float]:
@@ -191,7 +191,7 @@ def _draws_in_training(module: nn.Module) -> bool:
     """Whether a module draws random numbers in train mode."""
     if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
         return bool(module.dropout)
-    return isinstance(module, RANDOM) and getattr(module, "p", None) != 0
+    return isinstance(module, DROPOUTS) and getattr(module, "p", None) != 0
 
 
 def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:

@@ -25,15 +25,15 @@ def number_of_examples(batch: Any) -> int:
     return count
 
 
-def at_best(problem: Problem) -> tuple[Tensor, Vector]:
+def by_vmap_or_loop(problem: Problem) -> tuple[Tensor, Vector]:
     """Side by side, or in turn where an operation has no rule for it."""
     try:
-        return side_by_side(problem)
+        return by_vmap(problem)
     except (RuntimeError, NotImplementedError):  # an error of the user's comes again
-        return in_turn(problem)
+        return by_loop(problem)
 
 
-def side_by_side(problem: Problem) -> tuple[Tensor, Vector]:
+def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
     """g_n = d l_n / d params for all n, as vmap(grad(l))."""
     (batch,) = problem.args
     count = number_of_examples(batch)
@@ -52,7 +52,7 @@ def side_by_side(problem: Problem) -> tuple[Tensor, Vector]:
     return values.detach(), [g.detach() for g in gradients]
 
 
-def in_turn(problem: Problem) -> tuple[Tensor, Vector]:
+def by_loop(problem: Problem) -> tuple[Tensor, Vector]:
     """g_n = d l_n / d params, one n after the other."""
     (batch,) = problem.args
     count = number_of_examples(batch)

@@ -95,15 +95,15 @@ class Space:
         held = self.placement.local(leaves)
         self._like = [(leaf.shape, leaf.dtype) for leaf in held]
         self._sizes = [leaf.numel() for leaf in held]
-        self._alike = all(leaf.dtype == self.dtype for leaf in held)
+        self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)
         self.length = pytree.size(held)
         # what the entries of a row count in an inner product, of which several processes hold copies:
         # a sum over processes would count them once a copy
         parts = [self.placement.part(i) for i in range(len(held))]
-        self._parts: Tensor | float = parts[0]
+        self._copy_shares: Tensor | float = parts[0]
         if len(set(parts)) > 1:
             each = [torch.full((n,), part) for n, part in zip(self._sizes, parts, strict=True)]
-            self._parts = torch.cat(each).to(self.device, self.precision)
+            self._copy_shares = torch.cat(each).to(self.device, self.precision)
 
     def leaves(self) -> list[Tensor]:
         """The parameters as they are now; of DTensors the shards of this process."""
@@ -124,13 +124,13 @@ class Space:
 
     def whole_rows(self, rows: Tensor) -> Tensor:
         """Rows [k, length] as whole vectors [k, P]."""
-        return self._exchanged(rows, True)
+        return self._exchange(rows, True)
 
     def add_rows(self, rows: Tensor) -> Tensor:
         """The rows [k, length] of the sum over the processes of whole vectors [k, P]."""
-        return self._exchanged(rows, False)
+        return self._exchange(rows, False)
 
-    def _exchanged(self, rows: Tensor, gathers: bool) -> Tensor:
+    def _exchange(self, rows: Tensor, gathers: bool) -> Tensor:
         placement, count = self.placement, len(rows)
         if not isinstance(placement, Sharding):
             return rows
@@ -143,7 +143,7 @@ class Space:
         return torch.cat([leaf.reshape(count, -1) for leaf in leaves], 1)
 
     @contextmanager
-    def together(self, caller: str) -> Iterator[None]:
+    def raise_in_all(self, caller: str) -> Iterator[None]:
         """Inside, an error of one of the processes that hold parts of the vectors is raised in all.
 
         Nothing is communicated inside.
@@ -181,13 +181,13 @@ class Space:
 
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
-        products = (self._shared(a * b) for a, b in pairs)
-        return self.reduced(torch.stack([product.sum(1, dtype=dtype) for product in products]))
+        products = (self._divided_by_copies(a * b) for a, b in pairs)
+        return self.all_sum(torch.stack([product.sum(1, dtype=dtype) for product in products]))
 
     def gram(self, rows: Tensor, v: Tensor) -> Tensor:
         """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
-        v = self._shared(v)
-        return self.reduced(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
+        v = self._divided_by_copies(v)
+        return self.all_sum(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
 
     def norms(self, rows: Tensor) -> Tensor:
         """The length of each row."""
@@ -195,15 +195,15 @@ class Space:
             return torch.linalg.vector_norm(rows, dim=1)
         return self.dots((rows, rows))[0].sqrt()
 
-    def reduced(self, value: Tensor) -> Tensor:
+    def all_sum(self, value: Tensor) -> Tensor:
         """The sum over the processes that hold parts of the vectors."""
         return self.placement.sum(value)
 
-    def everywhere(self, holds: bool) -> bool:
+    def true_in_all(self, holds: bool) -> bool:
         """Whether it holds in all processes that hold parts of the vectors."""
         if not self.placement.is_sharded:
             return holds
-        return not self.reduced(torch.tensor(float(not holds), device=self.device)).item()
+        return not self.all_sum(torch.tensor(float(not holds), device=self.device)).item()
 
     def check_same_call(
         self, algorithm: str, *options: Any, what: str = "algorithm, and its options,"
@@ -222,11 +222,11 @@ class Space:
         """Raise for DTensors, in algorithms that need whole vectors."""
         refuse_sharded(caller, pytree.leaves(self.params))
 
-    def _shared(self, rows: Tensor) -> Tensor:
+    def _divided_by_copies(self, rows: Tensor) -> Tensor:
         """Rows whose entries are divided by how many processes hold copies of them."""
-        if isinstance(self._parts, float):
-            return rows if self._parts == 1 else rows * self._parts
-        return rows * self._parts.to(rows)
+        if isinstance(self._copy_shares, float):
+            return rows if self._copy_shares == 1 else rows * self._copy_shares
+        return rows * self._copy_shares.to(rows)
 
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
@@ -281,7 +281,7 @@ class Space:
         """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""
         flat = [leaf.detach().reshape(-1) for leaf in leaves]
         # one pass over uninitialised memory, instead of zeros to add to
-        if first and self._alike:
+        if first and self._one_dtype:
             torch.cat(flat, out=row)
             if factor != 1:
                 row *= factor
