@@ -219,9 +219,9 @@ class FunctionalLoss:
             )
         self._dtype: torch.dtype | None = None
         self._norm_policy: NormPolicy = train_mode_batch_statistics
-        self._own: set[tuple[int, str]] = set()  # parameters of the model, by id
+        self._parameter_ids: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
-        self._looked_for: set[tuple[str, ...]] = set()  # elsewhere than in modules
+        self._searched: set[tuple[str, ...]] = set()  # elsewhere than in modules
         self._compiled = False  # until the first call
         if not torch.compiler.is_dynamo_compiling():
             BY_ID[id(self)] = self
@@ -382,10 +382,10 @@ class FunctionalLoss:
             raise
         if torch.compiler.is_dynamo_compiling():
             return outputs
-        if (names := tuple(params)) not in self._looked_for:
+        if (names := tuple(params)) not in self._searched:
             look = partial(self._refuse_own_parameters, params, outputs)
             if found_once(self.model, ("parameters from elsewhere", names), look):
-                self._looked_for.add(names)
+                self._searched.add(names)
         return outputs
 
     def _refuse_own_parameters(self, params: Params, outputs: Any) -> bool | None:
@@ -399,7 +399,7 @@ class FunctionalLoss:
                 return None
             leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
-        own = {at: name for at, name in self._own if name in params}
+        own = {at: name for at, name in self._parameter_ids if name in params}
         for leaf in leaves:
             name = own.get(id(leaf))
             if name is not None and id(leaf) not in known:
@@ -467,7 +467,7 @@ class FunctionalLoss:
 
     def _check_names(self, params: Params) -> None:
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self._own = {(id(p), name) for name, p in parameters.items()}
+        self._parameter_ids = {(id(p), name) for name, p in parameters.items()}
         self._names = {*parameters}
         self._compiled = torch_internals.has_compiled(self.model)
         for name in params:

@@ -39,7 +39,7 @@ RECORDS = {
     "_core.recomputation._compilers": "what stands above registers itself, since imports run downward",
     "_core.source_location._WARNED": "a warning is given once",
     "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",
-    "_core.swap._PLACES": "where the parameters of a model are, while it is as it was",
+    "_core.swap._SLOTS": "where the parameters of a model are, while it is as it was",
     "_core.torch_forward_mode._FORWARD_THREADS": "torch has one level of forward mode for all threads",
     "_core.trust._FOUND": "what was compared once is trusted: whether samples of a critic are apart",
     "_core.torch_internals._CONSTRUCTOR_WATCHES": "who watches, for what stands in torch's place",

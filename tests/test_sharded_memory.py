@@ -71,7 +71,7 @@ def slope(net, batch, remat):
     """The gradient of the critic's loss; products and Lanczos runs are those of test_sharded_operators.py."""
     params = hog.trainable_params(net)
     critic = hog.HessianOperator(critic_loss(net), params, [batch], remat=remat)
-    return torch.cat([placement.whole(g).flatten() for g in critic.gradient()[1].values()])
+    return torch.cat([placement.full_tensor(g).flatten() for g in critic.gradient()[1].values()])
 
 
 def peaks(blocks, batch, remat=True, only=""):

@@ -176,7 +176,7 @@ def spread(whole, like):
 
 
 def gathered(tree):
-    return {name: placement.whole(p).detach() for name, p in tree.items()}
+    return {name: placement.full_tensor(p).detach() for name, p in tree.items()}
 
 
 def plain_name(name):
@@ -200,7 +200,7 @@ def error_of(product, net, rows, dtype=torch.float64, columns=()):
     for name, p in found.items():
         assert type(p) is type(params[name].data), name
         want = expected[plain_name(name)]
-        errors.append(float((placement.whole(p) - want).norm() / want.norm().clamp(min=1e-3)))
+        errors.append(float((placement.full_tensor(p) - want).norm() / want.norm().clamp(min=1e-3)))
     return max(errors)
 
 

@@ -54,15 +54,15 @@ class PartsWatch:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._parts = parts_of(modules)
-        self._fit: dict[int, bool] = {}
+        self._is_recomputable: dict[int, bool] = {}
 
     def watching(self) -> Any:
         """Inside, they are seen."""
         return replaced_forwards(self._parts, lambda part: partial(self._run, part, part.forward))
 
-    def fit(self) -> list[nn.Module]:
+    def recomputable(self) -> list[nn.Module]:
         """Those that can be."""
-        return [part for part in self._parts if self._fit.get(id(part))]
+        return [part for part in self._parts if self._is_recomputable.get(id(part))]
 
     def _run(self, part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = pytree.flatten((args, kwargs))
@@ -73,8 +73,8 @@ class PartsWatch:
         same_values = versions == [version_of(x) for x in state]
         same_structure = pytree.flatten((args, kwargs))[1] == structure
         unchanged = same_values and same_structure and next(_unregistered_state(part), None) is None
-        fits = closed and unchanged and _is_closed(pytree.leaves(outputs))
-        self._fit[id(part)] = fits and self._fit.get(id(part), True)
+        recomputable = closed and unchanged and _is_closed(pytree.leaves(outputs))
+        self._is_recomputable[id(part)] = recomputable and self._is_recomputable.get(id(part), True)
         return outputs
 
 

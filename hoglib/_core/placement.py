@@ -47,7 +47,7 @@ def is_sharded(value: Any) -> bool:
     return library is not None and isinstance(value, library.DTensor)
 
 
-def whole(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """A DTensor as the whole tensor, without a graph; anything else as it is."""
     if not is_sharded(value):
         return value
@@ -163,10 +163,10 @@ class Whole:
     def defer(self, model: Any, blocks: Sequence[Any]) -> "Placement":
         return self
 
-    def divided(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
+    def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
         return items
 
-    def part(self, index: int) -> float:
+    def copy_share(self, index: int) -> float:
         return 1.0
 
     def size(self, tensors: Vector) -> int:
@@ -298,7 +298,7 @@ class Sharding:
             return layout.average(value, 1.0).movedim(-1, 0)
         return layout.part_of(self.sum(value)).movedim(-1, 0)  # of a part of the mesh
 
-    def divided(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
+    def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
         """The items that this process owns: each, the costliest first, goes to the least loaded one."""
         loads: dict[int, float] = dict.fromkeys(self.mesh.mesh.flatten().tolist(), 0.0)
         mine = []
@@ -331,7 +331,7 @@ class Sharding:
                     deferred.add(i)
         return replace(self, deferred=frozenset(deferred), gathered=self.gathered, order=self.order)
 
-    def part(self, index: int) -> float:
+    def copy_share(self, index: int) -> float:
         """What a shard of that tensor counts in a sum over processes: copies count once together."""
         layout = self.layouts[index]
         return layout.mesh.size() / (layout.copies() * self.mesh.size())
@@ -395,7 +395,7 @@ class Sharding:
         total = torch.zeros((), dtype=torch.float64, device=a[0].device)
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             flat = x.detach().reshape(-1).double(), y.detach().reshape(-1).double()
-            total += self.part(i) * torch.dot(*flat)
+            total += self.copy_share(i) * torch.dot(*flat)
         return self.sum(total)
 
     def norm(self, a: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.blocks import Remat, check_remat, find_blocks
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
-from hoglib._core.placement import WHOLE, Placement, Sharding, placement_of, whole
+from hoglib._core.placement import WHOLE, Placement, Sharding, full_tensor, placement_of
 from hoglib._core.source_location import entry_keywords
 from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
@@ -186,7 +186,7 @@ class Problem:
         own = getattr(self.loss, "model", None)
         given = own.named_parameters() if isinstance(own, nn.Module) else ()
         with self.placement.translate_errors(self.policy.caller):
-            frozen = {id(p): whole(p) for n, p in given if n not in self.placement.names}
+            frozen = {id(p): full_tensor(p) for n, p in given if n not in self.placement.names}
             leaves = [x.detach() for x in self.placement.gather(self.leaves)]
         with inside(gathered=frozen):
             yield replace(self, leaves=leaves, placement=WHOLE)

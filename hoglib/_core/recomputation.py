@@ -261,7 +261,7 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
     result: list[Tensor | None] = [None] * ctx.count
     if wanted and any(grad is not None for grad in grads):
         if rerun.by_tangents is not None and not any(needs[rerun.count :]):
-            found = _along(rerun.by_tangents, rerun, inputs, wanted, grads)
+            found = _forward_over_reverse(rerun.by_tangents, rerun, inputs, wanted, grads)
             for i, tangent in zip(wanted, found, strict=True):
                 result[i] = tangent
             return None, *result
@@ -283,7 +283,7 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
     return None, *result
 
 
-def _along(
+def _forward_over_reverse(
     by_tangents: ByTangents,
     gradient: "_Vjp",
     inputs: Sequence[Tensor | None],
@@ -682,7 +682,7 @@ class _Call:
     def _captured(self, tensors: Tensors) -> Tensors:
         state: Any = {name: tensors[i] for name, i in self.state_names.items()}
         run = partial(self._call, tensors)
-        return self._split(
+        return self._take_tensors(
             functional_call(self.scope, state, (run,), tie_weights=False) if state else run()
         )
 
@@ -728,7 +728,7 @@ class _Call:
                     f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
                     f"return the new value."
                 )
-        found = self._split(outputs)
+        found = self._take_tensors(outputs)
         if self.by_tangents is not None:
             # a copy: the memory of torch's mse_loss is that of all its terms
             self.value = torch_internals.unwrap(found[0]).detach().clone()
@@ -741,7 +741,7 @@ class _Call:
         watch = PartsWatch([*self.scope.held])
         with watch.watching():
             outputs = self._with_state(tensors)
-        self.parts = watch.fit()
+        self.parts = watch.recomputable()
         return outputs
 
     @contextmanager
@@ -754,7 +754,7 @@ class _Call:
         with replaced([(vars(self), "slices", True)]), recomputed:
             yield
 
-    def _split(self, outputs: Any) -> Tensors:
+    def _take_tensors(self, outputs: Any) -> Tensors:
         """The tensors among the outputs; their structure is kept."""
         leaves, self.output_structure = pytree.flatten(outputs)
         for leaf in leaves:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.ambient import AMBIENT, Items, logical_thread, replaced
-from hoglib._core.placement import refuse_sharded, whole
+from hoglib._core.placement import full_tensor, refuse_sharded
 from hoglib._core.pytree import in_dtype
 from hoglib._core.torch_internals import (
     exchange_parametrized,
@@ -89,8 +89,8 @@ class swap_parameters:  # noqa: N801 a context manager
             patch = ModulePatch()
             self._end: Callable[[], object] = patch.restore
         else:  # which keeps the parameters
-            patch.busy.append(model)
-            self._end = patch.busy.pop
+            patch.running.append(model)
+            self._end = patch.running.pop
         self._parametrized = exchange_parametrized({})  # of other parameters
         try:
             patch.swap(*self._given)
@@ -145,7 +145,7 @@ def reapply(patches: PatchState) -> AbstractContextManager[None]:
     return replaced(patches)
 
 
-class _Places(NamedTuple):
+class _Slots(NamedTuple):
     """Where the parameters of a model are, for a swap that replaces these alone: no buffers, no
     attributes.
 
@@ -157,10 +157,10 @@ class _Places(NamedTuple):
     names: tuple[str, ...]  # of the parameters that are given
     modules: list[tuple["ref[nn.Module]", Any]]  # each with its `_structure_of`
     own: list[Any]  # the names and ids of the parameters of each module, which may share them
-    places: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
+    slots: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
 
-    def in_model(self, names: tuple[str, ...], swapped: bool) -> "list[_Place] | None":
-        """The places, if the model is as it was.
+    def if_unchanged(self, names: tuple[str, ...], swapped: bool) -> "list[_Slot] | None":
+        """The slots; None where the model is not as it was.
 
         swapped: whether others than its own parameters are in it.
         """
@@ -178,7 +178,7 @@ class _Places(NamedTuple):
             own += map(id, store.values())
         if not swapped and own != self.own:
             return None
-        return [(stores[i], own_name, name) for i, own_name, name in self.places]
+        return [(stores[i], own_name, name) for i, own_name, name in self.slots]
 
 
 _HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
@@ -199,10 +199,10 @@ def _structure_of(module: nn.Module) -> Any:
     return type(module), [(name, id(part)) for name, part in module._modules.items()]
 
 
-_Place = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
+_Slot = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
 # Of each model that was differentiated, by its id, until it changes or is deleted. A model may not be
 # hashable, so that a dictionary of weak keys would not take it.
-_PLACES: dict[int, _Places] = {}
+_SLOTS: dict[int, _Slots] = {}
 
 
 @final
@@ -211,9 +211,9 @@ class ModulePatch:
 
     def __init__(self) -> None:
         self._originals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-        self.busy: list[nn.Module] = []  # which run
+        self.running: list[nn.Module] = []  # which run
         self.is_over = False  # that of `keep_swapped`, when it was left
-        self._last: _Places | None = None  # of the last swap
+        self._last: _Slots | None = None  # of the last swap
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
         """Replaces a parameter, a buffer or an attribute of a module."""
@@ -232,33 +232,33 @@ class ModulePatch:
     ) -> None:
         """Replaces the parameters that the model has here, its own or those of the last swap."""
         plain, names = dtype is None and norm_policy is train_mode_batch_statistics, tuple(params)
-        known = _PLACES.get(id(model)) if plain else None
+        known = _SLOTS.get(id(model)) if plain else None
         again = known is not None and self._last is known
         if not again:
             self.restore(model)
-        places = None if known is None else known.in_model(names, again)
-        if known is not None and places is not None:
+        slots = None if known is None else known.if_unchanged(names, again)
+        if known is not None and slots is not None:
             refuse_sharded(type(model).__name__, params.values())
-            self._put_parameters(model, places, params)
+            self._put_parameters(model, slots, params)
             self._last = known
             return
         if again:
             self.restore(model)
         found = _patch_model(self, model, params, dtype, norm_policy)
         if plain and found is not None:
-            if id(model) not in _PLACES:
-                finalize(model, _PLACES.pop, id(model), None)
-            _PLACES[id(model)] = self._last = found
+            if id(model) not in _SLOTS:
+                finalize(model, _SLOTS.pop, id(model), None)
+            _SLOTS[id(model)] = self._last = found
 
-    def _put_parameters(self, model: nn.Module, places: list[_Place], params: Params) -> None:
+    def _put_parameters(self, model: nn.Module, slots: list[_Slot], params: Params) -> None:
         """Replaces parameters alone, all at once."""
         with _CLAIMING:
-            for store, own_name, name in places:
+            for store, own_name, name in slots:
                 key = id(store), own_name
                 if key not in self._originals:
                     _claim_key(key, model, name)
                     self._originals[key] = store, store[own_name]
-        for store, own_name, name in places:
+        for store, own_name, name in slots:
             store[own_name] = params[name]
 
     def restore(self, model: nn.Module | None = None) -> None:
@@ -284,10 +284,10 @@ class ModulePatch:
 
     def in_use(self, model: nn.Module) -> bool:
         """Whether a module of this model is running with swapped parameters."""
-        if not self.busy:
+        if not self.running:
             return False
         own = {id(module) for module in model.modules()}
-        return any(id(module) in own for busy in self.busy for module in busy.modules())
+        return any(id(module) in own for running in self.running for module in running.modules())
 
 
 @final
@@ -381,13 +381,13 @@ def _release_key(key: tuple[int, str]) -> None:
 
 def _patch_model(
     patch: ModulePatch, model: nn.Module, params: Params, dtype: Any, norm_policy: NormPolicy
-) -> _Places | None:
+) -> _Slots | None:
     """Replaces parameters, and buffers by copies, in every module that holds them.
 
     A tensor that several modules share gets one replacement, except in an embedding with max_norm,
     which changes its weight in place and so gets a copy.
 
-    Returns the places of the parameters, unless a later swap has more to do than to fill these.
+    Returns the slots of the parameters, unless a later swap has more to do than to fill these.
     """
     refuse_sharded(type(model).__name__, list(params.values()))
     replacements: dict[int, Tensor] = {}
@@ -397,7 +397,7 @@ def _patch_model(
         own_id = id(getattr(model.get_submodule(path), own_name))
         replacements[own_id], names[own_id] = value, name
     given = list(replacements.items())
-    places: list[tuple[int, str, str]] = []
+    slots: list[tuple[int, str, str]] = []
     known: list[tuple[ref[nn.Module], Any]] = []
     owned: list[Any] = []
     parameters_alone = len(names) == len(params)
@@ -426,7 +426,7 @@ def _patch_model(
             if own is None:
                 continue
             if id(own) not in replacements:
-                full = whole(own)
+                full = full_tensor(own)
                 replacements[id(own)] = full if dtype is None else in_dtype(full, dtype)
             value = replacements[id(own)]
             if id(own) in computed_in:
@@ -434,7 +434,7 @@ def _patch_model(
             if value is not own or renormalized:
                 patch.put(module, name, value.clone() if renormalized else value)
             if id(own) in names:
-                places.append((len(known) - 1, name, names[id(own)]))
+                slots.append((len(known) - 1, name, names[id(own)]))
             elif value is not own:  # a DTensor
                 parameters_alone = False
         for name, buffer in list(module._buffers.items()):
@@ -451,7 +451,7 @@ def _patch_model(
         norm_policy(patch, module)
     if not parameters_alone or computed_in:
         return None
-    return _Places(tuple(params), known, owned, places)
+    return _Slots(tuple(params), known, owned, slots)
 
 
 def _reaches_parameters(given: Sequence[tuple[int, Tensor]]) -> bool:

@@ -44,7 +44,7 @@ TOLERANCE = 1e-6  # of the gradient by the sample's own points
 
 def point_values(func: Callable[..., Tensor], args: Any) -> Function:
     """x -> func(x, *args), checked to be a value of each point, or the scalar value of one."""
-    refuse_mixing = _RefusesMixing(func)
+    refuse_mixing = _MixingCheck(func)
     # a module's own parameters, but copies of the buffers, which its forward may change
     call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
 
@@ -65,7 +65,7 @@ def point_values(func: Callable[..., Tensor], args: Any) -> Function:
     return values
 
 
-class _RefusesMixing:
+class _MixingCheck:
     """Raises where the value of a point depends on the others: once for a function, its modules and the
     shape of a point. A function that is made anew for each call goes by its code."""
 
@@ -120,7 +120,7 @@ def depends_on_others(
     return None if not by_own and not by_others else by_others > TOLERANCE * by_own
 
 
-def gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
+def point_gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
     """The gradient of each output by its point, [N, ...outputs, ...x], by one more run of func."""
     with fixed_random_numbers([x]):
         if torch_internals.transforms_active():

@@ -355,7 +355,7 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
                     a, b = (x.to(torch.promote_types(x.dtype, torch.float64)) for x in (a, b))
                 squares = [(x.conj() * x).real.sum() for x in (a, b)]
                 found = [(a * b).real.sum(), (a * b).abs().sum(), *squares]
-                share = placement.weight if row else placement.part(i)
+                share = placement.weight if row else placement.copy_share(i)
                 sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
         sums = placement.sum(sums)
         lhs, rhs = sums[:, 0].tolist()

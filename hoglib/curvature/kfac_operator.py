@@ -242,7 +242,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 )
             self._layouts = layouts = factors.layouts()
             costs = [sum(n**3 for n in layout.sizes[1:]) for layout in layouts]
-            own = self.space.placement.divided(layouts, costs)
+            own = self.space.placement.owned(layouts, costs)
             factors.sums = {layout: factors.sums[layout] for layout in own}
             blocks = factors.blocks(weight)
             if self._corrected:

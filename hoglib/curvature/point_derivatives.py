@@ -28,11 +28,11 @@ from hoglib.curvature.input_derivatives import (
     Weighted,
     by_forward,
     by_reverse,
-    gradients,
+    point_gradients,
     point_values,
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.taylor.jet import TaylorMode, TaylorOptions, by_taylor, finished
+from hoglib.taylor.jet import TaylorMode, TaylorOptions, as_returned, by_taylor
 from hoglib.taylor.nested import along_path, nested
 from hoglib.taylor.series import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 
@@ -174,7 +174,9 @@ def laplacian(
         value, total, gradient = found or (*_nested(given, values, x, chosen), None)
         if not return_gradient:
             return value, total
-        return value, total, gradients(values, x, given.keep) if gradient is None else gradient
+        if gradient is None:
+            gradient = point_gradients(values, x, given.keep)
+        return value, total, gradient
 
     coefficients = None if of_x else coefficients
     return given.evaluate(func, body, (return_gradient, of_x), x, args, coefficients, signs)
@@ -255,7 +257,7 @@ def _collapsed(
         if sum(map(len, firsts)) == point.numel():  # [D, ...f] -> [...f, *point]
             gradient = torch.cat(firsts).movedim(0, -1).reshape(*value.shape, *point)
             gradient = gradient if options.keep else gradient.detach()
-    return *finished(options, value, total), gradient
+    return *as_returned(options, value, total), gradient
 
 
 def at_points(
@@ -364,16 +366,16 @@ def bilaplacian(
         found = at_points(given, values, x, pieces)
         if found is not None:
             ((value, parts),) = found[0]
-            return finished(given, value, parts[3])
+            return as_returned(given, value, parts[3])
         if v is not None:
             value, fourth = _along("bilaplacian", lambda x: [values(x)], x, v, 4)
-            return finished(given, value, fourth.sum(0) / (3 * len(v)))
+            return as_returned(given, value, fourth.sum(0) / (3 * len(v)))
         validation.refuse_transforms(
             "bilaplacian",
             "call it on all points at once instead of under vmap, pass num_projections, or "
             "differentiate its result with torch.autograd.grad.",
         )
-        return finished(given, *_nested_twice(given, values, x))
+        return as_returned(given, *_nested_twice(given, values, x))
 
     v = _draw_directions(x, num_projections, generator, signs=False)
     return given.evaluate(func, body, None, x, args, v)
@@ -561,12 +563,12 @@ def directional(
         found = by_taylor(given, Univariate(order, several), [x], [seed], call)
         if found is None:
             value, rows = _along("directional", call, x, v if several else v[None], order)
-            return finished(given, value, rows if several else rows[0])
+            return as_returned(given, value, rows if several else rows[0])
         ((value,), (parts,)) = found
         d = parts[-1]
         if d is None and several:
             d = torch.zeros(len(v), *value.shape, dtype=value.dtype, device=value.device)
-        return finished(given, value, d)
+        return as_returned(given, value, d)
 
     return given.evaluate(func, body, (order, several), x, v, args)
 
@@ -650,7 +652,7 @@ def partial_derivative(
         found = at_points(given, values, x, pieces)
         if found is not None:
             ((value, parts),) = found[0]
-            return finished(given, value, parts[-1])
+            return as_returned(given, value, parts[-1])
         with fixed_random_numbers([x]), torch.no_grad():
             batched = values(x).dim() > 0
         vectors, orders, order = path(batched)
@@ -662,6 +664,6 @@ def partial_derivative(
             return [values(moved)]
 
         (value,), rows = nested("partial_derivative", along, x, len(orders), order)
-        return finished(given, value, rows[-1][0])
+        return as_returned(given, value, rows[-1][0])
 
     return given.evaluate(func, body, tuple(index), x, args)

@@ -99,7 +99,7 @@ class Space:
         self.length = pytree.size(held)
         # what the entries of a row count in an inner product, of which several processes hold copies:
         # a sum over processes would count them once a copy
-        parts = [self.placement.part(i) for i in range(len(held))]
+        parts = [self.placement.copy_share(i) for i in range(len(held))]
         self._copy_shares: Tensor | float = parts[0]
         if len(set(parts)) > 1:
             each = [torch.full((n,), part) for n, part in zip(self._sizes, parts, strict=True)]

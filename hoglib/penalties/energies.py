@@ -106,7 +106,7 @@ def forces(
     inputs = positions, args, checked.batch
     if not captures(checked.policy):
         return body(*inputs)
-    energies, found, *rest = run_as_graph(body, energy, checked, inputs, every=True)
+    energies, found, *rest = run_as_graph(body, energy, checked, inputs, needs_outputs=True)
     found = pytree.map(lambda f: averaged("forces", f, energies), found)
     return _as_result(energies, found, *rest)
 

@@ -128,19 +128,19 @@ def run_as_graph(
     func: Function,
     options: CheckedOptions,
     inputs: tuple[Any, ...],
-    every: bool | None = None,
+    needs_outputs: bool | None = None,
 ) -> Any:
     """body(*inputs, draws) by a graph. Of (value, outputs) the outputs are None where they are not
     returned; the gradients of a value that comes alone are computed with it, for backward.
 
     body: created for each call, with all that it depends on in its arguments. draws: RecordedDraws in
     an eager run with checks, then what the generator drew, in a run without; None in a plain run.
-    every: whether all that body returns is needed. Default: where outputs are returned.
+    needs_outputs: whether all that body returns is needed. Default: where outputs are returned.
     """
-    every = options.return_outputs if every is None else every
+    needs_outputs = options.return_outputs if needs_outputs is None else needs_outputs
     name, generator, owner = options.name, options.generator, owner_of(func)
-    run = body if every else partial(_first_of, body)
-    kind = Compiled if every or options.reduction == "none" else CompiledLoss
+    run = body if needs_outputs else partial(_value_alone, body)
+    kind = Compiled if needs_outputs or options.reduction == "none" else CompiledLoss
     signature, state, known = None, None, {}
     if generator is not None:
         signature, state = parse_call(name, inputs, {}, dynamic=False)[0].key, generator.get_state()
@@ -154,7 +154,7 @@ def run_as_graph(
             raise _NoGradientNeeded
         if draws.recorded != known.get(signature, []):
             known[signature] = draws.recorded
-            raise _OtherDraws
+            raise _DrawsChanged
 
     def by_graph(precheck: Callable[..., Any]) -> Any:
         graph = graph_of(options.policy, name, owner, run, precheck=precheck, kind=kind)
@@ -167,17 +167,17 @@ def run_as_graph(
     again: Any = None
     try:
         found = by_graph(check)
-    except (_NoGradientNeeded, _OtherDraws) as reason:
+    except (_NoGradientNeeded, _DrawsChanged) as reason:
         again = type(reason)
     if again is not None:
         if generator is not None and state is not None:
             generator.set_state(state)
         # what there was to check is checked
-        found = by_graph(lambda *_: None) if again is _OtherDraws else run(*inputs, None)
-    return found if every else (found, None)
+        found = by_graph(lambda *_: None) if again is _DrawsChanged else run(*inputs, None)
+    return found if needs_outputs else (found, None)
 
 
-def _first_of(body: Callable[..., Any], *inputs: Any) -> Any:
+def _value_alone(body: Callable[..., Any], *inputs: Any) -> Any:
     return body(*inputs)[0]
 
 
@@ -205,7 +205,7 @@ class _NoGradientNeeded(Exception):
     """Nothing that the value depends on requires grad."""
 
 
-class _OtherDraws(Exception):
+class _DrawsChanged(Exception):
     """The generator draws other numbers than those that were known."""
 
 

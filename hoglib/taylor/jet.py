@@ -26,7 +26,7 @@ from hoglib.ring import ring, run
 from hoglib.taylor.kinks import Kink, Kinks, along_paths, warn_if_linear, without_derivative
 from hoglib.taylor.nested import along_path
 from hoglib.taylor.propagation import Propagation
-from hoglib.taylor.series import Algebra, Parts, Refused, Univariate
+from hoglib.taylor.series import Algebra, NoRule, Parts, Univariate
 
 Leaves = list[Tensor]
 TaylorMode = Literal["auto", "taylor", "nested"]
@@ -110,7 +110,7 @@ def jet(
         found: Any = by_taylor(given, Univariate(K), xs, lists, call)
         leaves, series = found or along_path("jet", call, xs, lists, K)
         pairs = zip(leaves, series, strict=True)
-        done = [[finished(given, y, d) for d in known] for y, known in pairs]
+        done = [[as_returned(given, y, d) for d in known] for y, known in pairs]
         values = [found[0][0] for found in done]
         coefficients = [[d for _, d in found] for found in done]
         return pytree.unflatten(values, structure), pytree.unflatten(coefficients, structure)
@@ -188,8 +188,8 @@ def by_taylor(
         series = [run.coefficients(y) for y in value]
         graph = graph_summary(value)
         if graph.cpp_functions:  # what runs in its forward has no coefficients
-            raise Refused(f"the Function {', '.join(sorted(graph.cpp_functions))} in C++")
-    except Refused as reason:
+            raise NoRule(f"the Function {', '.join(sorted(graph.cpp_functions))} in C++")
+    except NoRule as reason:
         if options.mode != "auto":
             raise errors.UnsupportedError(
                 f"{options.caller}: expected operations with a rule for Taylor coefficients, got "
@@ -301,7 +301,7 @@ def _coefficients_agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
     return True
 
 
-def finished(options: TaylorOptions, value: Tensor, d: Tensor | None) -> tuple[Tensor, Tensor]:
+def as_returned(options: TaylorOptions, value: Tensor, d: Tensor | None) -> tuple[Tensor, Tensor]:
     """Value and derivative as the caller gets them: with a graph, or without."""
     d = torch.zeros_like(value) if d is None else d
     if torch_internals.transforms_active():

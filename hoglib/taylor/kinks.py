@@ -73,12 +73,12 @@ class Kinks:
         self.not_finite: Kink | None = None  # where coefficients ceased to be finite
         self._masks = WeakTensorKeyDictionary()  # comparisons of tensors with coefficients
 
-    def compared(self, name: str, out: Any) -> None:
+    def record_mask(self, name: str, out: Any) -> None:
         """Notes a mask whose elements depend on the point."""
         if name in COMPARISONS and isinstance(out, Tensor):
             self._masks[out] = name
 
-    def followed(self, args: Any, out: Any) -> None:
+    def record_derived_mask(self, args: Any, out: Any) -> None:
         """Notes what is computed from masks alone, such as `mask.float()`."""
         if self._masks and isinstance(out, Tensor) and self._from_mask(args):
             self._masks[out] = True
@@ -86,7 +86,7 @@ class Kinks:
     def _from_mask(self, args: Any) -> bool:
         return any(isinstance(x, Tensor) and x in self._masks for x in args)
 
-    def see(self, names: tuple[str, str], call: Call, inside_composite: bool) -> None:
+    def record(self, names: tuple[str, str], call: Call, inside_composite: bool) -> None:
         """Notes an operation if it has a kink; one that another is made of, if its point is there."""
         name, packet = names
         if inside_composite and packet not in ("linalg_vector_norm", "abs"):
@@ -95,9 +95,9 @@ class Kinks:
             self._see_norm(call)
         elif packet not in KINKS:
             if name in MASKED and self._masks and self._from_mask(call.args):
-                self.passed[here(f"a product or selection by a comparison ({packet})")] = None
+                self.passed[kink_here(f"a product or selection by a comparison ({packet})")] = None
         else:
-            kink, elements = here(packet), KINKS[packet]
+            kink, elements = kink_here(packet), KINKS[packet]
             if not inside_composite:
                 self.passed[kink] = None
             if elements is not None and not torch_internals.tracing():
@@ -115,7 +115,7 @@ class Kinks:
         for d in () if keep else dims:
             zero = zero.unsqueeze(d)
         if _coefficient_moves(call, zero):
-            self.crossed[here("linalg.vector_norm")] = None
+            self.crossed[kink_here("linalg.vector_norm")] = None
             self.even = True
 
     def check_finite(self, where: Kink, outputs: Sequence[Parts | None]) -> None:
@@ -134,7 +134,7 @@ def _coefficient_moves(call: Call, at: Tensor) -> bool:
     return False
 
 
-def here(operation: str) -> Kink:
+def kink_here(operation: str) -> Kink:
     """The operation that runs now, by the name of torch's module if one runs it."""
     for frame, line in walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename

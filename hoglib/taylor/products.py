@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hoglib.taylor.derivatives import POINTWISE
-from hoglib.taylor.series import Bilinear, Call, Parts, Refused, Rule, each, multiply, scaled, sums
+from hoglib.taylor.series import Bilinear, Call, NoRule, Parts, Rule, mapped, multiply, plus, times
 
 aten = torch.ops.aten
 Map = Callable[[Tensor], Tensor]
@@ -58,17 +58,17 @@ def _affine(bilinear: Bilinear) -> Rule:
 
     def rule(call: Call) -> Parts:
         b, x, y = call.args[:3]
-        found = scaled(call.kwargs.get("alpha", 1), call.product(bilinear, x, y))
+        found = times(call.kwargs.get("alpha", 1), call.product(bilinear, x, y))
         own = call.parts(b)
         beta = call.kwargs.get("beta", 1)
-        return found if own is None else sums(found, scaled(beta, call.aligned(own)))
+        return found if own is None else plus(found, times(beta, call.aligned(own)))
 
     return rule
 
 
 def _mul(call: Call) -> Parts:
     a, b = call.args[:2]
-    return call.product(multiply, a, b) if isinstance(b, Tensor) else scaled(b, call.known(a))
+    return call.product(multiply, a, b) if isinstance(b, Tensor) else times(b, call.known(a))
 
 
 def _div(call: Call) -> Any:
@@ -76,14 +76,14 @@ def _div(call: Call) -> Any:
     if call.kwargs.get("rounding_mode"):
         return None
     if not isinstance(b, Tensor):
-        return each(lambda part: part / b, call.known(a))
+        return mapped(lambda part: part / b, call.known(a))
     b_n = call.parts(b)
     if b_n is None:
-        return each(lambda part: part / b, call.aligned(call.known(a)))
+        return mapped(lambda part: part / b, call.aligned(call.known(a)))
     # a / b = a (1 / b): the series of 1 / b is composed, and multiplied as any product
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
-    return call.product(multiply, a, inverse, b_n=n) if isinstance(a, Tensor) else scaled(a, n)
+    return call.product(multiply, a, inverse, b_n=n) if isinstance(a, Tensor) else times(a, n)
 
 
 def _convolution(call: Call) -> Parts:
@@ -106,7 +106,7 @@ def _convolution(call: Call) -> Parts:
     own = call.parts(bias)
     if own is not None:
         spatial = (None,) * (x.dim() - 2)
-        found = sums(found, call.aligned(each(lambda part: part[(..., *spatial)], own)))
+        found = plus(found, call.aligned(mapped(lambda part: part[(..., *spatial)], own)))
     return found
 
 
@@ -128,39 +128,39 @@ def _solved(call: Call) -> list[Parts | None]:
     if B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1]):
         columns, back = (lambda t: t.unsqueeze(-1)), (lambda t: t.squeeze(-1))
     X = columns(call.out[0])
-    A_n = call.aligned(each(turn, call.known(A)), X.dim())
-    B_n = call.aligned(each(columns, call.known(B)), X.dim())
+    A_n = call.aligned(mapped(turn, call.known(A)), X.dim())
+    B_n = call.aligned(mapped(columns, call.known(B)), X.dim())
     solve = lambda part: torch.linalg.solve(turn(A), part)  # noqa: E731
-    return [each(back, _fixed_point(call, X, A_n, solve, B_n)), None, None, None]
+    return [mapped(back, _fixed_point(call, X, A_n, solve, B_n)), None, None, None]
 
 
 def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Map, start: Parts) -> Parts:
     """The coefficients n of X with A (X + n) + A_n (X + n) = B + B_n, from A^-1 B_n: n = A^-1 B_n -
     A^-1 A_n (X + n), exact after K iterations."""
-    n = start = each(solve, start)
+    n = start = mapped(solve, start)
     if all(p is None for p in A_n):
         return n
     for _ in range(call.algebra.order):
-        rest = sums(each(lambda p: p @ X, A_n), call.algebra.product(_broadcast_matmul, A_n, n))
-        n = sums(start, scaled(-1, each(solve, rest)))
+        rest = plus(mapped(lambda p: p @ X, A_n), call.algebra.product(_broadcast_matmul, A_n, n))
+        n = plus(start, times(-1, mapped(solve, rest)))
     return n
 
 
 def _log_determinant(call: Call, A: Tensor) -> Parts:
     """log |det(A + a)| - log |det A| = sum_k (-1)^(k + 1) / k tr (A^-1 a)^k"""
-    M = each(lambda p: torch.linalg.solve(A, p), call.known(A))
+    M = mapped(lambda p: torch.linalg.solve(A, p), call.known(A))
     power, found = M, call.algebra.zeros()
     for k in range(1, call.algebra.order + 1):
         if k > 1:
             power = call.algebra.product(_broadcast_matmul, power, M)
-        traces = each(lambda p: p.diagonal(dim1=-2, dim2=-1).sum(-1), power)
-        found = sums(found, scaled((-1) ** (k + 1) / k, traces))
+        traces = mapped(lambda p: p.diagonal(dim1=-2, dim2=-1).sum(-1), power)
+        found = plus(found, times((-1) ** (k + 1) / k, traces))
     return found
 
 
 def _slogdet(call: Call) -> list[Parts | None]:
     if call.args[0].is_complex():
-        raise Refused("torch.linalg.slogdet of a complex matrix")
+        raise NoRule("torch.linalg.slogdet of a complex matrix")
     return [None, _log_determinant(call, call.args[0]), None, None]
 
 

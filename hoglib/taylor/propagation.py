@@ -27,9 +27,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hoglib._core import pytree, torch_internals
 from hoglib._core.logger import LOGGER
 from hoglib._core.torch_modes import plain_operations
-from hoglib.taylor.kinks import Kink, Kinks, here
+from hoglib.taylor.kinks import Kink, Kinks, kink_here
 from hoglib.taylor.rules import composite_of, is_composite, is_constant, names_of, rule_of
-from hoglib.taylor.series import Algebra, Call, Parts, Refused, Rule, align, to_dtype
+from hoglib.taylor.series import Algebra, Call, NoRule, Parts, Rule, align, to_dtype
 
 aten = torch.ops.aten
 
@@ -98,16 +98,16 @@ class Propagation(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch_internals.running_backward() != self._backward:
             # also where no tensor has coefficients: those that autograd saved are other objects
-            raise Refused("a derivative that the function takes itself (torch.autograd.grad)")
+            raise NoRule("a derivative that the function takes itself (torch.autograd.grad)")
         if not any(self._parts(x) is not None for x in _tensor_arguments(args, kwargs)):
             out = func(*args, **kwargs)
-            self.kinks.followed(args, out)
+            self.kinks.record_derived_mask(args, out)
             return out
         if func._schema.is_mutable:
             return self._run_in_place(func, args, kwargs)
         out = func(*args, **kwargs)
         if is_constant(func) or not any(map(pytree.is_float, pytree.tensors(out))):
-            self.kinks.compared(names_of(func)[1], out)
+            self.kinks.record_mask(names_of(func)[1], out)
             return out
         rule = None if is_composite(func, args) else rule_of(func)
         rule = rule or self._taken_apart(func, args, kwargs)
@@ -117,7 +117,7 @@ class Propagation(TorchDispatchMode):
     def _see_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
         self._flush()
         if torch.is_grad_enabled() and any(self._parts(x) is not None for x in args):
-            raise Refused(f"the custom Function {function.__name__}")
+            raise NoRule(f"the custom Function {function.__name__}")
 
     def _defer(self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Any) -> None:
         names = names_of(func)
@@ -125,9 +125,9 @@ class Propagation(TorchDispatchMode):
             args = [self._of_rank(x, out.dim()) for x in args]
         call = Call(names[1], self._algebra, self._parts, args, kwargs, out, self._side)
         if self._algebra.order > 1:
-            self.kinks.see(names, call, self._inside_composite > 0)
+            self.kinks.record(names, call, self._inside_composite > 0)
         looked = self._first_infinite and not self._inside_composite
-        self._pending = rule, call, written, here(names[1]) if looked else None
+        self._pending = rule, call, written, kink_here(names[1]) if looked else None
 
     def _of_rank(self, x: Any, rank: int) -> Any:
         """An operand that broadcasts to more dimensions, with these, and so its coefficients: behind a
@@ -173,7 +173,7 @@ class Propagation(TorchDispatchMode):
 
     def _taken_apart(self, func: Any, args: Any, kwargs: Any) -> Rule:
         """The rule of an operation that is a function of others."""
-        composite, refused = composite_of(func), Refused(f"torch.ops.{func}")
+        composite, refused = composite_of(func), NoRule(f"torch.ops.{func}")
         if composite is None:
             raise refused
         self._inside_composite += 1
@@ -181,7 +181,7 @@ class Propagation(TorchDispatchMode):
             with self._outside(self._record), self:
                 inner = composite(*args, **kwargs)
                 self._flush()
-        except (Refused, NotImplementedError, TypeError, AttributeError) as error:
+        except (NoRule, NotImplementedError, TypeError, AttributeError) as error:
             LOGGER.debug("torch.ops.%s was not taken apart: %s", func, error)
             raise refused from error
         finally:
@@ -200,7 +200,7 @@ class Propagation(TorchDispatchMode):
         target = args[0] if args else None
         writes = [i for i, a in enumerate(func._schema.arguments) if a.is_write]
         if writes != [0] or not isinstance(target, Tensor) or len(func._schema.returns) != 1:
-            raise Refused(f"torch.ops.{func}, which writes into its arguments")
+            raise NoRule(f"torch.ops.{func}, which writes into its arguments")
         packet = names_of(func)[1]
         if packet in ("copy", "fill", "zero"):
             # of what is written, which for "zero" is nothing
@@ -208,7 +208,7 @@ class Propagation(TorchDispatchMode):
         else:
             functional = _out_of_place(func, packet)
             if functional is None:
-                raise Refused(f"torch.ops.{func}, an in-place operation")
+                raise NoRule(f"torch.ops.{func}, an in-place operation")
             rule = None if is_composite(functional, args) else rule_of(functional)
         with self._outside(self._record):
             old = target.clone()
@@ -226,7 +226,7 @@ class Propagation(TorchDispatchMode):
         assert base is not None
         if base is not target:
             if not base.is_contiguous():
-                raise Refused("an in-place operation on a view of a tensor that is not contiguous")
+                raise NoRule("an in-place operation on a view of a tensor that is not contiguous")
             known = self._parts(base) or self._algebra.zeros()
             rows = zip(known, self._series[target], self._algebra.leads, strict=True)
             self._series[base] = [self._scattered(*row, base, target) for row in rows]
@@ -250,7 +250,7 @@ class Propagation(TorchDispatchMode):
         base = view._base
         assert base is not None
         if not base.is_contiguous():
-            raise Refused("a view of a tensor that was changed in place and is not contiguous")
+            raise NoRule("a view of a tensor that was changed in place and is not contiguous")
 
         def viewed(part: Tensor, lead: int) -> Tensor:
             size = part.shape[:lead]

@@ -23,8 +23,8 @@ from hoglib.ops._special_points import scan
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import PRODUCTS
-from hoglib.taylor.series import Bilinear, Call, Parts, Rule, each, multiply, scaled, sums
-from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, chosen
+from hoglib.taylor.series import Bilinear, Call, Parts, Rule, mapped, multiply, plus, times
+from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, where_parts
 
 
 def _pow(call: Call) -> Parts:
@@ -56,8 +56,8 @@ def _vector_norm(call: Call) -> Parts:
     if call.side and call.parts(x):
         beside = _norm_beside_zero(call, x, squares)
         if beside is not None:
-            return chosen(call, zero, beside, found)
-    return each(lambda part: torch.where(zero, 0, part), found)
+            return where_parts(call, zero, beside, found)
+    return mapped(lambda part: torch.where(zero, 0, part), found)
 
 
 def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
@@ -69,7 +69,7 @@ def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
     q: Parts = [p if p is None else p / k for k, p in enumerate(rest, start=2)]
     q.append(None)
     n = [None if p is None else 2 * squares(first, p, lead, lead) for p in q]
-    n = sums(n, call.algebra.product(squares, q, q))
+    n = plus(n, call.algebra.product(squares, q, q))
     start = squares(first, first, lead, lead).sqrt()
     safe = torch.where(start == 0, 1, start)
     size = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
@@ -82,11 +82,11 @@ def _atan2(call: Call) -> Parts:
     y, x = call.args
     y_n, x_n = call.known(y), call.known(x)
     algebra = call.algebra
-    cross = sums(scaled(x, y_n), scaled(-y, x_n))
-    along, square = sums(scaled(x, x_n), scaled(y, y_n)), x * x + y * y
+    cross = plus(times(x, y_n), times(-y, x_n))
+    along, square = plus(times(x, x_n), times(y, y_n)), x * x + y * y
     inverse = square.reciprocal()
     inverse_n = algebra.compose(POINTWISE["reciprocal"](square, inverse, algebra.order), along)
-    tangent = sums(scaled(inverse, cross), algebra.product(multiply, cross, inverse_n))
+    tangent = plus(times(inverse, cross), algebra.product(multiply, cross, inverse_n))
     zero = torch.zeros_like(call.out)
     return algebra.compose(POINTWISE["atan"](zero, zero, algebra.order), tangent)
 
@@ -132,7 +132,7 @@ RULES: dict[str, Rule] = {
     **PRODUCTS,
     **JOINS,
     "atan2": _atan2,
-    "view_as_complex": lambda call: each(
+    "view_as_complex": lambda call: mapped(
         lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
     ),
     "pow": _pow,

@@ -42,7 +42,7 @@ class Algebra(ABC):
 
     def compose(self, derivatives: Sequence[Derivative], n: Parts) -> Parts:
         """g(u_0 + n) - g(u_0), from the derivatives g', g'', ... at u_0."""
-        power, found = n, [_scaled(derivatives[0], part) for part in n]
+        power, found = n, [_times(derivatives[0], part) for part in n]
         for k in range(2, self.order + 1):
             if all(derivative is None for derivative in derivatives[k - 1 :]):
                 break
@@ -51,7 +51,7 @@ class Algebra(ABC):
                 break
             derivative = derivatives[k - 1]
             if derivative is not None:
-                terms = [_scaled(derivative / float(factorial(k)), part) for part in power]
+                terms = [_times(derivative / float(factorial(k)), part) for part in power]
                 found = [add(a, b) for a, b in zip(found, terms, strict=True)]
         return found
 
@@ -99,8 +99,8 @@ class Univariate(Algebra):
     def collapsed(self, term: Tensor) -> Tensor:
         if isinstance(self.weights, Tensor):
             term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
-        own = compact(term, first=1)
-        total: Any = _scaled(1 if isinstance(self.weights, Tensor) else self.weights, own.sum(0))
+        own = drop_repeats(term, first=1)
+        total: Any = _times(1 if isinstance(self.weights, Tensor) else self.weights, own.sum(0))
         return total if own is term else total.expand(term.shape[1:])
 
 
@@ -181,9 +181,9 @@ class Biharmonic(Algebra):
         other = mixed
         if not square:
             other = self._contracted(lambda x, y, lx, ly: term(y, x, ly, lx), b_i, a_ij)
-        iL = add(iL, _scaled(2, add(mixed, other)))
+        iL = add(iL, _times(2, add(mixed, other)))
 
-        B = _scaled(2, term(a_L, b_L, False, False))
+        B = _times(2, term(a_L, b_L, False, False))
         first = term(a_i, b_iL, True, True)
         both = add(first, first if square else term(a_iL, b_i, True, True))
         B = add(B, None if both is None else 4 * both.sum(0))
@@ -208,16 +208,16 @@ def multiply(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
     """The elementwise product, with the trailing dimensions aligned."""
     rank = max(a.dim() - lead_a, b.dim() - lead_b)
     a, b = align(a, lead_a, rank), align(b, lead_b, rank)
-    return once(torch.square, a) if a is b else a * b
+    return without_repeats(torch.square, a) if a is b else a * b
 
 
-def once(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
+def without_repeats(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
     """An elementwise function, computed once along dimensions whose elements share their memory."""
-    own = compact(a)
+    own = drop_repeats(a)
     return function(a) if own is a else function(own).expand(a.shape)
 
 
-def compact(a: Tensor, first: int = 0) -> Tensor:
+def drop_repeats(a: Tensor, first: int = 0) -> Tensor:
     """The tensor with size 1 in dimensions, from the first on, along which it repeats itself."""
     sizes = zip(a.shape, a.stride(), strict=True)
     shared = [i >= first and n > 1 and s == 0 for i, (n, s) in enumerate(sizes)]
@@ -234,13 +234,13 @@ def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _scaled(factor: Derivative, part: Tensor | None) -> Tensor | None:
+def _times(factor: Derivative, part: Tensor | None) -> Tensor | None:
     if part is None or factor is None:
         return None
     return part if isinstance(factor, int | float) and factor == 1 else factor * part
 
 
-class Refused(Exception):
+class NoRule(Exception):
     """Taylor coefficients cannot be propagated through this; the text says through what."""
 
 
@@ -269,9 +269,9 @@ class Call(NamedTuple):
             found = self.algebra.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
         if b_n is not None:
             terms = self.algebra.of_each(lambda p, lead: bilinear(a, p, False, bool(lead)), b_n)
-            found = sums(found, terms)
+            found = plus(found, terms)
         if a_n is not None and b_n is not None:
-            found = sums(found, self.algebra.product(bilinear, a_n, b_n))
+            found = plus(found, self.algebra.product(bilinear, a_n, b_n))
         return found
 
     def known(self, x: Any) -> Parts:
@@ -300,16 +300,16 @@ class Call(NamedTuple):
 Rule = Callable[[Call], Any]
 
 
-def sums(a: Parts, b: Parts) -> Parts:
+def plus(a: Parts, b: Parts) -> Parts:
     return [add(x, y) for x, y in zip(a, b, strict=True)]
 
 
-def each(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
+def mapped(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
     return [None if part is None else function(part) for part in parts]
 
 
-def scaled(factor: Any, parts: Parts) -> Parts:
-    return [_scaled(factor, part) for part in parts]
+def times(factor: Any, parts: Parts) -> Parts:
+    return [_times(factor, part) for part in parts]
 
 
 def to_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:

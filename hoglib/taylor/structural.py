@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib.taylor.series import Call, Parts, Refused, Rule, align, scaled, sums, to_dtype
+from hoglib.taylor.series import Call, NoRule, Parts, Rule, align, plus, times, to_dtype
 
 aten = torch.ops.aten
 Linear = Callable[..., Tensor]
@@ -107,7 +107,7 @@ def _strided(
     start = 0 if offset is None else offset - x.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if not x.is_contiguous() or start < 0 or last >= x.numel():
-        raise Refused("torch.as_strided of a tensor that is not contiguous, or beyond it")
+        raise NoRule("torch.as_strided of a tensor that is not contiguous, or beyond it")
     part = part.contiguous()
     shape, strides = (*part.shape[:lead], *size), (*(x.numel(),) * lead, *stride)
     return part.as_strided(shape, strides, part.storage_offset() + start)
@@ -211,7 +211,7 @@ def _added(sign: float, swapped: bool = False) -> Rule:
         alpha = call.kwargs.get("alpha", call.args[2] if len(call.args) > 2 else 1)
         of_a, of_b = (-alpha, 1) if swapped else (1, sign * alpha)
         a_n, b_n = call.aligned(call.known(a)), call.aligned(call.known(b))
-        return sums(scaled(of_a, a_n), scaled(of_b, b_n))
+        return plus(times(of_a, a_n), times(of_b, b_n))
 
     return rule
 
@@ -238,12 +238,12 @@ def _joined(operation: Any) -> Rule:
     return rule
 
 
-def blended(call: Call, mask: Tensor, a: Any, b: Any) -> Parts:
+def where_tensors(call: Call, mask: Tensor, a: Any, b: Any) -> Parts:
     """where(mask, a, b)"""
-    return chosen(call, mask, call.known(a), call.known(b))
+    return where_parts(call, mask, call.known(a), call.known(b))
 
 
-def chosen(call: Call, mask: Tensor, a_n: Parts, b_n: Parts) -> Parts:
+def where_parts(call: Call, mask: Tensor, a_n: Parts, b_n: Parts) -> Parts:
     """The coefficients a_n where the mask is, b_n elsewhere."""
     found: Parts = []
     for p, q, lead in zip(a_n, b_n, call.algebra.leads, strict=True):
@@ -255,16 +255,16 @@ def chosen(call: Call, mask: Tensor, a_n: Parts, b_n: Parts) -> Parts:
 def _extremum(call: Call) -> Parts:
     a, b = call.args
     larger = a > b if call.name == "maximum" else a < b
-    found = blended(call, larger, a, b)
+    found = where_tensors(call, larger, a, b)
     ties = a == b  # each gets a half, as torch's derivative
     if call.side:
-        sign = call.direction(sums(call.known(a), scaled(-1, call.known(b))))
+        sign = call.direction(plus(call.known(a), times(-1, call.known(b))))
         if sign is None:
             return found
         first = sign > 0 if call.name == "maximum" else sign < 0
-        return blended(call, torch.where(ties, first, larger), a, b)
-    half = scaled(0.5, sums(blended(call, ties, a, 0.0), blended(call, ties, b, 0.0)))
-    return chosen(call, ties, half, found)
+        return where_tensors(call, torch.where(ties, first, larger), a, b)
+    half = times(0.5, plus(where_tensors(call, ties, a, 0.0), where_tensors(call, ties, b, 0.0)))
+    return where_parts(call, ties, half, found)
 
 
 def _reduced_extremum(call: Call) -> Parts:
@@ -336,8 +336,8 @@ JOINS: dict[str, Rule] = {
     "rsub.Tensor": _added(1, swapped=True),
     "cat": _joined(torch.cat),
     "stack": _joined(torch.stack),
-    "where.self": lambda call: blended(call, *call.args),
-    "masked_fill": lambda call: blended(call, call.args[1], call.args[2], call.args[0]),
+    "where.self": lambda call: where_tensors(call, *call.args),
+    "masked_fill": lambda call: where_tensors(call, call.args[1], call.args[2], call.args[0]),
     "maximum": _extremum,
     "minimum": _extremum,
     **dict.fromkeys(("amax", "amin", "max", "min"), _reduced_extremum),

@@ -137,7 +137,7 @@ def test_places_of_parameters_are_found_once_and_keep_no_model(
     del model
     gc.collect()
     assert gone() is None
-    assert key not in swap._PLACES
+    assert key not in swap._SLOTS
 
 
 def test_swapped_parameters_are_kept_until_the_next_swap() -> None:
