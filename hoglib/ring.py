@@ -42,7 +42,7 @@ from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.torch_internals import after_backward, eagerly
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once
-from hoglib.capture.api import Compiled, kept_graph
+from hoglib.capture.api import kept_graph
 from hoglib.capture.capturing import in_other_tracer
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
@@ -206,22 +206,4 @@ def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inp
     name = f"{policy.caller} of {name_of(func)}"
     # a function that is made anew for each call shares its graphs by its code
     owner = owner_of(func) if isinstance(func, FunctionType | partial) else func
-    return graph_of(policy, name, owner, body, key, precheck=body)(*inputs)
-
-
-def graph_of(
-    policy: Policy,
-    name: str,
-    owner: Any,
-    body: Callable[..., Any],
-    key: Hashable = None,
-    *,
-    precheck: Callable[..., Any] | None = None,
-    kind: type[Any] = Compiled,
-) -> Callable[..., Any]:
-    """A function of tensors, made anew for each call, as the graph that the policy asks for: that of
-    the calls before with the same owner and key; see :func:`~hoglib.capture.api.kept_graph`.
-
-    kind: CompiledLoss for a scalar with its gradients.
-    """
-    return kept_graph(body, name, owner, key, policy.backend, precheck=precheck, kind=kind)
+    return kept_graph(body, name, owner, key, policy.backend, precheck=body)(*inputs)

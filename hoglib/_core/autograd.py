@@ -34,44 +34,6 @@ T = TypeVar("T")
 Vector = list[Tensor]  # one tensor per parameter
 ScalarFunction = Callable[..., Tensor]
 
-# What torch says of an operation that it cannot differentiate.
-NOT_DIFFERENTIABLE = (
-    "not implemented", "forward AD", "does not currently support double backward",
-    "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
-    "setup_context", "doesn't have storage", "not differentiable with respect to argument",
-    "for sparse tensors", "Sparse division", "expected sparse coordinate tensor layout",
-)  # fmt: skip
-
-
-def no_forward_mode(
-    what: str,
-    error: Exception,
-    instead: str = "Outside of torch.func transforms use the reverse mode.",
-) -> Exception:
-    """What to raise for an error in forward mode: explained, where torch lacks a derivative."""
-    words = (
-        *NOT_DIFFERENTIABLE,
-        "ZeroTensor",
-        "jvp",
-        "autocast",
-        "forward mode AD",
-        "functorch transform",
-        "to not have been used in the graph",  # a derivative that the function takes itself
-        "set a forward gradient",  # of another size or layout
-        "flat_bdims",  # a Function without a jvp, under vmap
-        "view size is not compatible",  # rules that view tangents of any layout
-        "do not have strides",  # sparse layouts, within torch.func
-    )
-    if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
-        return error
-    hint = ""
-    if "ZeroTensor" in str(error):
-        hint = " torch's mse_loss is such an operation: leave stand_ins at True."
-    return UnsupportedError(
-        f"{what}: expected operations that torch can differentiate in forward mode, got an error from "
-        f"one: {str(error).splitlines()[0]}{hint} {instead}"
-    )
-
 
 class Gradient(NamedTuple):
     """The gradient of a scalar function, with a graph of its own."""
@@ -151,6 +113,232 @@ def vjp(
         values, weights = zip(*pairs, strict=True)
         keep = retain_graph or create_graph
         return gradients(values, inputs, weights, retain_graph=keep, create_graph=create_graph)
+
+
+def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
+    """Tensors with the same values to differentiate by: views that are connected to the leaves with
+    create_graph, detached otherwise."""
+    return [
+        x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+        for x in leaves
+    ]
+
+
+def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
+    """Gradients with zeros for None: what does not depend on a leaf has a derivative of zero."""
+    pairs = zip(parts, like, strict=True)
+    return [torch.zeros_like(x) if part is None else dense(part) for part, x in pairs]
+
+
+def dense(part: Tensor) -> Tensor:
+    """A gradient in the layout of its parameter; that of an embedding may be sparse."""
+    return part if part.layout is torch.strided else part.to_dense()
+
+
+def with_gradients(
+    value: Tensor,
+    grads: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    no_second_derivative: str = "",
+    *,
+    with_graph: Callable[[], Sequence[Tensor]] | None = None,
+    recompute: Callable[[], Sequence[Tensor]] | None = None,
+) -> Tensor:
+    """The value with gradients computed before: its backward multiplies them by the incoming one.
+
+    with_graph: computes the gradients with a graph of their own, for a backward with
+    create_graph=True. Without it such a backward raises NoSecondDerivative with the text
+    `no_second_derivative`.
+    recompute: computes the gradients again. With it the first backward scales the known ones in place
+    and returns them without a copy, so nothing else may hold them or share their memory.
+    """
+    options = no_second_derivative, with_graph, recompute, list(grads)
+    return apply(_PrecomputedGradients, value, options, *tensors)
+
+
+class _PrecomputedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, options: Any, *tensors: Tensor) -> Tensor:
+        ctx.no_second_derivative, ctx.with_graph, ctx.recompute, ctx.grads = options
+        # Reading them in backward raises if a step changed them since: the gradients would be stale.
+        ctx.save_for_backward(*tensors)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _ = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            if ctx.with_graph is None:
+                raise NoSecondDerivative(ctx.no_second_derivative)
+            scaled = [grad * part for part in ctx.with_graph()]
+        elif ctx.recompute is None or transforms_active():
+            scaled = [grad * part for part in ctx.grads or ctx.recompute()]
+        else:
+            scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
+            if not (grad.device.type == "cpu" and grad.item() == 1):
+                scaled = [part.mul_(grad) for part in scaled]
+        return None, None, *scaled
+
+
+@final
+class grad_enabled:  # noqa: N801 a context manager
+    """Inside, autograd records, also where the caller is in inference mode."""
+
+    def __enter__(self) -> None:
+        # most callers have gradients enabled already, and to enter these modes takes its time
+        self._entered: list[Any] = []
+        if torch.is_inference_mode_enabled():
+            self._entered.append(torch.inference_mode(False))
+        if self._entered or not torch.is_grad_enabled():
+            self._entered.append(torch.enable_grad())
+        for mode in self._entered:
+            mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for mode in reversed(self._entered):
+            mode.__exit__(*raised)
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Inside, new tensors can be differentiated by: inference mode becomes no_grad."""
+    return _no_grad_instead() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _no_grad_instead() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def clone_inference_tensors(tree: T) -> T:
+    """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
+    leaves, structure = pytree.flatten(tree)
+    with without_stand_ins():  # which see each of these questions
+        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
+    if not found:
+        return tree
+    for i in found:
+        leaves[i] = leaves[i].clone()
+    return pytree.unflatten(leaves, structure)
+
+
+def without_graph(function: Callable[[], Tensor]) -> Tensor:
+    """The value of a function, without its graph.
+
+    Under no_grad, which takes less memory; with gradients enabled for a function that differentiates
+    inside.
+    """
+    with torch.no_grad():
+        try:
+            return function()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+    with torch.enable_grad():
+        return function().detach()
+
+
+# What torch says of an operation that it cannot differentiate.
+NOT_DIFFERENTIABLE = (
+    "not implemented", "forward AD", "does not currently support double backward",
+    "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
+    "setup_context", "doesn't have storage", "not differentiable with respect to argument",
+    "for sparse tensors", "Sparse division", "expected sparse coordinate tensor layout",
+)  # fmt: skip
+
+
+def no_forward_mode(
+    what: str,
+    error: Exception,
+    instead: str = "Outside of torch.func transforms use the reverse mode.",
+) -> Exception:
+    """What to raise for an error in forward mode: explained, where torch lacks a derivative."""
+    words = (
+        *NOT_DIFFERENTIABLE,
+        "ZeroTensor",
+        "jvp",
+        "autocast",
+        "forward mode AD",
+        "functorch transform",
+        "to not have been used in the graph",  # a derivative that the function takes itself
+        "set a forward gradient",  # of another size or layout
+        "flat_bdims",  # a Function without a jvp, under vmap
+        "view size is not compatible",  # rules that view tangents of any layout
+        "do not have strides",  # sparse layouts, within torch.func
+    )
+    if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
+        return error
+    hint = ""
+    if "ZeroTensor" in str(error):
+        hint = " torch's mse_loss is such an operation: leave stand_ins at True."
+    return UnsupportedError(
+        f"{what}: expected operations that torch can differentiate in forward mode, got an error from "
+        f"one: {str(error).splitlines()[0]}{hint} {instead}"
+    )
+
+
+class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
+    """Raises UnsupportedError where hooks of a module fail that can be turned off.
+
+    Opacus' GradSampleModule has such hooks: they count forward passes on the parameters, which hoglib
+    replaces, and expect one backward for each.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def explain(self, error: Exception) -> None:
+        if isinstance(error, HoglibError):
+            return
+        owner = next(iter(raising_modules(error)), None)
+        if not hasattr(owner, "disable_hooks"):
+            return
+        name = type(owner).__name__
+        raise UnsupportedError(
+            f"{self._what}: expected a model without hooks of one forward and backward pass, got a "
+            f"{name} with hooks that failed: {type(error).__name__}: {str(error).splitlines()[0]}. "
+            f"Call `disable_hooks()` of the {name} before, and `enable_hooks()` after."
+        ) from error
+
+
+@final
+class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
+    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
+    for hooks that fail (see :class:`translate_hook_errors`); NoSecondDerivative where a tensor that a
+    derivative needs was changed in place, with the custom Functions of the graph."""
+
+    def __init__(self, what: str, graph: GraphSummary | None = None) -> None:
+        super().__init__(what)
+        self._graph = graph
+
+    def explain(self, error: Exception) -> None:
+        super().explain(error)
+        if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
+            return
+        if "modified by an inplace operation" in str(error):
+            raise NoSecondDerivative(
+                f"{self._what}: expected tensors that keep the values which derivatives need, got "
+                f"torch's error: {str(error).split(' Hint:')[0]} {self._advice_in_place()}"
+            ) from error
+        if not any(word in str(error) for word in NOT_DIFFERENTIABLE):
+            return
+        sparse = " Of an embedding, sparse=False is one." if "sparse" in str(error) else ""
+        raise UnsupportedError(
+            f"{self._what}: expected operations that torch can differentiate twice, got one that it "
+            f"cannot: {str(error).splitlines()[0]}. Write it by other operations.{sparse} `hoglib env` "
+            "lists those that have a stand-in, which is used with stand_ins=True."
+        ) from error
+
+    def _advice_in_place(self) -> str:
+        found = [] if self._graph is None else self._graph.user_functions
+        names = sorted({entry.function.__qualname__ for entry in found if entry.function})
+        advice = "Look for in-place operations (`x += y`, `x[i] = y`, `x.add_(y)`) in func"
+        if not names:
+            return f"{advice}."
+        return (
+            f"{advice} and in the backward of {', '.join(names)}: one that changes its intermediates "
+            f"cannot be differentiated. `hoglib.verify({names[0]}, inputs)` checks it."
+        )
 
 
 def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
@@ -250,190 +438,3 @@ def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
 
 def _finite(tensors: Sequence[Any]) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors if isinstance(x, Tensor))
-
-
-def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
-    """Tensors with the same values to differentiate by: views that are connected to the leaves with
-    create_graph, detached otherwise."""
-    return [
-        x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
-        for x in leaves
-    ]
-
-
-def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
-    """Gradients with zeros for None: what does not depend on a leaf has a derivative of zero."""
-    pairs = zip(parts, like, strict=True)
-    return [torch.zeros_like(x) if part is None else dense(part) for part, x in pairs]
-
-
-def dense(part: Tensor) -> Tensor:
-    """A gradient in the layout of its parameter; that of an embedding may be sparse."""
-    return part if part.layout is torch.strided else part.to_dense()
-
-
-class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
-    """Raises UnsupportedError where hooks of a module fail that can be turned off.
-
-    Opacus' GradSampleModule has such hooks: they count forward passes on the parameters, which hoglib
-    replaces, and expect one backward for each.
-    """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def explain(self, error: Exception) -> None:
-        if isinstance(error, HoglibError):
-            return
-        owner = next(iter(raising_modules(error)), None)
-        if not hasattr(owner, "disable_hooks"):
-            return
-        name = type(owner).__name__
-        raise UnsupportedError(
-            f"{self._what}: expected a model without hooks of one forward and backward pass, got a "
-            f"{name} with hooks that failed: {type(error).__name__}: {str(error).splitlines()[0]}. "
-            f"Call `disable_hooks()` of the {name} before, and `enable_hooks()` after."
-        ) from error
-
-
-@final
-class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
-    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
-    for hooks that fail (see :class:`translate_hook_errors`); NoSecondDerivative where a tensor that a
-    derivative needs was changed in place, with the custom Functions of the graph."""
-
-    def __init__(self, what: str, graph: GraphSummary | None = None) -> None:
-        super().__init__(what)
-        self._graph = graph
-
-    def explain(self, error: Exception) -> None:
-        super().explain(error)
-        if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
-            return
-        if "modified by an inplace operation" in str(error):
-            raise NoSecondDerivative(
-                f"{self._what}: expected tensors that keep the values which derivatives need, got "
-                f"torch's error: {str(error).split(' Hint:')[0]} {self._advice_in_place()}"
-            ) from error
-        if not any(word in str(error) for word in NOT_DIFFERENTIABLE):
-            return
-        sparse = " Of an embedding, sparse=False is one." if "sparse" in str(error) else ""
-        raise UnsupportedError(
-            f"{self._what}: expected operations that torch can differentiate twice, got one that it "
-            f"cannot: {str(error).splitlines()[0]}. Write it by other operations.{sparse} `hoglib env` "
-            "lists those that have a stand-in, which is used with stand_ins=True."
-        ) from error
-
-    def _advice_in_place(self) -> str:
-        found = [] if self._graph is None else self._graph.user_functions
-        names = sorted({entry.function.__qualname__ for entry in found if entry.function})
-        advice = "Look for in-place operations (`x += y`, `x[i] = y`, `x.add_(y)`) in func"
-        if not names:
-            return f"{advice}."
-        return (
-            f"{advice} and in the backward of {', '.join(names)}: one that changes its intermediates "
-            f"cannot be differentiated. `hoglib.verify({names[0]}, inputs)` checks it."
-        )
-
-
-@final
-class grad_enabled:  # noqa: N801 a context manager
-    """Inside, autograd records, also where the caller is in inference mode."""
-
-    def __enter__(self) -> None:
-        # most callers have gradients enabled already, and to enter these modes takes its time
-        self._entered: list[Any] = []
-        if torch.is_inference_mode_enabled():
-            self._entered.append(torch.inference_mode(False))
-        if self._entered or not torch.is_grad_enabled():
-            self._entered.append(torch.enable_grad())
-        for mode in self._entered:
-            mode.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        for mode in reversed(self._entered):
-            mode.__exit__(*raised)
-
-
-def outside_inference_mode() -> AbstractContextManager[None]:
-    """Inside, new tensors can be differentiated by: inference mode becomes no_grad."""
-    return _no_grad_instead() if torch.is_inference_mode_enabled() else nullcontext()
-
-
-@contextmanager
-def _no_grad_instead() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def clone_inference_tensors(tree: T) -> T:
-    """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
-    leaves, structure = pytree.flatten(tree)
-    with without_stand_ins():  # which see each of these questions
-        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
-    if not found:
-        return tree
-    for i in found:
-        leaves[i] = leaves[i].clone()
-    return pytree.unflatten(leaves, structure)
-
-
-def without_graph(function: Callable[[], Tensor]) -> Tensor:
-    """The value of a function, without its graph.
-
-    Under no_grad, which takes less memory; with gradients enabled for a function that differentiates
-    inside.
-    """
-    with torch.no_grad():
-        try:
-            return function()
-        except RuntimeError as error:
-            if "does not require grad" not in str(error):
-                raise
-    with torch.enable_grad():
-        return function().detach()
-
-
-def with_gradients(
-    value: Tensor,
-    grads: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    no_second_derivative: str = "",
-    *,
-    with_graph: Callable[[], Sequence[Tensor]] | None = None,
-    recompute: Callable[[], Sequence[Tensor]] | None = None,
-) -> Tensor:
-    """The value with gradients computed before: its backward multiplies them by the incoming one.
-
-    with_graph: computes the gradients with a graph of their own, for a backward with
-    create_graph=True. Without it such a backward raises NoSecondDerivative with the text
-    `no_second_derivative`.
-    recompute: computes the gradients again. With it the first backward scales the known ones in place
-    and returns them without a copy, so nothing else may hold them or share their memory.
-    """
-    options = no_second_derivative, with_graph, recompute, list(grads)
-    return apply(_PrecomputedGradients, value, options, *tensors)
-
-
-class _PrecomputedGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, options: Any, *tensors: Tensor) -> Tensor:
-        ctx.no_second_derivative, ctx.with_graph, ctx.recompute, ctx.grads = options
-        # Reading them in backward raises if a step changed them since: the gradients would be stale.
-        ctx.save_for_backward(*tensors)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        _ = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            if ctx.with_graph is None:
-                raise NoSecondDerivative(ctx.no_second_derivative)
-            scaled = [grad * part for part in ctx.with_graph()]
-        elif ctx.recompute is None or transforms_active():
-            scaled = [grad * part for part in ctx.grads or ctx.recompute()]
-        else:
-            scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
-            if not (grad.device.type == "cpu" and grad.item() == 1):
-                scaled = [part.mul_(grad) for part in scaled]
-        return None, None, *scaled

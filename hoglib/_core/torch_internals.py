@@ -54,6 +54,41 @@ def constant_transforms_active() -> bool:
 constant_transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def transform_kinds() -> list[Any]:
+    """The kinds of the active transforms of torch.func, the outermost first."""
+    return [level.key() for level in _functorch.get_interpreter_stack() or ()]
+
+
+def forward_levels() -> int:
+    """How many `torch.func.jvp` transforms are active around the caller."""
+    return transform_kinds().count(_functorch.TransformType.Jvp)
+
+
+def innermost_is_forward() -> bool:
+    """Whether the innermost derivative of torch.func around the caller is a `jvp`, not a gradient."""
+    types = _functorch.TransformType
+    kinds = (kind for kind in reversed(transform_kinds()) if kind != types.Vmap)
+    return next(kinds, None) == types.Jvp
+
+
+def forward_mode_active() -> bool:
+    """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
+    return forward_ad._current_level >= 0
+
+
+def reverse_mode_active(x: Tensor) -> bool:
+    """Whether a gradient can be taken of what is computed from x, at any level of torch.func."""
+    if _functorch.TransformType.Grad in transform_kinds() or x.requires_grad:
+        return True
+    inner = beneath(x)
+    return inner is not x and reverse_mode_active(inner)
+
+
+def without_transforms() -> AbstractContextManager[Any]:
+    """Inside, no transform of torch.func is active."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()
+
+
 def beneath(tensor: Any) -> Any:
     """The tensor beneath the outermost wrapper of torch.func; itself where there is none."""
     wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
@@ -65,6 +100,15 @@ def unwrap(tensor: Any) -> Any:
     while (inner := beneath(tensor)) is not tensor:
         tensor = inner
     return tensor
+
+
+def first_sample(x: Any) -> Any:
+    """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
+    while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
+        dim = _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
+        x = _functorch.get_unwrapped(x)
+        x = x if dim is None else x.select(dim, 0)
+    return x
 
 
 def get_data(x: Tensor) -> Tensor:
@@ -103,6 +147,48 @@ def unwrap_kept(func: Any) -> None:
                     held[key] = _functorch.unwrap_if_dead(x).detach()
 
 
+def has_tangent(x: Tensor) -> bool:
+    """Whether the innermost level of forward mode differentiates a tensor."""
+    if forward_ad._current_level < 0 or x.layout is not torch.strided:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    return x.requires_grad or _functorch.is_gradtrackingtensor(x) or has_tangent(x)
+
+
+def outside_transforms(
+    function: type[Function], args: tuple[Any, ...]
+) -> tuple[type[Function], tuple[Any, ...], tuple[bool, ...]]:
+    """An application of a Function as it would be outside of torch.func: the Function that the user
+    wrote, its arguments without wrappers, those of the first sample under vmap, and which of them it is
+    differentiated by."""
+    by = tuple(isinstance(x, Tensor) and _is_differentiated(x) for x in args)
+    while function.__module__.startswith("torch._functorch"):  # made for one level of a transform
+        made_of = inspect.getclosurevars(function.forward).nonlocals
+        if not isinstance(made_of.get("autograd_function"), type):
+            break
+        function, in_dims = made_of["autograd_function"], made_of.get("in_dims")
+        if isinstance(in_dims, tuple) and len(in_dims) == len(args):
+            pairs = zip(args, in_dims, strict=True)
+            args = tuple(x.select(d, 0) if isinstance(d, int) else x for x, d in pairs)
+    return function, tuple(map(first_sample, args)), by
+
+
+def under_vmap(function: type[Function], made: type[Function]) -> bool:
+    """Whether vmap maps over an application of a Function, also if its own rule applies it. made: what
+    torch made of the Function for a transform, or itself."""
+    if made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals:
+        return True
+    own = function.vmap is not Function.vmap
+    rule = getattr(function.vmap, "__code__", None) if own else None
+    frame: Any = sys._getframe(1) if rule is not None else None
+    while frame is not None and frame.f_code is not rule:
+        frame = frame.f_back
+    return frame is not None or _functorch.TransformType.Vmap in transform_kinds()
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that is the same for tensors that share memory, also beneath wrappers of torch.func."""
     inner = unwrap(tensor)
@@ -128,15 +214,6 @@ def is_batched(tensor: Any) -> bool:
     return bool(_functorch.is_legacy_batchedtensor(tensor))
 
 
-def apply(function: type[Function], *args: Any) -> Any:
-    """function.apply. Outside of transforms without its search for tensors that have left one, which
-    takes as long as to record the call."""
-    if transforms_active() or torch.compiler.is_compiling():
-        return function.apply(*args)
-    direct: Any = super(Function, function)
-    return direct.apply(*args)
-
-
 def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
     """Whether tensors have the type, dtype, device, sizes, strides and requires_grad of these, in C++;
     False also where only the state of the thread differs (autocast, inference mode)."""
@@ -148,34 +225,158 @@ def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
     ).check
 
 
-def transform_kinds() -> list[Any]:
-    """The kinds of the active transforms of torch.func, the outermost first."""
-    return [level.key() for level in _functorch.get_interpreter_stack() or ()]
+def apply(function: type[Function], *args: Any) -> Any:
+    """function.apply. Outside of transforms without its search for tensors that have left one, which
+    takes as long as to record the call."""
+    if transforms_active() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    direct: Any = super(Function, function)
+    return direct.apply(*args)
 
 
-def forward_levels() -> int:
-    """How many `torch.func.jvp` transforms are active around the caller."""
-    return transform_kinds().count(_functorch.TransformType.Jvp)
+def gradients(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    unhandled: bool = False,
+) -> list[Tensor | None]:
+    """torch.autograd.grad, of the sum of the outputs without weights; None for inputs that they do not
+    depend on.
+
+    For plain tensors torch's Python code around the engine is left out. It compares each shape as one
+    of symbols, and takes 25 to 80 us for a small network; the engine compares shapes, too.
+
+    unhandled: no mode handles the call, so that modes see what backward calls.
+    """
+    weights = [torch.ones_like(y) for y in outputs] if weights is None else weights
+    keep = create_graph if retain_graph is None else retain_graph
+    handled = not unhandled and overrides.has_torch_function((*outputs, *inputs))
+    if torch.compiler.is_compiling() or handled:
+        found: Any = torch.autograd.grad(
+            outputs, inputs, weights, keep, create_graph, allow_unused=True
+        )
+    else:
+        run = torch.autograd.graph._engine_run_backward
+        given = tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs)
+        found = run(*given, allow_unreachable=True, accumulate_grad=False)
+    return list(found)
 
 
-def innermost_is_forward() -> bool:
-    """Whether the innermost derivative of torch.func around the caller is a `jvp`, not a gradient."""
-    types = _functorch.TransformType
-    kinds = (kind for kind in reversed(transform_kinds()) if kind != types.Vmap)
-    return next(kinds, None) == types.Jvp
+def running_backward() -> int:
+    """The number of the backward pass of the engine that the caller runs inside, each another; -1 for
+    none."""
+    return int(torch._C._current_graph_task_id())
 
 
-def forward_mode_active() -> bool:
-    """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
-    return forward_ad._current_level >= 0
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
+
+    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
+    step late in the backward, so this waits until what was queued in it has been called.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(callback))
 
 
-def reverse_mode_active(x: Tensor) -> bool:
-    """Whether a gradient can be taken of what is computed from x, at any level of torch.func."""
-    if _functorch.TransformType.Grad in transform_kinds() or x.requires_grad:
-        return True
-    inner = beneath(x)
-    return inner is not x and reverse_mode_active(inner)
+def running_function() -> type[Function] | None:
+    """The custom Function whose backward is running, if one is."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else custom_function(node)
+
+
+def record_backward_origins() -> AbstractContextManager[None]:
+    """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
+    notes it."""
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
+
+
+def made_by(node: Any) -> Any:
+    """The node in whose backward a node was made; None for one of a forward."""
+    return node.metadata.get("parent_")
+
+
+def made_at(node: Any) -> list[str]:
+    """The stack that made a node, as `traceback.format_stack` gives it."""
+    return list(node.metadata.get("traceback_", ()))
+
+
+def custom_function(node: Any) -> type[Function] | None:
+    """The custom Function that a node of a graph belongs to, if to one."""
+    function = getattr(type(node), "_forward_cls", None)
+    while function is not None and function.__module__.startswith("torch._functorch"):
+        # made by torch.func for one level; what it stands for is in the closure of its rules
+        function = inspect.getclosurevars(function.backward).nonlocals.get("autograd_function")
+    return None if function is None else torch_library.as_written(function)[0]
+
+
+def cpp_function(node: Any) -> str:
+    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to, or of the
+    user's own `torch::autograd::Node`; "" for none."""
+    if type(node).__name__ != "CppFunction":  # what has no class of its own in Python
+        return ""
+    name: str = node.name()
+    _, is_function, function = name.partition("CppNode<")
+    if is_function:
+        return function.removesuffix(">")
+    return "" if name.startswith(("torch::", "Foreach")) else name  # torch's own without a class
+
+
+def backward_rule(function: type[Function]) -> Any:
+    """Its backward, under either of the names that torch accepts."""
+    return function.backward if function.vjp is Function.vjp else function.vjp
+
+
+def backward_lines(
+    frames: Iterable[tuple[Any, int]],
+) -> Iterator[tuple[type[Function], source_location.SourceLine]]:
+    """The custom Functions whose backward is among frames, which have its context, and the lines."""
+    for frame, line in frames:
+        first = frame.f_code.co_varnames[:1]
+        function = custom_function(frame.f_locals.get(first[0])) if first else None
+        if function is None:
+            continue
+        file = frame.f_code.co_filename
+        if getattr(inspect.unwrap(backward_rule(function)), "__code__", None) is frame.f_code:
+            yield function, source_location.SourceLine(file, line)
+
+
+def is_once_differentiable(function: type[Function]) -> bool:
+    """Whether backward is decorated with @once_differentiable."""
+    rule = backward_rule(function)
+    made_by = getattr(getattr(rule, "__code__", None), "co_filename", "")
+    return hasattr(rule, "__wrapped__") and made_by == torch_function.__file__
+
+
+def has_forward_mode(function: type[Function]) -> bool:
+    """Whether `torch.func.jvp` can differentiate a custom Function."""
+    return function.jvp is not Function.jvp and function.setup_context is not Function.setup_context
+
+
+def has_saved_by_hooks(node: Any) -> bool:
+    """Whether saved-tensor hooks keep what a custom Function saved."""
+    return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)
+
+
+def output_bytes(node: Any) -> int:
+    """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
+    if not node.next_functions:
+        return 0
+    # the sizes of nested tensors are not in it
+    every = [x for x in node._input_metadata if not x.is_nested_tensor]
+    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in every)
+
+
+def output_shapes(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of what the operation of a node put out."""
+    return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
+
+
+def output_dtypes(node: Any) -> list[torch.dtype]:
+    """The dtypes of what the operation of a node put out."""
+    return [out.dtype for out in getattr(node, "_input_metadata", ())]
 
 
 def checkpoint_frame() -> Any:
@@ -222,6 +423,14 @@ def fresh_copy(x: Tensor) -> Tensor:
     """While a graph is traced, a copy; what is computed from it is computed again, where the graph has
     computed it before, instead of being kept. Otherwise the tensor itself."""
     return x.clone(memory_format=torch.preserve_format) if tracing() else x
+
+
+# Who watches. What stands in torch's place meanwhile is put there by the first one in any thread,
+# and taken away by the last.
+_WATCHES: list[Callable[..., Any]] = []
+_CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
+# reentrant: an object that is freed inside may run code that watches too
+_LOCK = threading.RLock()
 
 
 class Applying:
@@ -280,45 +489,6 @@ class watching_functions:  # noqa: N801 a context manager
             applying.depth -= 1
 
 
-def gradients(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    weights: Sequence[Tensor] | None = None,
-    *,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    unhandled: bool = False,
-) -> list[Tensor | None]:
-    """torch.autograd.grad, of the sum of the outputs without weights; None for inputs that they do not
-    depend on.
-
-    For plain tensors torch's Python code around the engine is left out. It compares each shape as one
-    of symbols, and takes 25 to 80 us for a small network; the engine compares shapes, too.
-
-    unhandled: no mode handles the call, so that modes see what backward calls.
-    """
-    weights = [torch.ones_like(y) for y in outputs] if weights is None else weights
-    keep = create_graph if retain_graph is None else retain_graph
-    handled = not unhandled and overrides.has_torch_function((*outputs, *inputs))
-    if torch.compiler.is_compiling() or handled:
-        found: Any = torch.autograd.grad(
-            outputs, inputs, weights, keep, create_graph, allow_unused=True
-        )
-    else:
-        run = torch.autograd.graph._engine_run_backward
-        given = tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs)
-        found = run(*given, allow_unreachable=True, accumulate_grad=False)
-    return list(found)
-
-
-# Who watches. What stands in torch's place meanwhile is put there by the first one in any thread,
-# and taken away by the last.
-_WATCHES: list[Callable[..., Any]] = []
-_CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
-# reentrant: an object that is freed inside may run code that watches too
-_LOCK = threading.RLock()
-
-
 def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Function.apply, through all that watch it."""
     if _BY_CLASS and function.setup_context is not _SingleLevelFunction.setup_context:
@@ -343,26 +513,6 @@ _PLACES: Any = (_SingleLevelFunction, Function) if _BY_CLASS else (_SingleLevelF
 _WATCHED: Any = classmethod(_watched)
 
 
-def _constructed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `make` makes, through the innermost that watches this thread."""
-    here = threading.get_ident()
-    watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
-    return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
-
-
-def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    def make(*args: Any, **kwargs: Any) -> Any:
-        return type.__call__(cls, *args, **kwargs)
-
-    make.__name__ = cls.__name__
-    return _constructed(make, *args, **kwargs)
-
-
-# `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
-_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
-_BACKWARD = torch.autograd.backward
-
-
 @contextmanager
 def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
     """Calls handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
@@ -384,6 +534,26 @@ def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
                 torch.autograd.backward = _BACKWARD
                 for kind in _CONSTRUCTORS:
                     delattr(kind, "__call__")
+
+
+def _constructed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `make` makes, through the innermost that watches this thread."""
+    here = threading.get_ident()
+    watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
+    return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
+
+
+def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return type.__call__(cls, *args, **kwargs)
+
+    make.__name__ = cls.__name__
+    return _constructed(make, *args, **kwargs)
+
+
+# `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
+_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
+_BACKWARD = torch.autograd.backward
 
 
 class watching_scripts:  # noqa: N801 a context manager
@@ -423,81 +593,36 @@ _WATCHED_SCRIPTS = tuple(partialmethod(_call_script, call) for call in _SCRIPTS)
 _SCRIPT_WATCHES: list[watching_scripts] = []
 
 
-def outside_transforms(
-    function: type[Function], args: tuple[Any, ...]
-) -> tuple[type[Function], tuple[Any, ...], tuple[bool, ...]]:
-    """An application of a Function as it would be outside of torch.func: the Function that the user
-    wrote, its arguments without wrappers, those of the first sample under vmap, and which of them it is
-    differentiated by."""
-    by = tuple(isinstance(x, Tensor) and _is_differentiated(x) for x in args)
-    while function.__module__.startswith("torch._functorch"):  # made for one level of a transform
-        made_of = inspect.getclosurevars(function.forward).nonlocals
-        if not isinstance(made_of.get("autograd_function"), type):
-            break
-        function, in_dims = made_of["autograd_function"], made_of.get("in_dims")
-        if isinstance(in_dims, tuple) and len(in_dims) == len(args):
-            pairs = zip(args, in_dims, strict=True)
-            args = tuple(x.select(d, 0) if isinstance(d, int) else x for x, d in pairs)
-    return function, tuple(map(first_sample, args)), by
+class SuspendedMode:
+    """Inside, the innermost mode that sees torch's functions is not there, if it is of this class.
+
+    The ops need no stand-ins for what they do themselves, and each call that a mode sees takes several
+    microseconds. A class, for it is entered often: contextlib takes longer than all it does.
+    """
+
+    __slots__ = ("_kind", "_mode")
+
+    def __init__(self, kind: type[TorchFunctionMode]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> "SuspendedMode":
+        mode = overrides._get_current_function_mode()
+        self._mode = overrides._pop_mode() if isinstance(mode, self._kind) else None
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            overrides._push_mode(self._mode)
+
+    def resumed(self) -> AbstractContextManager[object]:
+        """Inside of it, the mode is there again."""
+        return nullcontext() if self._mode is None else self._mode
 
 
-def under_vmap(function: type[Function], made: type[Function]) -> bool:
-    """Whether vmap maps over an application of a Function, also if its own rule applies it. made: what
-    torch made of the Function for a transform, or itself."""
-    if made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals:
-        return True
-    own = function.vmap is not Function.vmap
-    rule = getattr(function.vmap, "__code__", None) if own else None
-    frame: Any = sys._getframe(1) if rule is not None else None
-    while frame is not None and frame.f_code is not rule:
-        frame = frame.f_back
-    return frame is not None or _functorch.TransformType.Vmap in transform_kinds()
-
-
-def _is_differentiated(x: Tensor) -> bool:
-    return x.requires_grad or _functorch.is_gradtrackingtensor(x) or has_tangent(x)
-
-
-def has_tangent(x: Tensor) -> bool:
-    """Whether the innermost level of forward mode differentiates a tensor."""
-    if forward_ad._current_level < 0 or x.layout is not torch.strided:
-        return False
-    return forward_ad.unpack_dual(x).tangent is not None
-
-
-def first_sample(x: Any) -> Any:
-    """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
-    while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
-        dim = _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
-        x = _functorch.get_unwrapped(x)
-        x = x if dim is None else x.select(dim, 0)
-    return x
-
-
-def without_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform of torch.func is active."""
-    return pyfunctorch.temporarily_clear_interpreter_stack()
-
-
-def is_compiled(func: Any) -> bool:
-    """Whether it is a module that torch.compile made of another one."""
-    return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
-
-
-def decomposition(func: Any) -> Callable[..., Any] | None:
-    """An operation of the dispatcher by others, as torch decomposes it; None if it does not."""
-    from torch._decomp import decomposition_table
-
-    found: Callable[..., Any] | None = decomposition_table.get(func)
-    if found is None and func._can_decompose():
-        found = func.decompose
-    return found
-
-
-def running_backward() -> int:
-    """The number of the backward pass of the engine that the caller runs inside, each another; -1 for
-    none."""
-    return int(torch._C._current_graph_task_id())
+def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
+    """The mode of this class that sees torch's functions now."""
+    stack = overrides._get_current_function_mode_stack()
+    return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
 
 
 @final
@@ -526,9 +651,27 @@ class RecordingBelow:
                 torch._C._set_grad_enabled(before)
 
 
+def no_autocast() -> AbstractContextManager[Any]:
+    """Inside, autocast casts nothing, also where a region of it is entered."""
+    return torch._C._DisableAutocast()
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The device types for which autocast is active, and its dtypes."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    kinds = filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices())
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
 def has_dynamo() -> bool:
     """Whether anything can have been compiled by torch.compile in this process."""
     return "torch._dynamo" in sys.modules
+
+
+def is_compiled(func: Any) -> bool:
+    """Whether it is a module that torch.compile made of another one."""
+    return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
 
 
 def has_compiled(module: torch.nn.Module) -> bool:
@@ -573,19 +716,6 @@ class eagerly:  # noqa: N801 a context manager
                     torch._dynamo.eval_frame._set_stance(eagerly._before)
 
 
-def no_autocast() -> AbstractContextManager[Any]:
-    """Inside, autocast casts nothing, also where a region of it is entered."""
-    return torch._C._DisableAutocast()
-
-
-def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    """The device types for which autocast is active, and its dtypes."""
-    if not torch._C._is_any_autocast_enabled():
-        return ()
-    kinds = filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices())
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
-
-
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
     """What torch.compile was given: compiled code has no second derivative."""
     if is_compiled(func):
@@ -595,144 +725,14 @@ def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(func, "_torchdynamo_orig_callable", func)
 
 
-def custom_function(node: Any) -> type[Function] | None:
-    """The custom Function that a node of a graph belongs to, if to one."""
-    function = getattr(type(node), "_forward_cls", None)
-    while function is not None and function.__module__.startswith("torch._functorch"):
-        # made by torch.func for one level; what it stands for is in the closure of its rules
-        function = inspect.getclosurevars(function.backward).nonlocals.get("autograd_function")
-    return None if function is None else torch_library.as_written(function)[0]
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """An operation of the dispatcher by others, as torch decomposes it; None if it does not."""
+    from torch._decomp import decomposition_table
 
-
-def cpp_function(node: Any) -> str:
-    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to, or of the
-    user's own `torch::autograd::Node`; "" for none."""
-    if type(node).__name__ != "CppFunction":  # what has no class of its own in Python
-        return ""
-    name: str = node.name()
-    _, is_function, function = name.partition("CppNode<")
-    if is_function:
-        return function.removesuffix(">")
-    return "" if name.startswith(("torch::", "Foreach")) else name  # torch's own without a class
-
-
-def backward_rule(function: type[Function]) -> Any:
-    """Its backward, under either of the names that torch accepts."""
-    return function.backward if function.vjp is Function.vjp else function.vjp
-
-
-def backward_lines(
-    frames: Iterable[tuple[Any, int]],
-) -> Iterator[tuple[type[Function], source_location.SourceLine]]:
-    """The custom Functions whose backward is among frames, which have its context, and the lines."""
-    for frame, line in frames:
-        first = frame.f_code.co_varnames[:1]
-        function = custom_function(frame.f_locals.get(first[0])) if first else None
-        if function is None:
-            continue
-        file = frame.f_code.co_filename
-        if getattr(inspect.unwrap(backward_rule(function)), "__code__", None) is frame.f_code:
-            yield function, source_location.SourceLine(file, line)
-
-
-def is_once_differentiable(function: type[Function]) -> bool:
-    """Whether backward is decorated with @once_differentiable."""
-    rule = backward_rule(function)
-    made_by = getattr(getattr(rule, "__code__", None), "co_filename", "")
-    return hasattr(rule, "__wrapped__") and made_by == torch_function.__file__
-
-
-def has_forward_mode(function: type[Function]) -> bool:
-    """Whether `torch.func.jvp` can differentiate a custom Function."""
-    return function.jvp is not Function.jvp and function.setup_context is not Function.setup_context
-
-
-class SuspendedMode:
-    """Inside, the innermost mode that sees torch's functions is not there, if it is of this class.
-
-    The ops need no stand-ins for what they do themselves, and each call that a mode sees takes several
-    microseconds. A class, for it is entered often: contextlib takes longer than all it does.
-    """
-
-    __slots__ = ("_kind", "_mode")
-
-    def __init__(self, kind: type[TorchFunctionMode]) -> None:
-        self._kind = kind
-
-    def __enter__(self) -> "SuspendedMode":
-        mode = overrides._get_current_function_mode()
-        self._mode = overrides._pop_mode() if isinstance(mode, self._kind) else None
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._mode is not None:
-            overrides._push_mode(self._mode)
-
-    def resumed(self) -> AbstractContextManager[object]:
-        """Inside of it, the mode is there again."""
-        return nullcontext() if self._mode is None else self._mode
-
-
-def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
-    """The mode of this class that sees torch's functions now."""
-    stack = overrides._get_current_function_mode_stack()
-    return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
-
-
-def output_bytes(node: Any) -> int:
-    """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
-    if not node.next_functions:
-        return 0
-    # the sizes of nested tensors are not in it
-    every = [x for x in node._input_metadata if not x.is_nested_tensor]
-    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in every)
-
-
-def output_shapes(node: Any) -> list[tuple[int, ...]]:
-    """The shapes of what the operation of a node put out."""
-    return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
-
-
-def output_dtypes(node: Any) -> list[torch.dtype]:
-    """The dtypes of what the operation of a node put out."""
-    return [out.dtype for out in getattr(node, "_input_metadata", ())]
-
-
-def record_backward_origins() -> AbstractContextManager[None]:
-    """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
-    notes it."""
-    return torch.autograd.set_detect_anomaly(True, check_nan=False)
-
-
-def made_by(node: Any) -> Any:
-    """The node in whose backward a node was made; None for one of a forward."""
-    return node.metadata.get("parent_")
-
-
-def made_at(node: Any) -> list[str]:
-    """The stack that made a node, as `traceback.format_stack` gives it."""
-    return list(node.metadata.get("traceback_", ()))
-
-
-def running_function() -> type[Function] | None:
-    """The custom Function whose backward is running, if one is."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else custom_function(node)
-
-
-def has_saved_by_hooks(node: Any) -> bool:
-    """Whether saved-tensor hooks keep what a custom Function saved."""
-    return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)
-
-
-def after_backward(callback: Callable[[], None]) -> None:
-    """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
-
-    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
-    step late in the backward, so this waits until what was queued in it has been called.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))
+    found: Callable[..., Any] | None = decomposition_table.get(func)
+    if found is None and func._can_decompose():
+        found = func.decompose
+    return found
 
 
 def settable_precisions() -> AbstractContextManager[None]:

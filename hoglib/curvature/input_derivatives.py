@@ -257,19 +257,18 @@ def _weighted(term: Tensor, weight: Any) -> Tensor:
 
 def _gradient(y: Tensor, own: Tensor, cotangents: Tensor) -> Tensor:
     """The gradient by the points, with its graph."""
-    (grad,) = vjp([y], [own], [cotangents], CALLER, create_graph=True)
-    return _check_dependent(grad)
-
-
-def _check_dependent(gradient: Tensor | None) -> Tensor:
-    """The gradient, unless the value does not depend on the points."""
+    (gradient,) = vjp([y], [own], [cotangents], CALLER, create_graph=True)
     if gradient is None:
-        raise NoSecondDerivative(
-            "func(x, *args): expected a value that depends on x, got one that does not; look for "
-            ".detach(), .item(), .data or a torch.no_grad() in func, and for a func that uses other "
-            "points than those it is given."
-        )
+        raise _independent_error()
     return gradient
+
+
+def _independent_error() -> Exception:
+    return NoSecondDerivative(
+        "func(x, *args): expected a value that depends on x, got one that does not; look for "
+        ".detach(), .item(), .data or a torch.no_grad() in func, and for a func that uses other "
+        "points than those it is given."
+    )
 
 
 def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
@@ -297,7 +296,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
         value = func(own)
         check_custom_functions(graph_summary(value), CALLER)
         if not value.requires_grad:
-            _check_dependent(None)
+            raise _independent_error()
         return value
 
     with fixed_random_numbers([x]):

@@ -146,23 +146,6 @@ class LayerCall:
             )
 
 
-ROW_SELECTING = frozenset({
-    "argsort", "flip", "gather", "index_add", "index_copy", "index_put", "index_select",
-    "masked_scatter", "masked_select", "nonzero", "repeat_interleave", "roll", "scatter",
-    "scatter_add", "scatter_reduce", "sort", "take", "take_along_dim", "topk", "unique",
-})  # fmt: skip
-PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays and lists choose
-
-
-def _selects_rows(func: Any, args: Any) -> bool:
-    """Whether a torch call can give rows in another order, or some of them only."""
-    name = getattr(func, "__name__", "")
-    if name in ("__getitem__", "__setitem__"):
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return not all(part is None or isinstance(part, PLAIN_INDICES) for part in index)
-    return name.rstrip("_") in ROW_SELECTING
-
-
 def unlike_rows(call: LayerCall, examples: int) -> str:
     """The error for a layer that is given some of the examples."""
     return (
@@ -313,6 +296,23 @@ class LayerRecorder(TorchFunctionMode):
                 self.other_uses.setdefault(use.region.leaf, name)
 
 
+ROW_SELECTING = frozenset({
+    "argsort", "flip", "gather", "index_add", "index_copy", "index_put", "index_select",
+    "masked_scatter", "masked_select", "nonzero", "repeat_interleave", "roll", "scatter",
+    "scatter_add", "scatter_reduce", "sort", "take", "take_along_dim", "topk", "unique",
+})  # fmt: skip
+PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays and lists choose
+
+
+def _selects_rows(func: Any, args: Any) -> bool:
+    """Whether a torch call can give rows in another order, or some of them only."""
+    name = getattr(func, "__name__", "")
+    if name in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return not all(part is None or isinstance(part, PLAIN_INDICES) for part in index)
+    return name.rstrip("_") in ROW_SELECTING
+
+
 def _view_of_rows(use: Use, part: Tensor) -> Use | None:
     """A view that consists of whole rows."""
     (leaf, first, stop), whole, slope, calls = use
@@ -327,39 +327,6 @@ def _view_of_rows(use: Use, part: Tensor) -> Use | None:
     return Use(Region(leaf, first, first + count), part, slope, calls)
 
 
-def _linear(
-    tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> LayerCall:
-    role = Role("linear", "kronecker", 1, *weight.shape)
-    return LayerCall(role, *tape.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
-
-
-def _addmm(
-    tape: LayerRecorder,
-    output: Tensor,
-    input: Tensor,
-    mat1: Tensor,
-    mat2: Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-) -> LayerCall | None:
-    """input + mat1 mat2, as the layers of GPT-2 compute it."""
-    if beta != 1 or alpha != 1 or input.dim() != 1 or tape.region(mat1) is not None:
-        return None
-    role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
-    return LayerCall(role, *tape.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows)
-
-
-def _matmul(tape: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
-    """input other, with a matrix as a parameter."""
-    use = tape.use(input)
-    if tape.use(other) is None or (use and not use.calls) or other.dim() != 2:
-        return None
-    role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
-    return LayerCall(role, tape.region(other), None, input, output, _flatten_rows, _flatten_rows)
-
-
 def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
     """d result / d argument i, element by element."""
     if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
@@ -369,10 +336,6 @@ def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
     with torch.enable_grad():
         y = func(*given, **kwargs)
     return torch.autograd.grad(y, given[i], torch.ones_like(y))[0]
-
-
-def _diagonal(name: str, parameter: Tensor) -> Role:
-    return Role(name, "diagonal", 1, parameter.numel(), parameter.numel())
 
 
 def _broadcast_calls(
@@ -406,18 +369,42 @@ def _broadcast_calls(
     return [LayerCall(role, region, None, at, output, indices, scaled)]
 
 
-def _prelu(tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -> LayerCall | None:
-    """max(0, x) + weight min(0, x)."""
-    rows = _channels if weight.numel() > 1 and input.dim() > 1 else lambda x: x.reshape(1, -1, 1)
-    region, role = tape.region(weight), _diagonal("prelu", weight)
-    if region is None:
-        return None
-    return LayerCall(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
-
-
 def _flatten_rows(x: Tensor) -> Tensor:
     """The rows of the last dimension, [1, rows, features]."""
     return x.reshape(1, -1, x.shape[-1])
+
+
+def _linear(
+    tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> LayerCall:
+    role = Role("linear", "kronecker", 1, *weight.shape)
+    return LayerCall(role, *tape.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
+
+
+def _addmm(
+    tape: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> LayerCall | None:
+    """input + mat1 mat2, as the layers of GPT-2 compute it."""
+    if beta != 1 or alpha != 1 or input.dim() != 1 or tape.region(mat1) is not None:
+        return None
+    role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
+    return LayerCall(role, *tape.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows)
+
+
+def _matmul(tape: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
+    """input other, with a matrix as a parameter."""
+    use = tape.use(input)
+    if tape.use(other) is None or (use and not use.calls) or other.dim() != 2:
+        return None
+    role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
+    return LayerCall(role, tape.region(other), None, input, output, _flatten_rows, _flatten_rows)
 
 
 def _convolution(
@@ -545,6 +532,19 @@ def _embedding(
     return LayerCall(role, tape.region(weight), None, input, output, indices, _flatten_rows)
 
 
+def _diagonal(name: str, parameter: Tensor) -> Role:
+    return Role(name, "diagonal", 1, parameter.numel(), parameter.numel())
+
+
+def _prelu(tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -> LayerCall | None:
+    """max(0, x) + weight min(0, x)."""
+    rows = _channels if weight.numel() > 1 and input.dim() > 1 else lambda x: x.reshape(1, -1, 1)
+    region, role = tape.region(weight), _diagonal("prelu", weight)
+    if region is None:
+        return None
+    return LayerCall(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
+
+
 def _normalization(
     function: Callable[..., Tensor], rows_of: Callable[[dict[str, Any]], Callable[[Tensor], Tensor]]
 ) -> Callable[..., LayerCall | None]:
@@ -600,14 +600,14 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
 COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
 CASTS = COPIES | {"bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as"}
 ADDS = {"add", "add_", "iadd", "radd"}  # whose derivative is 1, as that of copies and casts
-_CURVED = {
+_SLOPED = {
     "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
     "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",
     "softplus", "sqrt", "square", "sub", "tanh", "true_divide", "truediv", "where",
 }  # fmt: skip
 POINTWISE = {
     getattr(owner, form)
-    for name in CASTS | ADDS | _CURVED
+    for name in CASTS | ADDS | _SLOPED
     for owner in (torch, Tensor, F)
     for form in (name, f"__{name}__")
     if hasattr(owner, form)

@@ -122,112 +122,6 @@ class Space:
         """That of params, which is not kept because it cannot be pickled."""
         return pytree.flatten(self.params)[1]
 
-    def whole_rows(self, rows: Tensor) -> Tensor:
-        """Rows [k, length] as whole vectors [k, P]."""
-        return self._exchange(rows, True)
-
-    def add_rows(self, rows: Tensor) -> Tensor:
-        """The rows [k, length] of the sum over the processes of whole vectors [k, P]."""
-        return self._exchange(rows, False)
-
-    def _exchange(self, rows: Tensor, gathers: bool) -> Tensor:
-        placement, count = self.placement, len(rows)
-        if not isinstance(placement, Sharding):
-            return rows
-        pairs = zip(self._like, placement.layouts, strict=True)
-        shapes = [local if gathers else layout.shape for (local, _), layout in pairs]
-        exchange = placement.whole_rows if gathers else placement.add_rows
-        parts = enumerate(rows.split([shape.numel() for shape in shapes], 1))
-        with placement.translate_errors("A @ v"):
-            leaves = [exchange(i, x.reshape(count, *shapes[i])) for i, x in parts]
-        return torch.cat([leaf.reshape(count, -1) for leaf in leaves], 1)
-
-    @contextmanager
-    def raise_in_all(self, caller: str) -> Iterator[None]:
-        """Inside, an error of one of the processes that hold parts of the vectors is raised in all.
-
-        Nothing is communicated inside.
-        """
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        if isinstance(self.placement, Sharding):
-            with self.placement.translate_errors(caller):
-                self.placement.check_same(caller, (), (), self.device, error=error)
-        elif error is not None:
-            raise error
-
-    def places(self) -> tuple[Tensor, ...]:
-        """Where the entries of each leaf are in a flat vector."""
-        return torch.arange(self.size).split(self._sizes)
-
-    def is_block(self, v: Any) -> bool:
-        """Whether v, in a form that `rows` takes, is a block of vectors."""
-        dims: int = pytree.leaves(v)[0].dim()
-        if isinstance(v, Tensor) and not self._like_params(v):
-            return dims > 1
-        return dims > len(self._like[0][0])
-
-    def is_flat(self, v: Any) -> bool:
-        """Whether v is flat, also where params are one tensor of one dimension."""
-        return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
-
-    def same(self, other: "Space") -> bool:
-        alike = self._like == other._like and self.dtype == other.dtype
-        alike = alike and self.placement == other.placement
-        return alike and pytree.paths(self.params) == pytree.paths(other.params)
-
-    def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
-        products = (self._divided_by_copies(a * b) for a, b in pairs)
-        return self.all_sum(torch.stack([product.sum(1, dtype=dtype) for product in products]))
-
-    def gram(self, rows: Tensor, v: Tensor) -> Tensor:
-        """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
-        v = self._divided_by_copies(v)
-        return self.all_sum(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
-
-    def norms(self, rows: Tensor) -> Tensor:
-        """The length of each row."""
-        if not self.placement.is_sharded:
-            return torch.linalg.vector_norm(rows, dim=1)
-        return self.dots((rows, rows))[0].sqrt()
-
-    def all_sum(self, value: Tensor) -> Tensor:
-        """The sum over the processes that hold parts of the vectors."""
-        return self.placement.sum(value)
-
-    def true_in_all(self, holds: bool) -> bool:
-        """Whether it holds in all processes that hold parts of the vectors."""
-        if not self.placement.is_sharded:
-            return holds
-        return not self.all_sum(torch.tensor(float(not holds), device=self.device)).item()
-
-    def check_same_call(
-        self, algorithm: str, *options: Any, what: str = "algorithm, and its options,"
-    ) -> None:
-        """Raise in all processes that hold parts of the vectors where they call other algorithms, or
-        with other options, from which other numbers of messages follow."""
-        if isinstance(self.placement, Sharding):
-            text = f"{algorithm}{options}"
-            numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
-            names = what, *AGREEMENT[1:]
-            # as a product does, which other processes may call instead
-            with self.placement.translate_errors(algorithm):
-                self.placement.check_same(algorithm, names, numbers, self.device)
-
-    def refuse_sharded(self, caller: str) -> None:
-        """Raise for DTensors, in algorithms that need whole vectors."""
-        refuse_sharded(caller, pytree.leaves(self.params))
-
-    def _divided_by_copies(self, rows: Tensor) -> Tensor:
-        """Rows whose entries are divided by how many processes hold copies of them."""
-        if isinstance(self._copy_shares, float):
-            return rows if self._copy_shares == 1 else rows * self._copy_shares
-        return rows * self._copy_shares.to(rows)
-
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
         """Vectors as rows [k, P], and the function that gives such rows the form of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
@@ -243,11 +137,6 @@ class Space:
         flat = [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
         rows = torch.cat(flat).T.contiguous()
         return rows, self.block if block else lambda rows: self.tree(rows[0])
-
-    def _like_params(self, v: Tensor) -> bool:
-        """Whether v has the shape of params that are one tensor, or of a block of these."""
-        own = getattr(self.params, "shape", None)
-        return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
 
     def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
@@ -272,10 +161,38 @@ class Space:
             return v[None], lambda rows: rows[0]
         return v.T, lambda rows: rows.T
 
+    def _like_params(self, v: Tensor) -> bool:
+        """Whether v has the shape of params that are one tensor, or of a block of these."""
+        own = getattr(self.params, "shape", None)
+        return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
+
+    def is_block(self, v: Any) -> bool:
+        """Whether v, in a form that `rows` takes, is a block of vectors."""
+        dims: int = pytree.leaves(v)[0].dim()
+        if isinstance(v, Tensor) and not self._like_params(v):
+            return dims > 1
+        return dims > len(self._like[0][0])
+
+    def is_flat(self, v: Any) -> bool:
+        """Whether v is flat, also where params are one tensor of one dimension."""
+        return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
+
     def split(self, row: Tensor) -> list[Tensor]:
         """The leaves of a flat vector of any stride, in their dtypes; views where the dtypes agree."""
         parts = zip(row.split(self._sizes), self._like, strict=True)
         return [part.view(shape).to(dtype) for part, (shape, dtype) in parts]
+
+    def tree(self, row: Tensor) -> Tree:
+        """A flat vector in the structure of params."""
+        return self._tree_of(self.split(row))
+
+    def block(self, rows: Tensor) -> Tree:
+        """Rows in the structure of params, with a trailing dimension."""
+        columns = [self.split(row) for row in rows]
+        return self._tree_of([torch.stack(parts, -1) for parts in zip(*columns, strict=True)])
+
+    def _tree_of(self, leaves: list[Tensor]) -> Tree:
+        return pytree.unflatten(self.placement.wrap(leaves), self.structure)
 
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
         """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""
@@ -293,17 +210,14 @@ class Space:
         for part, leaf in zip(parts, flat, strict=True):
             part.copy_(leaf * factor)
 
-    def tree(self, row: Tensor) -> Tree:
-        """A flat vector in the structure of params."""
-        return self._tree_of(self.split(row))
+    def places(self) -> tuple[Tensor, ...]:
+        """Where the entries of each leaf are in a flat vector."""
+        return torch.arange(self.size).split(self._sizes)
 
-    def block(self, rows: Tensor) -> Tree:
-        """Rows in the structure of params, with a trailing dimension."""
-        columns = [self.split(row) for row in rows]
-        return self._tree_of([torch.stack(parts, -1) for parts in zip(*columns, strict=True)])
-
-    def _tree_of(self, leaves: list[Tensor]) -> Tree:
-        return pytree.unflatten(self.placement.wrap(leaves), self.structure)
+    def same(self, other: "Space") -> bool:
+        alike = self._like == other._like and self.dtype == other.dtype
+        alike = alike and self.placement == other.placement
+        return alike and pytree.paths(self.params) == pytree.paths(other.params)
 
     def first_not_finite(self, rows: Tensor) -> str:
         """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""
@@ -320,6 +234,92 @@ class Space:
         first = int((~rows.isfinite()).any(0).nonzero()[0])
         ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
         return next(name or self._of for name, end in ends if first < end)
+
+    def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
+        products = (self._divided_by_copies(a * b) for a, b in pairs)
+        return self.all_sum(torch.stack([product.sum(1, dtype=dtype) for product in products]))
+
+    def gram(self, rows: Tensor, v: Tensor) -> Tensor:
+        """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
+        v = self._divided_by_copies(v)
+        return self.all_sum(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
+
+    def norms(self, rows: Tensor) -> Tensor:
+        """The length of each row."""
+        if not self.placement.is_sharded:
+            return torch.linalg.vector_norm(rows, dim=1)
+        return self.dots((rows, rows))[0].sqrt()
+
+    def _divided_by_copies(self, rows: Tensor) -> Tensor:
+        """Rows whose entries are divided by how many processes hold copies of them."""
+        if isinstance(self._copy_shares, float):
+            return rows if self._copy_shares == 1 else rows * self._copy_shares
+        return rows * self._copy_shares.to(rows)
+
+    def all_sum(self, value: Tensor) -> Tensor:
+        """The sum over the processes that hold parts of the vectors."""
+        return self.placement.sum(value)
+
+    def true_in_all(self, holds: bool) -> bool:
+        """Whether it holds in all processes that hold parts of the vectors."""
+        if not self.placement.is_sharded:
+            return holds
+        return not self.all_sum(torch.tensor(float(not holds), device=self.device)).item()
+
+    @contextmanager
+    def raise_in_all(self, caller: str) -> Iterator[None]:
+        """Inside, an error of one of the processes that hold parts of the vectors is raised in all.
+
+        Nothing is communicated inside.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if isinstance(self.placement, Sharding):
+            with self.placement.translate_errors(caller):
+                self.placement.check_same(caller, (), (), self.device, error=error)
+        elif error is not None:
+            raise error
+
+    def check_same_call(
+        self, algorithm: str, *options: Any, what: str = "algorithm, and its options,"
+    ) -> None:
+        """Raise in all processes that hold parts of the vectors where they call other algorithms, or
+        with other options, from which other numbers of messages follow."""
+        if isinstance(self.placement, Sharding):
+            text = f"{algorithm}{options}"
+            numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
+            names = what, *AGREEMENT[1:]
+            # as a product does, which other processes may call instead
+            with self.placement.translate_errors(algorithm):
+                self.placement.check_same(algorithm, names, numbers, self.device)
+
+    def whole_rows(self, rows: Tensor) -> Tensor:
+        """Rows [k, length] as whole vectors [k, P]."""
+        return self._exchange(rows, True)
+
+    def add_rows(self, rows: Tensor) -> Tensor:
+        """The rows [k, length] of the sum over the processes of whole vectors [k, P]."""
+        return self._exchange(rows, False)
+
+    def _exchange(self, rows: Tensor, gathers: bool) -> Tensor:
+        placement, count = self.placement, len(rows)
+        if not isinstance(placement, Sharding):
+            return rows
+        pairs = zip(self._like, placement.layouts, strict=True)
+        shapes = [local if gathers else layout.shape for (local, _), layout in pairs]
+        exchange = placement.whole_rows if gathers else placement.add_rows
+        parts = enumerate(rows.split([shape.numel() for shape in shapes], 1))
+        with placement.translate_errors("A @ v"):
+            leaves = [exchange(i, x.reshape(count, *shapes[i])) for i, x in parts]
+        return torch.cat([leaf.reshape(count, -1) for leaf in leaves], 1)
+
+    def refuse_sharded(self, caller: str) -> None:
+        """Raise for DTensors, in algorithms that need whole vectors."""
+        refuse_sharded(caller, pytree.leaves(self.params))
 
 
 def random_signs(space: Space, count: int, generator: Generator | None) -> Tensor:

@@ -30,6 +30,7 @@ from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib.capture.api import kept_graph
 from hoglib.capture.within import recorded, traced, uncompiled
 from hoglib.errors import (
     ArgumentTypeError,
@@ -50,7 +51,7 @@ from hoglib.meta.inner_loop import RECOMPUTES, UNUSED, check_inner_losses, refus
 from hoglib.meta.module_loop import LearnedRates, LoopOptions, MetaParams, ModuleLoop
 from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
-from hoglib.ring import graph_of, ring
+from hoglib.ring import ring
 
 
 @final
@@ -490,7 +491,8 @@ def _captured(
     def run(mapped: bool, support: Any, query: Any) -> TaskResult:
         whole = partial(_meta_gradient, loop, used, mapped, wanted)
         policy = loop.options.policy
-        graph = graph_of(policy, f"{policy.caller}.loss", learner, whole, (mapped, wanted))
+        name = f"{policy.caller}.loss"
+        graph = kept_graph(whole, name, learner, (mapped, wanted), policy.backend)
         return graph(key, weight_tensor, start, support, query)
 
     return partial(run, False), partial(run, True)

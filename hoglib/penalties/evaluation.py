@@ -23,7 +23,7 @@ from hoglib._core.problem import Policy
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import no_autocast
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.capture.api import Compiled, CompiledLoss
+from hoglib.capture.api import Compiled, CompiledLoss, kept_graph
 from hoglib.capture.capturing import CacheSlot, kept
 from hoglib.capture.signature import parse_call
 from hoglib.capture.within import within_compile
@@ -33,7 +33,7 @@ from hoglib.penalties.input_vjp import NOT_OF_PARAMETERS, Function, input_vjp
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import EMPTY, check_points, random_like
 from hoglib.penalties.terms import Term, check_batch_dependence
-from hoglib.ring import graph_of, is_captured
+from hoglib.ring import is_captured
 
 
 @validation.short_repr
@@ -139,6 +139,7 @@ def run_as_graph(
     """
     needs_outputs = options.return_outputs if needs_outputs is None else needs_outputs
     name, generator, owner = options.name, options.generator, owner_of(func)
+    backend = options.policy.backend
     run = body if needs_outputs else partial(_value_alone, body)
     kind = Compiled if needs_outputs or options.reduction == "none" else CompiledLoss
     signature, state, known = None, None, {}
@@ -157,7 +158,7 @@ def run_as_graph(
             raise _DrawsChanged
 
     def by_graph(precheck: Callable[..., Any]) -> Any:
-        graph = graph_of(options.policy, name, owner, run, precheck=precheck, kind=kind)
+        graph = kept_graph(run, name, owner, None, backend, precheck=precheck, kind=kind)
         drawn = [
             random_like(torch.empty((), dtype=dtype, device=device), sampler, shape, generator)
             for sampler, shape, dtype, device in known.get(signature, ())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hoglib import errors
 from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors
+from hoglib._core.autograd import clone_inference_tensors, fresh_leaves
 from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import fixed_random_numbers
@@ -151,11 +151,6 @@ class TaylorOptions(NamedTuple):
         """func(*args); of a module with copies of its buffers, which its forward may change."""
         return call_with(func, {}, *args) if isinstance(func, nn.Module) else func(*args)
 
-    def own(self, x: Tensor) -> Tensor:
-        """The input that func gets: part of the graph of x if the results are to be. It requires grad,
-        for functions that differentiate by it themselves."""
-        return x.view_as(x) if self.keep and x.requires_grad else x.detach().requires_grad_()
-
 
 def _inside_ring(policy: Policy, func: Any, body: Callable[..., Any], *inputs: Any) -> Any:
     with ring(policy, func):
@@ -175,7 +170,8 @@ def by_taylor(
     """
     if options.mode == "nested" or torch_internals.transforms_active():
         return None
-    own = [options.own(x) for x in inputs]
+    # they require grad, for a func that differentiates by its input itself
+    own = fresh_leaves(list(inputs), options.keep)
     generators = GeneratorStates({x.device for x in inputs})
     drawn = None if torch_internals.tracing() else generators.now()
     run = Propagation(algebra, options.keep)
