@@ -274,6 +274,7 @@ class FunctionalLoss:
                 )
         converted: AbstractContextManager[None] = nullcontext()
         if self._dtype is not None and isinstance(self._criterion, nn.Module):
+            # class weights of a criterion have to have the dtype of the outputs
             converted = swap_parameters(self._criterion, {}, self._dtype)
         try:
             with converted:
@@ -368,6 +369,7 @@ class FunctionalLoss:
             )
         args, keywords = self._arguments(batch)
         try:
+            # what torch.compile made has no second derivative
             with torch_internals.eagerly(self._compiled):
                 if self._forward is not None:
                     outputs = self._forward(self.model, batch)
@@ -384,6 +386,7 @@ class FunctionalLoss:
             return outputs
         if (names := tuple(params)) not in self._searched:
             look = partial(self._refuse_own_parameters, params, outputs)
+            # once a model and names: the walk through the graph takes time for each node
             if found_once(self.model, ("parameters from elsewhere", names), look):
                 self._searched.add(names)
         return outputs
@@ -392,6 +395,7 @@ class FunctionalLoss:
         """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
         one does not arrive, so that derivatives by it are zero; None where outputs have no graph."""
         unwrap = torch_internals.unwrap
+        # compared beneath the wrappers of torch.func
         given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
         with without_stand_ins():
             values = [unwrap(y) for y in pytree.tensors(outputs)]
@@ -399,6 +403,7 @@ class FunctionalLoss:
                 return None
             leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
+        # by ids from before the swap, inside of which the model has the given ones
         own = {at: name for at, name in self._parameter_ids if name in params}
         for leaf in leaves:
             name = own.get(id(leaf))
@@ -450,11 +455,14 @@ class FunctionalLoss:
                 f"params: expected a dict of tensors by qualified name, got "
                 f"{validation.describe(params)}. Make one with `hoglib.trainable_params(model)`."
             )
+        # Dynamo traces torch's own swap, which replaces parameters and buffers and nothing else
         if torch.compiler.is_dynamo_compiling() and self._is_plain():
+            # copies, which a forward may change
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
             if params.keys() <= dict(self.model.named_parameters(remove_duplicate=False)).keys():
                 given = {**buffers, **params}
                 return torch_internals.reparametrize_module(self.model, given, tie_weights=True)
+        # the names of a model are listed once: most calls have the same
         if not params.keys() <= self._names:
             self._check_names(params)
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
@@ -529,6 +537,7 @@ def _own_loss(model: nn.Module, outputs: Any) -> Tensor:
         found = outputs.loss
     else:
         found = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    # models of transformers return loss=None without labels
     if found is None or isinstance(found, Mapping):
         got = "None" if found is None else f"{type(found).__name__} with {', '.join(found)}"
         raise ArgumentValueError(f"{what}: expected a loss among the outputs, got {got}. {advice}")

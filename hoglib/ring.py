@@ -92,26 +92,33 @@ class ring:  # noqa: N801 a context manager
         contexts: list[AbstractContextManager[Any]] = []
         self._contexts = contexts
         if self.captures:
+            # what is captured enters a ring of its own: nothing is swapped or watched around a graph
             contexts.append(autograd.outside_inference_mode())
             return
         if placement.is_sharded:
             contexts.append(placement.translate_errors(policy.caller))
         if examine:
             contexts.append(examined_functions(policy.caller, first_order=first_order))
+        # compiled code has no second derivative, and one with a custom Function a wrong one; what a
+        # backward runs again (checkpoints, solvers) has to find the parameters of this run
         contexts += (eagerly(), gradients(), keep_swapped())
         if buffers:
+            # a training step updates running statistics, a penalty does not
             contexts.append(restored := restore_buffers())
             self.modules = restored.modules
         for device in autocast_off:
+            # under bfloat16 autocast the gradient of a penalty is off by 4e-3
             contexts.append(torch.autocast(device, enabled=False))
         contexts.append(stand_ins_if(policy.stand_ins))
         if self._recomputes:
             recomputed = partial(recompute, backend=policy.backend)
+            # the last one: what is recomputed later runs inside of all the others again
             contexts.append(rematerialized(policy.remat, func, recomputed))
 
     def __enter__(self) -> list[BlockForward]:
         found: Any = None
         try:
+            # noted one by one: where entering one of them raises, those before it are left
             for context in self._contexts:
                 found = context.__enter__()
                 self._entered.append(context)
@@ -149,6 +156,7 @@ def warn_if_derivatives_not_finite(
         known: Any = found_once(by[0], (caller, *(x.shape for x in problem.leaves)), list)
         explain = partial(_explain_not_finite, problem, func, list(by))
         for part in (x for x in parts if x.requires_grad and not known):
+            # the hook holds this number, not the tensor that it is on
             finite = part.detach().isfinite().all()  # which is not read yet
             part.register_hook(partial(_watch_gradients, by, known, finite, explain))
 
@@ -165,6 +173,7 @@ def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) 
     def ended() -> None:
         for hook in hooks.values():
             hook.remove()
+        # sparse gradients, and those that processes share, are not looked at
         plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
         if finite and not all(bool(g.isfinite().all()) for g in plain):
             explain()

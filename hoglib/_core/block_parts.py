@@ -68,6 +68,8 @@ class PartsWatch:
         leaves, structure = pytree.flatten((args, kwargs))
         state = [*(x for x in leaves if isinstance(x, Tensor)), *part.parameters(), *part.buffers()]
         versions = [version_of(x) for x in state]
+        # an object among the arguments, as a cache, is changed by a run, or holds what would have no
+        # gradient
         closed = _is_closed(leaves) and next(_unregistered_state(part), None) is None
         outputs = forward(*args, **kwargs)
         same_values = versions == [version_of(x) for x in state]

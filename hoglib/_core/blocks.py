@@ -128,6 +128,7 @@ def _add_blocks(
         if len(group) < 2:
             continue
         most = max(Counter(_shapes(child) for _, child in group).values())
+        # merely of one class: they may be stages, which are blocks only if nothing inside is repeated
         if not (in_container and most > 1 and not isinstance(group[0][1], nn.Sequential)):
             inner = [_add_blocks(child, f"{name}.", found, seen) for name, child in group]
             searched |= {id(child) for _, child in group}
@@ -157,6 +158,7 @@ def _add_blocks(
 
 def _may_be_block(module: nn.Module, in_container: bool) -> bool:
     """Whether a module does more than one operation, as far as its class tells."""
+    # containers have no forward, and scripted code cannot be recomputed
     if isinstance(module, (*CONTAINERS, torch.jit.ScriptModule)):
         return False
     if next(module.parameters(), None) is None:

@@ -22,6 +22,7 @@ def digest(leaves: Sequence[Any]) -> str:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            # the bytes in memory are those of the values, without views that conjugate or negate
             x = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
             if x.numel():
                 found.update(string_at(x.data_ptr(), x.numel() * x.element_size()))
@@ -60,6 +61,7 @@ def write_atomically(path: Path) -> Iterator[IO[bytes]]:
         with temporary.open("wb") as stream:
             yield stream
         os.replace(temporary, path)
+    # also Ctrl-C leaves no half of a file
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -92,6 +94,7 @@ class ScoreFile:
         advice = "Make its folder, or name a file where there is space"
         if not path.exists():
             with translate_file_errors(f"out: expected to write {path}", advice):
+                # the record first: scores beside no record would be refused as those of another call
                 self.keep(None)
                 header = {"descr": kind.str, "fortran_order": False, "shape": shape}
                 row = numpy.full(shape[1:], numpy.nan, kind).tobytes()

@@ -45,9 +45,11 @@ class StateFingerprint:
             tensors += [t for t in module._buffers.values() if t is not None]
             settings.append(id(module))
             settings += [(k, v) for k, v in vars(module).items() if type(v) in _SETTINGS]
+        # tied weights and shared buffers once
         tensors = [_local_part(t) for t in {id(t): t for t in tensors}.values()]
         kinds = sorted({t.device.type for t in tensors} - {"meta"})
         autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
+        # inference tensors count no versions
         versions = [t._version for t in tensors if not t.is_inference()]
         pointers = [t.data_ptr() for t in tensors]
         numbers = [sums_and_norms(tensors)] if values else []

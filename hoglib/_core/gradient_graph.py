@@ -93,6 +93,7 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
         elif name := torch_internals.cpp_function(node):
             cpp_functions.add(name)
     if cpp_functions and AMBIENT.functions is not None:
+        # Python sees no more of them than the names of their nodes: they are reported as not examined
         AMBIENT.functions.in_cpp |= cpp_functions
     return GraphSummary(leaves, functions, cpp_functions)
 

@@ -28,10 +28,8 @@ def upcast_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def autocast_on(device: str) -> bool:
-    """Whether autocast is active for a device type; meta has none.
-
-    (`torch.amp.is_autocast_available` would say so too, but torch 2.11 cannot compile it.)
-    """
+    """Whether autocast is active for a device type; meta has none."""
+    # torch.amp.is_autocast_available would say so too, but torch 2.11 cannot compile it
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
@@ -43,9 +41,9 @@ def is_autocast(x: Tensor) -> bool:
 def cast_for_product(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The operands as torch's own product would take them under autocast.
 
-    float64 and complex ones stay. It is done outside of the Function, because what backward reads
-    must have the dtype that forward computed in.
+    float64 and complex ones stay.
     """
+    # outside of the Function: what backward reads must have the dtype that forward computed in
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not autocast_on(device):
         return tensors

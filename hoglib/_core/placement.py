@@ -281,6 +281,8 @@ class Sharding:
         weight = self.weight * self.mesh.size() / layout.mesh.size()
         whole: Tensor = apply(_Exchange, shard, True, layout, weight)
         self.gathered.add(index)
+        # compared with the loss (`_Mean`): processes whose blocks differ would gather each other's
+        # parameters
         self.order.append(index)
         return whole
 
@@ -371,6 +373,7 @@ class Sharding:
         """
         local = torch.tensor(numbers, dtype=torch.float64, device=device)
         flags = local.new_tensor([flag, error is not None])
+        # the least of a number is minus the largest of its negative: both in one all-reduce
         extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
         if error is not None:
             raise error

@@ -100,6 +100,7 @@ def remat(fn: F, *, compile: bool | str = False) -> F:
         if isinstance(fn, nn.Module):
             return recompute(_call_module, fn, args, kwargs, backend=backend)
         # Checked at each call, because the closure may have changed.
+        # of the closure, which draw again in backward
         generators = closures.refuse("remat", fn)
         return recompute(fn, *args, generators=generators, keywords=kwargs, backend=backend)
 
@@ -133,6 +134,7 @@ def recompute(
     leaves, structure = pytree.flatten((args, keywords))
     call = _Call(fn, leaves, structure, backend)
     call.is_part, call.by_tangents = is_part, by_tangents
+    # torch.func refuses a Function within itself by an internal assertion
     call.nested = nested and not torch_internals.transforms_active()
     call.mixed = call.mixed or by_tangents is not None
     tensors = call.tensors(leaves)
@@ -234,13 +236,17 @@ class _Recompute(torch.autograd.Function):
         ctx.computed = run if isinstance(run, _WithTangents) else None
         ctx.saved = [i for i, t in enumerate(tensors) if t is not None and ctx.rerun.uses(i)]
         ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
+        # the jvp of a Function reads what was saved for forward mode only
         if torch_internals.forward_mode_active():
             ctx.save_for_forward(*(tensors[i] for i in ctx.saved))
+        # a cotangent that is zero stays None: nothing is computed with it, in any order
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(y for y in outputs if y is not None and not is_float(y)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        # autograd runs the backward of a device in a thread of its own, where the state of the caller
+        # does not hold
         with ctx.caller.restored():
             return _backward(ctx, grads)
 
@@ -449,6 +455,7 @@ class _Vjp(_Derivative):
         edges, weights = zip(*pairs, strict=True)
         # Other levels have graphs of their own, so this one is freed while the gradient is computed.
         again = torch.is_grad_enabled()
+        # seen by the modes: what backward calls may have a stand-in
         found = torch_internals.gradients(
             edges, variables, weights, retain_graph=False, create_graph=again, unhandled=True
         )
@@ -712,6 +719,7 @@ class _Call:
     def _first(self, tensors: Tensors) -> Tensors:
         """The first run, with the function's side effects on its modules where torch allows them."""
         versions = [version_of(tensor) for tensor in tensors]
+        # torch cannot change buffers inside of torch.func
         if self.transformed:
             outputs = self._watching_parts(tensors)
         else:
@@ -731,6 +739,7 @@ class _Call:
         found = self._take_tensors(outputs)
         if self.by_tangents is not None:
             # a copy: the memory of torch's mse_loss is that of all its terms
+            # compared with the loss that backward computes again
             self.value = torch_internals.unwrap(found[0]).detach().clone()
         return found
 

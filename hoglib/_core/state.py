@@ -49,6 +49,7 @@ def draw_from(generator: torch.Generator, device: torch.device) -> Iterator[None
     own.set_state(generator.get_state())
     try:
         yield
+        # it goes on behind what was drawn
         generator.set_state(own.get_state())
     finally:
         own.set_state(before)
@@ -69,10 +70,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores a :func:`random_state` of this process, or of another one with other GPUs.
-
-    Its tensors are on the CPU, and are not copied: inside a torch.func transform a copy has no storage.
-    """
+    """Restores a :func:`random_state` of this process, or of another one with other GPUs."""
+    # its tensors are on the CPU, and are not copied: inside of torch.func a copy has no storage
     random.setstate(state["python"])
     if state["numpy"] is not None:
         sys.modules["numpy"].random.set_state(state["numpy"])
@@ -325,7 +324,9 @@ class StateGuard:
             _restore_items(module._buffers, restored)
             if not attributes:
                 continue
-            for items, kept in saved.internal:  # hooks that a first forward registered
+            # hooks that a first forward registered: a module notes by an attribute that it did, and as
+            # that is restored, hooks which stay would pile up
+            for items, kept in saved.internal:
                 if items is not module._parameters and items is not module._buffers:
                     _restore_items(items, kept)
             before = saved.attributes

@@ -42,6 +42,7 @@ def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
                 f"{caller}: expected one thread at a time in forward mode, of which torch has one for "
                 "the whole process, got two; use the reverse mode, or a lock around the call."
             )
+        # entry points nest in one thread
         _FORWARD_THREADS[own] = _FORWARD_THREADS.get(own, 0) + 1
     try:
         yield

@@ -188,6 +188,7 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
 
     def run(*args: Any) -> Any:
         given, named = opened(args)
+        # the operator without its own autograd rules: this Function has them
         with torch._C._AutoDispatchBelowAutograd():
             result = overload(*given, **named)
         return tuple(result) if isinstance(result, list) else result
@@ -218,6 +219,7 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
         run.__signature__ = Signature(  # type: ignore[attr-defined]
             [Parameter(a.name, Parameter.POSITIONAL_OR_KEYWORD) for a in schema.arguments]
         )
+    # a rule can be generated where the operator inside has a kernel for vmap
     maps = torch._C._dispatch_has_kernel_for_dispatch_key(schema.name, "FuncTorchBatched")
     name = f"torch.ops.{str(overload).removesuffix('.default')}"
     rules = {

@@ -66,11 +66,10 @@ class AutocastState:
 
 
 class ContiguousDropout(TorchFunctionMode):
-    """Inside, dropout draws in the order of a contiguous input.
+    """Inside, dropout draws in the order of a contiguous input, as it does inside torch.func."""
 
-    As it does inside torch.func; elsewhere the order is that of the input's memory, so that a run
-    inside of transforms would draw another mask than one outside.
-    """
+    # elsewhere the order is that of the input's memory: a run inside of transforms would draw another
+    # mask than one outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -119,8 +118,8 @@ def plain_operations(linear_for: str = "") -> inside:
 
 
 def only_plain_operations() -> bool:
-    """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces, which
-    cannot read the variable and takes the references anyway."""
+    """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces."""
+    # which cannot read a variable of a thread, and takes the references anyway
     return not torch.compiler.is_dynamo_compiling() and AMBIENT.plain_operations is not None
 
 

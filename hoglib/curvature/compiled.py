@@ -47,6 +47,8 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         nonlocal unused
         try:
+            # ambient: a graph is called with tensors only, and a backend of one point would be compiled
+            # anew at each
             with inside(residuals=residuals), torch.set_grad_enabled(policy.create_graph):
                 # new tensors: one that is both vector and parameter would be one input of the graph
                 fresh = [v.view_as(v) for v in vector]
@@ -121,6 +123,7 @@ class PartialEval:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
         count = self.count
+        # the two parts are told by what a node reads, which says nothing of writes in place
         module = functionalized(module, inputs)
         given = module.graph.find_nodes(op="placeholder")
         outputs: Any = module.graph.output_node().args[0]
@@ -133,6 +136,7 @@ class PartialEval:
         residuals = _saved_nodes(module.graph, depends)
         run_once = self._made(_part(module, given[count:], [*values, *residuals]), inputs[count:])
         with torch.no_grad():
+            # an example of the residuals, with whose shapes the second part is compiled
             found = [x.detach() for x in run_once(*inputs[count:])[len(values) :]]
         run_each = self._made(_part(module, [*given, *residuals], products), [*inputs, *found])
 
@@ -155,6 +159,7 @@ def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         for x in node.all_input_nodes if node in depends else ():
+            # a view is made again at no cost: what is kept is the tensor that it is of
             while x.target in VIEWS and x not in depends:
                 x = x.all_input_nodes[0]
             if x.op == "call_function" and x not in depends:

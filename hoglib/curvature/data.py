@@ -129,6 +129,7 @@ class Processes:
         In one all-reduce. Raises the error, if there is one; and in all processes alike where another
         one has an error, or where they do not multiply the same.
         """
+        # one message has one dtype, which has to hold the totals too
         dtype = torch.promote_types(total.dtype, torch.float32)
         numbers = torch.tensor(mine._replace(failed=error is not None), dtype=torch.float64)
         parts = split_float64(numbers, dtype)

@@ -146,6 +146,8 @@ class FisherMetric(OutputMetric):
 
     def seeded(self) -> "FisherMetric":
         """The metric with a seed, drawn by the generator: the same samples at each product."""
+        # a matrix that changes from product to product has no eigenvalues, and no solver converges on
+        # it
         if not self.random:
             return self
         where = torch.device("cpu") if self.generator is None else self.generator.device
@@ -153,6 +155,7 @@ class FisherMetric(OutputMetric):
         return replace(self, seed=int(drawn))
 
     def for_batch(self, number: int) -> "FisherMetric":
+        # by the number of the batch, so that each process draws what one process alone would
         return self if self.seed is None else replace(self, seed=self.seed + number)
 
     def random_numbers(self, device: torch.device) -> Generator | None:
@@ -242,6 +245,7 @@ def _distribution(
     p = likelihoods.make_distribution(chosen, constant)
     weight = likelihoods.weight(chosen, p, options.reduction)
     if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
+        # a criterion that refuses halves of the coordinates says nothing of them
         with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
             found_once(loss, ("terms", p.batch_shape), lambda: _warn_of_terms(loss, p, at))
     return chosen, p, weight
@@ -258,6 +262,7 @@ def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
     joint = p.event_shape or isinstance(p, D.Independent)
     if count < 2 or not given or joint or getattr(p.support, "is_discrete", False):
         return True
+    # a loss that is the mean over coordinates is the mean of those of its halves; one that sums is not
     half, width = shape[-1] // 2, shape[-1]
 
     def value(start: int, end: int) -> float:
@@ -362,6 +367,7 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
             "does not; look for .detach(), .item() or a torch.no_grad() in it."
         )
+    # those of the table are sums or means over examples
     if row is None and not one and value_checks_on():
         _refuse_coupled(loss, at)
     gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
@@ -385,6 +391,7 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
         with torch.no_grad():
             return loss.criterion(pytree.filled(rest, others), batch)
 
+    # goes along with the halves, to say which rows of the outputs they are
     index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
     find = lambda: compare_halves(value, (outputs, at.batch, index)) or "unknown"  # noqa: E731
@@ -567,12 +574,15 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
     eigenvalues, Q = symmetric_eigen(blocks)
     rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(ys[0].dtype).eps)
     low = -float(eigenvalues.min()) / rounding
+    # a classifier that fits all examples has almost no Hessian: what is negative is rounding then, of
+    # terms as large as those at zero outputs
     if low > largest(eigenvalues) and low > at_zero(_random_directions(blocks)):
         raise ArgumentValueError(
             f"{composite.policy.caller}(kind='exact'): expected a criterion that is convex in the "
             f"outputs, got one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, "
             "as `hoglib.FisherOperator(likelihood=)` takes it, or use kind='empirical'."
         )
+    # what is negative was found to be rounding
     root = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
     for i in range(total):
         yield vector(root[:, :, i])
@@ -599,6 +609,7 @@ def _check_block_diagonal(
     apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)
     if not bool(whole.isfinite().all()) or agree(whole, apart, SUMS, dtype=dtype):
         return
+    # likewise: evaluated only where the first comparison fails
     if not agree(whole, apart, SUMS, dtype=dtype, terms=[at_zero(u)]):
         raise ArgumentValueError(
             f"{caller}: expected a criterion that is a sum over examples, got one that couples "

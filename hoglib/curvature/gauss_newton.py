@@ -233,6 +233,7 @@ class CompositeLoss:
         if twice:
             check_custom_functions(graph, self.policy.caller)
         if not self.policy.create_graph:
+            # the product would lack a part, without an error
             check_uses_given_params(graph, self.leaves, self.policy.caller)
         return every
 
@@ -250,6 +251,8 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
         product = transposed_product(every, own, weighted, composite.policy, keep_graph)
+        # J v is read from the graph of J^T u, J^T u from that of the model: a part that one of them
+        # lost shows
         sides = (vector, product), (tangents, weighted)
         if not are_adjoint(loss, *sides, jacobian.parts, placement):
             raise detached(caller)

@@ -81,6 +81,7 @@ class _MixingCheck:
         count = value.shape[0]
         if count < 2 or not value_checks_on() or torch_internals.transforms_active():
             return
+        # the second half: in a causal layer the first depends on no other
         last = torch.arange(count, device=points.device) >= count // 2
 
         def score() -> Tensor:
@@ -88,6 +89,7 @@ class _MixingCheck:
             return half @ torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
 
         def mixes() -> bool | None:
+            # Taylor mode would take this backward for one that func runs itself
             with _disable_current_modes(), suppress(RuntimeError):
                 return depends_on_others(score(), [points], [last], CALLER)
             return None
@@ -300,6 +302,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
         return value
 
     with fixed_random_numbers([x]):
+        # the first of several runs: all draw the same numbers
         value = func(x)
     points, outputs, probes = _sizes(x, value, directions)
     total = torch.zeros_like(value).reshape(points, outputs)

@@ -126,6 +126,7 @@ class JacobianOperator(RectangularOperator):
                         point.patches = patches.values()
                     keep = sums.single_batch and 0 < point.held_bytes() <= self._limit
                     sums.kept = point if keep else None
+                # outputs of one batch follow those of another, so that batches need an order
                 stop = start + sum(point.sizes)
                 with grad_enabled(), reapply(point.patches):
                     for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
@@ -148,6 +149,7 @@ class JacobianOperator(RectangularOperator):
         return total
 
 
+# no lambda, which an operator could not be pickled with
 def _unit_weight(batch: Any) -> float:
     return 1.0
 

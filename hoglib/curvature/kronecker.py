@@ -148,6 +148,7 @@ def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
     for one in blocks:
         if one.values is None:
             (a, QA), (g, QG) = next(every), next(every)
+            # factors are semi-definite: what is negative is rounding
             values = g.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
             one = KroneckerBlock(one.layout, QA, not_none(QG), values)
         found.append(one)
@@ -194,6 +195,7 @@ class KroneckerOperator(LinearOperator):
         return next((block.G.dtype for block in self.blocks()), usual)
 
     def _products(self, rows: Tensor) -> Tensor:
+        # each process holds a part of the rows, and some of the blocks
         given = leaves_of(self.space, self.space.whole_rows(rows.to(self._dtype)))
         apply = lambda block: block.apply(block.layout.gather(given))  # noqa: E731
         return self._joined(len(rows), apply).to(rows.dtype)
@@ -222,6 +224,7 @@ class KroneckerOperator(LinearOperator):
         return self._map(validation.function("function", function))
 
     def _map(self, function: Any, checked: bool = True) -> "KroneckerMatrix":
+        # before: processes exchange factors at the first use, and nothing inside of `raise_in_all`
         given_blocks = self.blocks()
         with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("map"):
             blocks = by_eigenvectors(given_blocks)
@@ -287,6 +290,7 @@ class KroneckerOperator(LinearOperator):
             check_invertible(lowest, number, rounding)
             if not isfinite(largest):
                 self.damped(number)  # which raises
+            # to look at values waits for a device: only where 1 / value may overflow
             return damped._map(torch.reciprocal, checked=lowest < torch.finfo(values.dtype).tiny)
         blocks = self.blocks()
         if not self.space.true_in_all(all(block.values is None for block in blocks)):

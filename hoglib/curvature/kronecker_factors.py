@@ -76,6 +76,7 @@ class BlockSums(ABC):
         return DeviceRead(torch.stack(totals or [torch.zeros(())]))
 
     def finite(self, read: DeviceRead) -> bool:
+        # the sum of finite numbers may overflow
         finite = bool(read.numbers().isfinite().all())
         return finite or all(bool(x.isfinite().all()) for x in self.tensors())
 
@@ -129,6 +130,7 @@ class FactorSums(BlockSums):
         if is_embedding(layer):
             at = torch.cat([call.inputs()[0, :, 0] for call in layer.calls])
             seen = at[at >= 0]
+            # A is diagonal: how often each row of the table is used
             ones = torch.full_like(seen, weight / max(len(at), 1), dtype=run.dtype)
             sums["A"][0].index_add_(0, seen, ones)
             return
@@ -235,6 +237,7 @@ class EigenvalueSums(BlockSums):
                 block, values = self._blocks[layer.layout], self.sums[layer.layout]["values"]
                 rows = [g @ block.G for g in gradients.rows(layer)]
                 a, g = inputs[layer.layout], by_example(layer, rows, run.examples)
+                # unit vectors are not written out: they are as wide as the table has rows
                 if is_embedding(layer) and layer.layout.weight is not None:
                     _add_embedding(values[0], a[0, ..., 0], g[0], share)
                 else:

@@ -86,6 +86,7 @@ class LayerCall:
         weight_gradients: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.role, self.weight, self.bias = role, weight, bias
+        # where gradients arrive; to hold the output itself would keep its memory
         self.edge: GradientEdge = get_gradient_edge(output)
         self.shape, self.device = output.shape, output.device
         self.time_first = False  # whether rows are ordered by position before example
@@ -199,6 +200,8 @@ class LayerRecorder(TorchFunctionMode):
         self.selects = self.selects or _selects_rows(func, args)
         layer = LAYERS.get(func)
         if layer is None and func not in POINTWISE and isinstance(func, FunctionType):
+            # functions of torch in Python, as multi_head_attention_forward, hide the calls that they
+            # make
             inside = without_override_check(func, _NAMES)
             if inside is not None:
                 with self:
@@ -212,6 +215,7 @@ class LayerRecorder(TorchFunctionMode):
         calls: list[LayerCall] = []
         if func in POINTWISE:
             calls = self._pointwise(func, args, kwargs, result)
+        # what runs under no_grad is no use of a parameter
         elif layer is not None and result.requires_grad:
             if func is F.embedding and self.examples > 1 and args:
                 args, result = self._of_each_example(args, result)
@@ -364,6 +368,7 @@ def _broadcast_calls(
     at = torch.arange(positions, device=output.device)
     role = Role("embedding", "kronecker", 1, features, positions, transposed=True)
     count = output.numel() // shape.numel()
+    # every position of each example, once
     indices = lambda x: x.repeat(count).view(1, -1, 1)  # noqa: E731
     scaled = rows if slope is None else lambda t: rows(t * slope)
     return [LayerCall(role, region, None, at, output, indices, scaled)]
@@ -434,6 +439,7 @@ def _convolution(
         of = (conv1d_weight, conv2d_weight, conv3d_weight)[spatial - 1]
 
         def one(x: Tensor, g: Tensor) -> Tensor:
+            # torch sums these gradients over a batch: one example at a time, side by side by vmap
             return of(x[None], weight.shape, g[None], stride, 0, dilation, groups)
 
         return torch.func.vmap(one)(x, gradient).reshape(len(x), groups, -1, into)

@@ -158,6 +158,7 @@ def specified(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likeliho
     if isinstance(likelihood, str):
         family = FAMILIES[validation.choice("likelihood", likelihood, FAMILIES)]
         result = _of_family(family, f"likelihood={likelihood!r}", outputs)
+        # dimension 1 of logits [B, T, V] would give the matrix of another distribution
         if family.classes and outputs.dim() > 2 and _classes_last(loss, outputs, batch):
             return Likelihood(CLASSES_LAST.distribution, CLASSES_LAST)
         return result
@@ -321,11 +322,14 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     def counts() -> Tensor:
         own = target.cpu()
         kept = own != ignored
+        # sums of float32 weights would lose digits that the mean divides by
         each = kept.double()
         if weights is not None:
+            # an ignored label may lie beyond the classes
             each *= weights.detach().cpu().double()[own.where(kept, 0)]
         return each.reshape(count, -1).sum(1)
 
+    # inference tensors have no version by which they would be known again
     if target.device.type == "cpu" or target.is_inference():
         return counts()
     key = ("counts", target._version, ignored, id(weights), getattr(weights, "_version", 0))
@@ -367,6 +371,7 @@ def relation_of_halves(
     for name, make in made.items():
         rule = CLOSE if name == "weighted" else DERIVATIVES
         if all(agree(L, make(a, b), rule, terms=(a, b), dtype=dtype) for L, a, b in found):
+            # losses that are all zero are the sum, the mean and whatever of their halves
             return name if any(map(any, found)) else None
     return "coupled" if found else None
 
@@ -395,10 +400,12 @@ def compare_halves(
             value = at(0, batch) if value is None else value
             before = generator_state(value.device)
             first = [float(value), *(float(at(0, part)) for part in parts[1:])]
+            # the loss drew numbers: it differs from part to part for that alone
             if not torch.equal(before, generator_state(value.device)):
                 return None
             if relation_of_halves([first], share, value.dtype) == "mean":
                 return "mean"
+            # a loss that vanishes here is made of its halves in every way: points nearby decide
             others = [values(seed) for seed in (1, 2, 3)]
     except Exception as error:  # rows of this batch are no examples
         LOGGER.debug("the halves of a batch were not compared: %s", error)

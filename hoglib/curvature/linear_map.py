@@ -112,7 +112,7 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
 
 
 def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:
-    """A map that is computed in float64; of the leaves' dtype is the loss, but not the product."""
+    """A map that is computed in float64. The loss has the dtype of the leaves, the product float64."""
     caller = f"{problem.policy.caller}(mode='{DIFFERENCES}')"
     validation.refuse_transforms(caller, "use mode='auto' there.")
     dtype = problem.leaves[0].dtype
@@ -120,6 +120,7 @@ def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> Li
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         value, product = point.apply(finite_differences.to_double(vector), keep_graph)
+        # an operator compares it with the losses of other passes, in the dtype of the parameters
         return value.to(dtype), product
 
     return LinearMap(apply)

@@ -120,6 +120,7 @@ class RectangularOperator(ABC):
 
     def __matmul__(self, v: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
+            # torch.compile does not trace what an operator does: it runs uncompiled
             return uncompiled(partial(type(self).__matmul__, self, v))
         if isinstance(v, RectangularOperator):
             return product_of(_chain_of(self) + _chain_of(v))
@@ -179,6 +180,7 @@ class RectangularOperator(ABC):
         raise errors.ArgumentTypeError(text)
 
     def __neg__(self) -> "RectangularOperator":
+        # not self * -1, for which Kronecker factors would need their eigenvectors
         return sum_of((-1.0, self))
 
     def matvec(self, v: Any) -> Any:
@@ -229,6 +231,7 @@ class RectangularOperator(ABC):
             where = space.first_not_finite(total)
             bad = where and space.true_in_all(bool(rows.isfinite().all()))
         else:
+            # both numbers in one copy, which the next product reads: none waits for the device
             sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
             now = read_late((type(self), total.shape), sizes)
             bad = now is not None and isfinite(now[0]) and not isfinite(now[1])
@@ -334,6 +337,7 @@ class LinearOperator(RectangularOperator):
                 f"{list(A.shape)}, {A.dtype} on {A.device}."
             )
         off, size = float((A - A.T).abs().max()), float(A.abs().max())
+        # the bound for random vectors, as a matrix may be computed in TF32
         if not off <= BOUNDS[A.dtype][0] * size:
             raise errors.ArgumentValueError(
                 "matrix: expected a finite, symmetric one, got entries that differ from those of its "
@@ -824,6 +828,8 @@ class LinearOperator(RectangularOperator):
             drawn = torch.randn(P, columns, generator=generator, device=device, dtype=wide)
             S = torch.linalg.qr(drawn.to(self.device))[0]
             Y = self.apply(S.T.to(self.dtype)).to(wide).T
+            # products round to the dtype of the parameters: by the eps of float32, a semi-definite
+            # matrix in bfloat16 was refused
             U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
             return LowRankOperator(self.space, U[:, :rank].T.contiguous(), values[:rank])
 
@@ -985,6 +991,7 @@ class BlockDiagonal(LinearOperator):
         self._bar = operator._bar
 
     def _products(self, rows: Tensor) -> Tensor:
+        # as one block of vectors, which shares the passes over the data
         parts = self._operator.apply(torch.cat([rows * mask for mask in self._masks]))
         total = torch.zeros_like(rows)
         for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
@@ -1055,6 +1062,7 @@ class LowRankOperator(LinearOperator):
             Frangella, Tropp and Udell, Randomized Nystrom Preconditioning, 2023, equation 1.3.
         """
         validation.positive("damping", damping)
+        # all that is known of the eigenvalues on the rest of the space: none is larger
         smallest = float(self.values.min())
         return LowRankOperator(self.space, self._rows, self.values, smallest).inverse(damping)
 
@@ -1073,7 +1081,8 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
             f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
         )
-    # of directions that are rounding nothing is known
+    # directions that are rounding are dropped: to shift them took a third off large eigenvalues in
+    # bfloat16
     roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)

@@ -14,7 +14,9 @@ from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
 NEAR = 10  # times the target: where an iteration may be the last one
-LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5  # iterations, in which stagnation is looked for
+# iterations, in which stagnation is looked for: with five of them NewtonCG with KFAC takes half of the
+# products
+LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5
 
 
 @validation.short_repr
@@ -52,6 +54,7 @@ def cg(
     the two differ, the iteration starts again from the true one.
     """
     rows, rebuild = operator.space.rows(b, "b")
+    # by the dtype of the products, not by that in which they are summed
     default = RTOL.get(operator.space.precision, 1e-2)
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     limit = min(10 * operator.shape[0], 1000)
@@ -105,8 +108,7 @@ def _iterate_cg(
     """Improve x in place; return the norms of the true residuals, the number of iterations, and whether
     all are within the target.
 
-    A device is waited for near the target only. Before, the numbers of an iteration are looked at after
-    the next one, so that none is computed in vain.
+    A device is waited for near the target only.
     """
 
     def at(rows: Tensor) -> Any:  # of all no copy to a device
@@ -133,6 +135,8 @@ def _iterate_cg(
         late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
         waits = b.device.type == "cpu" or iterations == limit
         small = stagnant = torch.zeros(len(active), dtype=torch.bool)
+        # one iteration late, so that a device goes on; near the target at once, so that no iteration is
+        # computed in vain
         while late and (waits or near or len(late) > 1):
             curvatures, squares, size, fell, least = late.pop(0).numbers()
             _check_positive(curvatures, squares, iterations - len(late))
@@ -143,6 +147,7 @@ def _iterate_cg(
         if bool(small.any()):
             done = active[small]
             before, i = known[done], at(done)
+            # the residual of the recurrence drifts from this one by rounding
             r[i] = b[i] - product(x[i])
             true[i] = space.norms(r[i])
             known[done] = true[i].cpu()
@@ -152,6 +157,7 @@ def _iterate_cg(
             p[i] = 0  # starts again
         z = precondition(r)
         new = space.dots((r, z))[0]
+        # a row that is solved exactly has rz = 0, and 0 / 0 would spread NaN
         p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
         rz = new
     return true, iterations, bool((known <= goal).all())
@@ -172,6 +178,7 @@ class _Stagnation:
             return b.new_zeros(2, len(b))
         self._values.append(-0.5 * space.dots((x, b + r))[0])
         iterations = len(self._values)
+        # Martens, 2010: the fall over the last tenth of the iterations
         k = max(self._look_back, iterations // 10)
         if iterations <= k:
             return b.new_zeros(2, len(b))

@@ -175,6 +175,7 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
     size = max(1, AT_ONCE // (role.groups * role.into * role.out))
     for start in range(0, N, size):
         stop = min(start + size, N)
+        # patches of a convolution are many times its input
         if a is None:
             given = ((call, gradients.like_output(call).to(run.dtype)) for call in layer.calls)
             parts = [call.weight_gradients(u, start, stop) for call, u in given]
@@ -357,6 +358,7 @@ class ModelRun:
             one, u = given
             # copies: a model may assign to what it finds
             at = {i: p.detach() for i, p in enumerate(leaves)}
+            # all other parameters are constants
             at |= dict(zip(self.unexplained, own, strict=True))
             composite = CompositeLoss(self.problem.at(one), self.options.metric, "reverse")
             every = zip(composite.outputs(list(at.values())), u, strict=True)
@@ -371,6 +373,7 @@ class ModelRun:
             pairs = zip(self._outputs, column, strict=True)
             terms = [(y.detach() * u)[start:stop].flatten(1) for y, u in pairs]
             sums, sizes = torch.cat(terms, 1).sum(1), torch.cat(terms, 1).abs().sum(1)
+            # trusted only where an example by itself has the outputs that it has in the batch
             same = agree(values, sums, SUMS, terms=[sizes])
         self.separable = same
         return found if same else None
@@ -384,6 +387,7 @@ class ModelRun:
             return []
         pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
         values, weights = zip(*pairs, strict=True)
+        # a backward that calls the model again has to find the parameters of this run
         with translate_errors(self._caller), reapply(self._patches):
             grad: Any = torch.autograd.grad
             return list(grad(values, inputs, weights, retain_graph=True, allow_unused=True))
@@ -484,18 +488,21 @@ class ModelRun:
     def check_if_rows_selected(self, needs_examples: bool) -> None:
         """Check this batch where its values can decide which rows are of which example."""
         roles = (layer.layout.role.matrix for layer in self.layers)
+        # rows that values choose (sorting, routing, masks) may be others in each batch
         if self.selects and (needs_examples or {*roles} - {"kronecker"}):
             self.check_apart(needs_examples)
 
     def _halves(self) -> list[Tensor]:
         """Which examples [N] are in a half, and in the other: those whose number has a bit, for each
         bit, which tells every two examples apart."""
+        # one halving is not enough: a class token behind attention took the rows of other examples
         numbers = torch.arange(self.examples, device=self.device)
         bits = range((self.examples - 1).bit_length())
         return [(numbers >> bit) % 2 == value for bit in bits for value in (0, 1)]
 
     def _probe(self, half: Tensor | None) -> Vector:
         """A random column of the outputs of half of the examples, and zeros; of all for None."""
+        # of its own: the check leaves torch's random numbers as they are
         generator = torch.Generator().manual_seed(0)
         column = []
         for y in self._outputs:
@@ -599,6 +606,7 @@ def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder
 
 def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
     (batch,) = run.problem.args
+    # at two examples the check costs little
     small, mismatch = first_examples(batch, 2), None
     checked: RowOrder | None = None
     if small is not None:

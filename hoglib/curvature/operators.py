@@ -91,6 +91,7 @@ class DatasetOperator(LinearOperator):
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
         if self._sum.next_is_unchecked():
+            # an algorithm compares the state before some of its products only, not before each one
             self._apply_kept(rows, total)
             return self._checked(rows, total)
         every = self._sum.one_pass(total, rows)
@@ -131,6 +132,7 @@ class DatasetOperator(LinearOperator):
             # a compiled map shows only afterwards what it holds
             several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
             point = linearizer(kind, context.captures)(problem, several)
+            # for the examination after the pass: where a custom Function cut the graph, zero is wrong
             note_lost_graph(point.gradient)
             keep = single and (several if context.captures else self._fits_in_memory(point))
             value = self._apply(point, rows, total, share, keep, first)
@@ -504,6 +506,7 @@ def hessian_spectrum(
         raise ArgumentValueError(
             f"k: expected at most {size // 2}, half of the {size} parameters, got {k}; give fewer."
         )
+    # a new one: torch's own random numbers stay as they are
     generator = generator or torch.Generator().manual_seed(torch.initial_seed())
     failed: Exception | None = None
     try:
@@ -528,6 +531,7 @@ def without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
 
 def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Tensor:
     """The k outermost Lanczos nodes of each end, which lie inside the spectrum."""
+    # where a Krylov space ended, the rest of T is zero and gives nodes of no weight
     real_nodes = density.weights > torch.finfo(density.weights.dtype).eps
     rows = [nodes[real] for nodes, real in zip(density.nodes, real_nodes, strict=True)]
     if min(map(len, rows)) < 2 * k:

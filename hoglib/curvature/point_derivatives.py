@@ -169,6 +169,7 @@ def laplacian(
         def chosen(batched: bool) -> Directions:
             return directions_of(x, batched, of_x or coefficients, signs)
 
+        # nested derivatives where these are faster, else Taylor mode, else nested where it has no rule
         found = _of_few_directions(given, values, x, chosen)
         found = found or _collapsed(given, values, x, chosen, return_gradient)
         value, total, gradient = found or (*_nested(given, values, x, chosen), None)
@@ -178,6 +179,7 @@ def laplacian(
             gradient = point_gradients(values, x, given.keep)
         return value, total, gradient
 
+    # a tensor is an input of a graph, a function a part of its key
     coefficients = None if of_x else coefficients
     return given.evaluate(func, body, (return_gradient, of_x), x, args, coefficients, signs)
 
@@ -210,6 +212,7 @@ def _of_few_directions(
         value, total = by_reverse(of_one_output, x, lambda _: probes, options.keep, options.always)
         if total.any():
             return value, total, None
+    # func runs again, by Taylor mode, with the numbers that it drew
     generators.set(drawn)
     return None
 
@@ -237,6 +240,7 @@ def _collapsed(
     def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
         nonlocal unit
         vectors, weights, unit = chosen(batched)
+        # pieces save no memory where the graph of all of them is kept
         step = len(vectors) if options.keep else max(16, AT_ONCE // x.numel())
         parts = []
         for start in range(0, len(vectors), step):
@@ -283,6 +287,7 @@ def at_points(
         drawn = None if torch_internals.tracing() else generators.now()
         try:
             for k, (algebra, parts) in enumerate(todo):
+                # the last piece leaves the generators as one run does
                 with nullcontext() if k == len(todo) - 1 else fixed_random_numbers([x]):
                     found = by_taylor(options, algebra, [x], [parts], call)
                 if found is None:
@@ -460,6 +465,7 @@ def _is_nonnegative(a: Tensor, diagonal: bool) -> bool:
     if diagonal:
         return bool((a >= 0).all())
     sizes = symmetric_eigen(a)[0]
+    # eigenvalues of a singular matrix are negative by rounding
     floor = -torch.finfo(a.dtype).eps * a.shape[-1] * sizes.abs().amax() if sizes.numel() else 0
     return bool((sizes >= floor).all())
 
@@ -653,6 +659,7 @@ def partial_derivative(
         if found is not None:
             ((value, parts),) = found[0]
             return as_returned(given, value, parts[-1])
+        # the layout is not known before the value: one more run, of the same numbers
         with fixed_random_numbers([x]), torch.no_grad():
             batched = values(x).dim() > 0
         vectors, orders, order = path(batched)

@@ -33,6 +33,7 @@ Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
 
 def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> Any:
+    """What a product looks like to torch.compile: a number, and tensors like v."""
     value, *_ = pytree.tensors(value)
     return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
 
@@ -227,6 +228,7 @@ def _product(
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func, "func")
     if torch_internals.transforms_active():
+        # whatever differentiates the product from outside needs its graph
         policy = policy._replace(create_graph=True)
     problem = Problem.of(policy, func, params, *args)
     flat = pytree.leaves(params), problem.structure
@@ -239,13 +241,17 @@ def _product(
         problem, vector = problem.entered(blocks), clone_inference_tensors(vector)
         vector = problem.placement.local_vector("v", vector)
         columns = vector[0].shape[-1] if block else 1
+        # before anything is gathered, in one all-reduce: processes that differ all raise
         problem.placement.check_agreement(policy.caller, columns, vector, problem.leaves)
         point = linearizer(kind, around.captures)(problem, block)
+        # for the examination at the end: where a custom Function cut the graph, zero is wrong
         note_lost_graph(point.gradient)
         value, product = apply_block(point, vector, block)
     if not given.placement.is_sharded:
+        # the search runs the loss again, for which it would need the other processes
         warn_if_derivatives_not_finite(given, value, product)
     if kind.mode == DIFFERENCES:
+        # they were computed in float64
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
     if not policy.create_graph:
         value, product = value.detach().clone(), [part.detach() for part in product]
@@ -266,6 +272,8 @@ def _refuse_sharded(policy: Policy, func: Any) -> None:
 
 
 def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
+    """The same of a matrix: its blocks, for each two leaves."""
+
     def row(p: Tensor) -> Any:
         return pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)
 
@@ -380,6 +388,7 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
     with around as entered:
         problem = problem.entered(entered)
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
+            # vmap of reverse over reverse is silently wrong through normalization layers
             numbers = tuple(range(len(problem.leaves)))
             full = torch.func.jacfwd(torch.func.grad(problem, numbers), numbers)(*problem.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
@@ -405,10 +414,12 @@ def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Ent
     gradient by p_a alone and to the leaves of its group alone."""
     _, p, grads, graph = gradient
     entries: Entries = {}
+    # of one part of the gradient at a time: a product of the whole costs all leaves for each row
     for group in groups:
         columns = [p[b] for b in group]
         for a in group:
             part = grads[a]
+            # that of an embedding may be sparse
             part = None if part is None else dense(part)
             with graph.backward_modes():
                 how = policy.caller, True, policy.create_graph, graph
@@ -438,8 +449,9 @@ def _by_products(point: LinearMap, problem: Problem, groups: list[list[int]]) ->
 
 
 def _unit_vectors(leaf: Tensor) -> Iterable[Tensor]:
-    """The unit vectors like a leaf, contiguous unlike zeros_like."""
+    """The unit vectors like a leaf."""
     for j in range(leaf.numel()):
+        # contiguous, as view(-1) needs it: zeros_like keeps the strides of a transposed leaf
         unit = leaf.new_zeros(leaf.shape)
         unit.view(-1)[j] = 1
         yield unit

@@ -38,10 +38,12 @@ def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
     (batch,) = problem.args
     count = number_of_examples(batch)
     parts, form = pytree.flatten(batch)
+    # other tensors of a batch are the same for each example
     mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
 
     def of_example(p: Vector, *rows: Tensor) -> Tensor:
         left = iter(rows)
+        # a batch of one, as the loss takes it
         one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
         return problem.at(pytree.unflatten(one, form))(*p)
 

@@ -224,6 +224,7 @@ class Space:
         name = self._first_not_finite(rows)
         if not isinstance(self.placement, Sharding):
             return name
+        # by one reduction, so that all processes raise, or none
         names = ["", *(path or self._of for path in pytree.paths(self.params))]
         found = torch.tensor(float(names.index(name)), device=self.device)
         return names[int(self.placement.reduce(found, "MAX"))]
@@ -290,6 +291,8 @@ class Space:
         """Raise in all processes that hold parts of the vectors where they call other algorithms, or
         with other options, from which other numbers of messages follow."""
         if isinstance(self.placement, Sharding):
+            # before the first message of an algorithm: gloo aborts a process that is sent another
+            # number of bytes
             text = f"{algorithm}{options}"
             numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
             names = what, *AGREEMENT[1:]
@@ -353,6 +356,7 @@ def _random_rows(
     placement = space.placement
     if not isinstance(placement, Sharding):
         return draw(count * space.size).view(count, space.size).to(space.device, dtype)
+    # one stream for all leaves: the trace that a monitor logs is the same in one process and in several
     numbers = _RandomNumbers(draw, count * space.size, device)
     rows = torch.empty(count, space.length, dtype=dtype, device=space.device)
     for row in rows:

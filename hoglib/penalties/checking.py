@@ -147,7 +147,9 @@ class _Critic(nn.Module):
         self.calls: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
+        # beneath torch.func, by which the penalty may differentiate
         self.calls.append(unwrap(x).detach().clone())
+        # zero at negative points: a sample of which all are -1 has a zero gradient
         above = (x + x.abs()) / 2  # relu's own derivative would stop a NaN on its way to a
         return self.k * (self.a * above.square()).flatten(-self.a.dim()).sum(-1, keepdim=True) / 2
 
@@ -238,6 +240,7 @@ class _Subject:
                 returned = self.penalty(critic, *given)
                 value = returned if isinstance(returned, Tensor) else torch.tensor(float(returned))
                 values.append(value.reshape(()).to(real))
+                # the critic may be called with real and fake for a loss, too
                 others = [x for x in critic.calls if not (same(x, real) or same(x, fake))]
                 rows = [x.reshape(-1, *real.shape[1:]) for x in others or critic.calls]
                 whole = torch.cat(rows) if rows else real[:0]
@@ -250,6 +253,7 @@ class _Subject:
         """hoglib's own value at what was drawn, as both real and fake, or at what was given; infinite
         where too little was drawn."""
         critic.requires_grad_()
+        # between equal points lies that point, whatever is drawn
         points = [[x, x] for x in called.drawn] if self.kind.draw else [called.given]
         if not points:
             return called.value.new_full((), torch.inf)
@@ -271,6 +275,7 @@ def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:
     tiny = 1e-6 if real.dtype == torch.float64 else 1e-3
     x, real, fake = x.flatten(1), real.flatten(1), fake.flatten(1)
     line, noise = real - fake, x - real
+    # of the nearest point of the line
     e = ((x - fake) * line).sum(1) / line.square().sum(1)
     apart = bool(((x - torch.lerp(fake, real, e.unsqueeze(1))).abs() > tiny).any())
     fixed, low, high = float(e.max() - e.min()) < tiny, float(e.min()), float(e.max())

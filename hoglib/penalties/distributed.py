@@ -91,11 +91,15 @@ def _compare_after(name: str, ddp: DistributedDataParallel, params: dict[str, Te
 
     def compare() -> None:
         changed = [p for key, p in params.items() if _grad_version(p) != before[key]]
+        # nothing is accumulated by torch.autograd.grad, which one process may call alone: it would wait
+        # for the others here
         if not changed or not ddp.require_backward_grad_sync:
             return
+        # which may average later, or in another way
         if torch_sharding.averages_otherwise(ddp):
             return
         _raise_if_different(name, ddp, params)
+        # one of them is enough to see a further backward; the smallest
         param = min(changed, key=Tensor.numel)
         grad, version = param.grad, param._version
 
@@ -112,6 +116,7 @@ def _compare_after(name: str, ddp: DistributedDataParallel, params: dict[str, Te
 def _raise_if_different(name: str, ddp: DistributedDataParallel, params: dict[str, Tensor]) -> None:
     """Raises if the norm of a gradient differs between processes; equal norms are taken for equal."""
     norms = torch.stack([_norm(p) for p in params.values()]).double().nan_to_num(nan=torch.inf)
+    # the least is minus the largest of the negatives: one message
     extremes = torch.cat([norms, -norms])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ddp.process_group)
     most, least = extremes[: len(params)], -extremes[len(params) :]

@@ -158,8 +158,10 @@ def _energies_and_forces(
         check = at.create_graph and not at.in_transform and value_checks_on()
         if not at.in_transform:
             at.samples = _structure_rows(at, batch)
+            # with the Hessian it is an error, see `_hessian`
             if check and at.samples is not None and not with_hessian:
                 check_batch_dependence(at)
+        # H is a derivative of it, also where the result needs no graph
         gradient = at.vjp(create_graph=True if with_hessian else None)
         forces = [-g for g in gradient]
         hessian = _hessian(at, gradient, batch) if with_hessian else None
@@ -172,6 +174,7 @@ def _energies_and_forces(
     at.warn_if_not_finite([*forces, *pytree.tensors(hessian)] if with_hessian else forces)
     energy = at.y
     if at.create_graph:
+        # a loss of forces is differentiated as a penalty is: with DDP by the mean over processes
         forces = [averaged("forces", f, at.outputs) for f in forces]
     else:
         energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
@@ -186,6 +189,7 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
             "forces(hessian=True, batch=...): expected one tensor of positions, got a tree of "
             f"{len(gradient)}; pass the others after it, as arguments of energy, or one graph a call."
         )
+    # one pass gives a row for every structure, which is wrong where they act on one another
     if at.samples is not None and value_checks_on() and is_batch_dependent(at):
         raise ArgumentValueError(
             f"forces(hessian=True): expected {at.y.numel()} energies of structures that do not act "
@@ -195,6 +199,7 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
     if index is not None:
         x, (g,) = at.leaves[0], gradient
         rows = _rows_by_structure(at, g, x, index)
+        # of a graph without atoms
         empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
         return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
     batched = int(at.samples is not None)  # of a batch one row of each structure in every pass
@@ -230,6 +235,7 @@ def _structure_rows(at: InputVJP, index: Any) -> Samples | None:
             f"forces: batch: expected indices below the number of energies, {y.numel()}, got "
             f"{samples.count - 1}."
         )
+    # the index does not name graphs without atoms
     samples.set_count(y.numel())
     return samples
 

@@ -49,10 +49,13 @@ def input_vjp(
     """
     policy = options.policy
     validation.function(f"{policy.caller}: the function", func)
+    # compiled code has no second derivative
     func = torch_internals.uncompiled(func)
     leaves, structure = check_points(policy.caller, "the points", x)
     devices, (leaves, args) = without_autocast(options, leaves, (leaves, args), func)
     around = ring(policy, func, buffers=True, autocast_off=devices)
+    # the mode of stand-ins sees each torch call, for a microsecond: it is on while func runs, and in
+    # backward passes that may need it
     with around as blocks, without_stand_ins() as suspended:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
         yield InputVJP(problem, options, around.modules, suspended, per_sample)
@@ -105,6 +108,7 @@ class InputVJP:
         self.graph = graph_summary(self.y)
         own = {id(leaf) for leaf in self.leaves}
         self.trainable = [leaf for key, leaf in self.graph.leaves.items() if key not in own]
+        # without a parameter that requires grad there is nothing to train
         self.create_graph = wanted and bool(self.trainable)
         self._gathered = GatheredParameters(self.modules if self.create_graph else ())
         if self.create_graph and self.graph.has_user_code:
@@ -118,6 +122,7 @@ class InputVJP:
         """Whether the function reads parameters that require grad, and detaches what they give."""
         if self.trainable or not self.problem.policy.create_graph:
             return False
+        # where all weights are detached the graph reaches none, as if there were none
         reached = ClosureWalker(self.problem.loss, STATE).objects
         modules = [x for x in reached if isinstance(x, nn.Module)]
         tensors = [x for x in reached if isinstance(x, Tensor)]
@@ -193,6 +198,7 @@ class InputVJP:
                 return torch.func.vjp(self._transform_vjp, u)[1](tuple(tangents))[0]
         name = self.options.name
         with self.backward_stand_ins():
+            # u -> J^T u is linear: one graph of it serves all tangents
             if self._transposed is None:
                 grads = vjp([self.y], self.leaves, [u.requires_grad_()], name, create_graph=True)
                 self._transposed = u, grads
@@ -276,6 +282,7 @@ def no_gradient_flow(problem: Problem, leaves: Sequence[Tensor], reason: str) ->
 
 def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
     """Where a call of the function detaches; else its Functions, whose backward may."""
+    # a search for a message: what fails in it is not told
     with DetachmentWatch(module=in_module) as watch, suppress(Exception):
         with torch_internals.watching_functions(lambda function, given: None) as applying:
             watch.applying = applying

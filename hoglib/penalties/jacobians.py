@@ -192,6 +192,7 @@ def sobolev(
     def ignoring_derivatives(x: Any, derivatives: Any, *rest: Any) -> Any:
         return func(x, *rest)
 
+    # by which its owner is found, and so the graphs and checks of earlier calls
     ignoring_derivatives.__wrapped__ = func  # type: ignore[attr-defined]
 
     term = squared_jacobian(num_projections, known=True)
@@ -330,6 +331,7 @@ def _norm_and_value(
         else:
             found = gradient_with_graph(problem, problem.leaves, "parameter_gradient", create_graph)
             value, grads = found.value, found.parts
+        # squares of many small numbers are lost in half precision
         g = [upcast_half(part) for part in grads if part is not None]
         norm = pytree.sum_scalars([(part * part.conj()).real.sum() for part in g])
         norm = norm if squared else root(norm)

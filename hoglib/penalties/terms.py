@@ -45,6 +45,7 @@ def squared_distance(k: float, one_sided: bool) -> Term:
 
     def term(at: InputVJP) -> Tensor:
         check_one_number_a_sample(at)
+        # a root whose derivative at 0 is 0: that of sqrt is infinite
         above = root(at.squared_norms(at.vjp())) - k
         return (above.relu() if one_sided else above).square()
 
@@ -131,6 +132,7 @@ def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
     J = [at.vjp(e.expand_as(y).view_as(at.y), retain_graph=True) for e in units]
     samples = at.samples
     assert samples is not None
+    # rows of a sample are several: inner products of rows of J are summed by sample
     if samples.has_index:
         gram = [[samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in J] for p in J]
         grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
@@ -140,8 +142,8 @@ def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
 
 
 def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: object) -> Tensor:
-    """The norms of matrices; a norm and gradient that are not finite for a matrix that is not. LAPACK
-    raises for such a matrix, but an overflow in half precision must reach the gradient scaler."""
+    """The norms of matrices; a norm and gradient that are not finite for a matrix that is not."""
+    # LAPACK raises for such a matrix, but an overflow in half precision must reach the gradient scaler
     finite = matrices.detach().isfinite().flatten(1).all(1)
     norms = norm(torch.where(finite[:, None, None], matrices, 0), *args)
     return torch.where(finite, norms, matrices.abs().sum((1, 2)))
@@ -151,6 +153,7 @@ def _leading_singular_vectors(at: InputVJP, y: Tensor, steps: int) -> Tensor:
     """The leading left singular vector of each sample's Jacobian, [N, C], by power iteration."""
     u = F.normalize(at.random(torch.randn, tuple(y.shape)).to(y), dim=1)
     for _ in range(steps):
+        # without a graph: at a singular vector the norm is stationary in u
         right = at.vjp(u.view_as(at.y), retain_graph=True, create_graph=False)
         u = F.normalize(at.jvp(right).reshape(y.shape), dim=1)
     return u

@@ -69,6 +69,7 @@ def power(x: Tensor, p: Any, K: int) -> list[Derivative]:
         factor *= p - k + 1
         exponent = p - k
         power = 1.0 if exponent == 0 else x if exponent == 1 else x**exponent
+        # not 0 * power, which is NaN at x = 0
         found.append(None if factor == 0 else factor * power)
     return found
 
@@ -102,6 +103,7 @@ def _kink(slope: Tensor | float, K: int) -> list[Derivative]:
 
 
 def _softplus(x: Tensor, y: Tensor, K: int, beta: Any = 1, threshold: Any = 20) -> list[Derivative]:
+    # as torch's own, beyond whose threshold it is linear
     linear = x * beta > threshold
     towers = _sigmoids(beta * x, K - 1)
     return [torch.where(linear, float(k == 0), beta**k * s) for k, s in enumerate(towers)]
@@ -134,6 +136,7 @@ def _elu(
     x: Tensor, y: Tensor, K: int, alpha: float = 1, scale: float = 1, input_scale: float = 1
 ) -> list[Derivative]:
     positive = x > 0
+    # 0 where it is not taken: exp of a large x overflows, and its gradient would be NaN
     below = alpha * scale * torch.exp(torch.where(positive, 0, x) * input_scale)
     slopes = [below * input_scale**k for k in range(1, K + 1)]
     return [torch.where(positive, 0.0 if k else scale, slope) for k, slope in enumerate(slopes)]
@@ -174,6 +177,7 @@ def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     """Of f(pi x), f(z) = sin(z) / z. Far from 0 by z f^(k) = sin^(k) - k f^(k-1), which cancels near 0;
     there by the series f^(k) = sum_m (-1)^m z^(2m-k) / ((2m-k)! (2m+1))."""
     z, limit = math.pi * x, K / 2 + 1
+    # each of the two is evaluated where it is taken alone: elsewhere it may be infinite
     near = z.abs() < limit
     small, large = torch.where(near, z, 0), torch.where(near, limit, z)
     sin, cos = large.sin(), large.cos()

@@ -173,6 +173,7 @@ def by_taylor(
     # they require grad, for a func that differentiates by its input itself
     own = fresh_leaves(list(inputs), options.keep)
     generators = GeneratorStates({x.device for x in inputs})
+    # a graph has no state of a generator to go back to
     drawn = None if torch_internals.tracing() else generators.now()
     run = Propagation(algebra, options.keep)
     try:
@@ -183,7 +184,8 @@ def by_taylor(
             value = call(*own)
         series = [run.coefficients(y) for y in value]
         graph = graph_summary(value)
-        if graph.cpp_functions:  # what runs in its forward has no coefficients
+        # what runs in their forward has no coefficients: the terms would be dropped without an error
+        if graph.cpp_functions:
             raise NoRule(f"the Function {', '.join(sorted(graph.cpp_functions))} in C++")
     except NoRule as reason:
         if options.mode != "auto":
@@ -249,11 +251,13 @@ def _look_at_points(
         finally:
             run.close()
 
+    # once a line: to look there takes three more runs of func
     new = [kink for kink in kinks.crossed if first_time(f"{caller}, order {order}: {kink}")]
     if new or kinks.even:
         paths, seeds = along_paths(algebra, parts)
         before, given, after = (again(paths, seeds, side=side)[1] for side in (-1, 0, 1))
         same = _coefficients_agree(before, after)
+        # smooth, but not by torch's rules: |x|^2 has the second derivative 2 at 0
         if same and isinstance(algebra, Univariate) and not _coefficients_agree(given, after):
             found, right, _ = again(algebra, parts, options.keep, side=1)
             return found, list(right)

@@ -85,6 +85,7 @@ def _slope(caller: str, y: Tensor, t: Tensor, i: int) -> Tensor:
     zeros = torch.zeros_like(y, requires_grad=False)
     if not (y.requires_grad and y.is_floating_point()):
         return zeros
+    # J^T u is linear in u: whatever u is, the derivative by it is J
     u = torch.zeros_like(y, requires_grad=True)
     (g,) = vjp([y], [t], [u], caller, create_graph=True)
     (d,) = vjp([None if g is None else g[i]], [u], [t.new_ones(())], caller, create_graph=True)

@@ -64,6 +64,7 @@ class Propagation(TorchDispatchMode):
         self._stack = ExitStack()
 
     def __enter__(self) -> "Propagation":
+        # it is entered again where an operation is taken apart
         if self._outside is None:
             self._outside = torch_internals.RecordingBelow()
             self._stack.enter_context(plain_operations())
@@ -94,6 +95,7 @@ class Propagation(TorchDispatchMode):
         if _reads_no_values(func):  # runs also before the last output is part of autograd's graph
             return func(*args, **kwargs)
         self._flush()
+        # what runs under no_grad is a constant, as for autograd
         if not (self._inside_composite or torch.is_grad_enabled()):
             return func(*args, **kwargs)
         if torch_internals.running_backward() != self._backward:
@@ -127,6 +129,7 @@ class Propagation(TorchDispatchMode):
         if self._algebra.order > 1:
             self.kinks.record(names, call, self._inside_composite > 0)
         looked = self._first_infinite and not self._inside_composite
+        # not computed yet: the output is part of autograd's graph when the next operation runs
         self._pending = rule, call, written, kink_here(names[1]) if looked else None
 
     def _of_rank(self, x: Any, rank: int) -> Any:
@@ -211,6 +214,7 @@ class Propagation(TorchDispatchMode):
                 raise NoRule(f"torch.ops.{func}, an in-place operation")
             rule = None if is_composite(functional, args) else rule_of(functional)
         with self._outside(self._record):
+            # the rule reads the value from before the write
             old = target.clone()
         parts = self._parts(target)
         if parts is not None:
@@ -225,6 +229,7 @@ class Propagation(TorchDispatchMode):
         base = target._base if target._is_view() else target
         assert base is not None
         if base is not target:
+            # a view is found in the coefficients by its strides and offset
             if not base.is_contiguous():
                 raise NoRule("an in-place operation on a view of a tensor that is not contiguous")
             known = self._parts(base) or self._algebra.zeros()

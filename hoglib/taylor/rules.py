@@ -51,6 +51,7 @@ def _vector_norm(call: Call) -> Parts:
 
     n, y = call.product(squares, x, x), call.out
     zero = y == 0
+    # the derivatives of a root are infinite at 0
     safe = torch.where(zero, 1, y)
     found = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
     if call.side and call.parts(x):
@@ -82,6 +83,7 @@ def _atan2(call: Call) -> Parts:
     y, x = call.args
     y_n, x_n = call.known(y), call.known(x)
     algebra = call.algebra
+    # by the tangent of the angle that is added: y / x has no expansion where x is 0
     cross = plus(times(x, y_n), times(-y, x_n))
     along, square = plus(times(x, x_n), times(y, y_n)), x * x + y * y
     inverse = square.reciprocal()
@@ -178,6 +180,7 @@ Composite = Callable[..., Any]
 
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    # as a constant, since it cancels: without it exp overflows
     top = x.detach().amax(dim, keepdim=True)
     top = torch.where(top.isfinite(), top, 0)
     found = (x - top).exp().sum(dim, keepdim=True).log() + top

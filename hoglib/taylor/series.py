@@ -47,10 +47,12 @@ class Algebra(ABC):
             if all(derivative is None for derivative in derivatives[k - 1 :]):
                 break
             power = self.product(multiply, power, n)
+            # n^k is zero from here on
             if all(part is None for part in power):
                 break
             derivative = derivatives[k - 1]
             if derivative is not None:
+                # as a float: factorials above 20! are no 64-bit integers
                 terms = [_times(derivative / float(factorial(k)), part) for part in power]
                 found = [add(a, b) for a, b in zip(found, terms, strict=True)]
         return found
@@ -92,6 +94,7 @@ class Univariate(Algebra):
                 term = bilinear(x, y, lead, lead)
                 if lead and not self.leads[m - 1]:
                     term = self.collapsed(term)
+                # as a float, likewise
                 total = add(total, term * float(comb(m, i)))
             found.append(total)
         return found
