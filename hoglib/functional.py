@@ -221,8 +221,8 @@ class FunctionalLoss:
         self._norm_policy: NormPolicy = train_mode_batch_statistics
         self._parameter_ids: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
-        self._searched: set[tuple[str, ...]] = set()  # elsewhere than in modules
-        self._compiled = False  # until the first call
+        self._searched: set[tuple[str, ...]] = set()  # names that were searched outside of modules
+        self._compiled = False  # whether a part is, which the first call finds out
         if not torch.compiler.is_dynamo_compiling():
             BY_ID[id(self)] = self
 

@@ -67,7 +67,7 @@ class ring:  # noqa: N801 a context manager
         around_graph: Whether what is inside is captured as a whole where the policy says so, and then
             enters a ring of its own.
     Attributes:
-        captures: Whether it is captured here.
+        captures: Whether what is inside is captured as one graph here.
         modules: Those that ran inside, of a ring that restores their buffers.
     Returns:
         From entering, the blocks that are recomputed.
@@ -145,9 +145,9 @@ def warn_if_derivatives_not_finite(
 ) -> None:
     """Warns of derivatives at a problem's leaves that are not finite where the loss is.
 
-    func: the loss as a function of the leaves, if it is not the problem. by: the leaves by which the
-    user may differentiate finite parts: of gradients in a backward of the user's own that are not
-    finite it warns too, in the first one for each signature.
+    func: the loss as a function of the leaves, where it is not the problem itself. by: leaves that the
+    user's own backward may differentiate finite parts by; the first such backward of each signature is
+    watched, and its gradients are warned of if they are not finite.
     """
     caller, parts = problem.policy.caller, list(parts)
     if autograd.is_not_finite(caller, loss, parts):
@@ -162,7 +162,9 @@ def warn_if_derivatives_not_finite(
 
 
 def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) -> None:
-    """Of this backward of a finite result, if none was watched before."""
+    """Watches the gradients by leaves in the backward that begins, and explains those that are not
+    finite. known: not empty once such a backward was watched.
+    """
     grads: list[Any] = []
     hooks: dict[int, Any] = {}
 
@@ -186,6 +188,7 @@ def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) 
 
 
 def _explain_not_finite(problem: Problem, func: Any, by: autograd.Vector | None = None) -> None:
+    """Warns of the operation behind such numbers, which one more evaluation of the loss finds."""
     caller, leaves = problem.policy.caller, problem.leaves
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
 
@@ -205,8 +208,8 @@ def is_captured(policy: Policy) -> bool:
 
 
 def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
-    """body(*inputs), a function of tensors that derives from the user's; by its graph where the policy
-    says so.
+    """body(*inputs), with a function of tensors that is made of the user's; by its graph where the
+    policy compiles.
 
     key: the options of body, which enters the ring itself.
     """

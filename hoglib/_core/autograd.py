@@ -342,8 +342,11 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
 
 
 def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
-    """Whether second derivatives are infinite or NaN where the value is finite: one pass over the
-    numbers. On a device those of an earlier call with these shapes may be meant, each once."""
+    """Whether second derivatives are infinite or NaN where the value is finite.
+
+    It passes over the numbers once. On a device the answer may be about an earlier call with the same
+    shapes, so that nothing waits; each call is answered once.
+    """
     if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
     with without_stand_ins():
@@ -380,11 +383,11 @@ def warn_of_not_finite(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     by: Vector | None = None,
 ) -> None:
-    """Warns of second derivatives that are not finite, by the operation that made them, which is looked
-    for in another evaluation.
+    """Warns of second derivatives that are not finite, and names the operation that made them, which
+    one more evaluation finds.
 
-    around: what stands around that evaluation. by: what else was differentiated by, in a backward that
-    is not this one's alone: without an operation found nothing is said.
+    around: the context of that evaluation. by: further leaves that the user's own backward
+    differentiates by. Its cause may lie outside of func: nothing is said where no operation is found.
     """
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves, by or [])

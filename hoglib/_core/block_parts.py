@@ -57,11 +57,11 @@ class PartsWatch:
         self._is_recomputable: dict[int, bool] = {}
 
     def watching(self) -> Any:
-        """Inside, they are seen."""
+        """Inside, the parts are watched while they run."""
         return replaced_forwards(self._parts, lambda part: partial(self._run, part, part.forward))
 
     def recomputable(self) -> list[nn.Module]:
-        """Those that can be."""
+        """The parts that can be recomputed alone."""
         return [part for part in self._parts if self._is_recomputable.get(id(part))]
 
     def _run(self, part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -42,8 +42,11 @@ LIMIT = 1000  # of keys, which hold shapes
 
 
 def read_late(key: Hashable, numbers: Tensor) -> Tensor | None:
-    """Numbers on the CPU, each at most once: those given, or of a device at a key that is known those
-    of an earlier call, where several arrived the first that are not finite; None while none have."""
+    """The numbers of a call on the CPU, each at most once.
+
+    On a device, the first call of a key waits; later ones get numbers of calls before: the first that
+    are not finite among those that have arrived, else the latest, and None while none have.
+    """
     if numbers.device.type == "cpu":
         return numbers
     if key not in _READS:

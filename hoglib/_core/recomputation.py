@@ -149,9 +149,9 @@ def recompute(
 
 @final
 class ByTangents:
-    """That the gradients of losses are differentiated forward over reverse, in all steps of a loop.
+    """The gradients of losses are differentiated forward over reverse, in all steps of a loop.
 
-    option, instead: for messages: what asks for it, and what to take in its place.
+    option, instead: for messages, what asks for it and what to use otherwise.
     """
 
     def __init__(self, option: str, instead: str) -> None:
@@ -332,7 +332,7 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
 
 
 def _is_compiled(run: Any) -> bool:
-    """Whether a level whose tensors have no tangents is, here."""
+    """Whether a level is compiled here, if its tensors have no tangents."""
     differentiated = torch.is_grad_enabled() or torch_internals.transforms_active()
     return bool(run.call.backend) and not differentiated and not torch_internals.tracing()
 
@@ -359,10 +359,10 @@ def _saved_inputs(ctx: Any) -> list[Tensor | None]:
 
 
 class _Derivative:
-    """A derivative of a function of tensors: again one, of the inputs and then of what they are
-    multiplied by.
+    """A derivative of a function of tensors, which is itself one: of the same inputs, and then of
+    cotangents or tangents.
 
-    padded_inputs: those of which only equal calls need the gradients.
+    padded_inputs: inputs whose gradients are computed only because equal calls need them.
     """
 
     padded_inputs = frozenset[int]()
@@ -755,7 +755,8 @@ class _Call:
 
     @contextmanager
     def in_small_parts(self, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, a run holds less: these parts are recomputed, and operations run on slices."""
+        """Inside, a run takes less memory: these parts are recomputed one by one, and operations run on
+        slices."""
         if torch_internals.tracing():  # a compiler decides what is kept
             yield
             return

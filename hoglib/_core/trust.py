@@ -88,9 +88,9 @@ _FOUND: Any = WeakIdKeyDictionary()  # object -> key -> what was found
 
 
 def found_once(owner: Any, key: Hashable, find: Callable[[], T | None]) -> T | None:
-    """What `find` says the first time that it says anything but None, of an object as long as it lives.
+    """The first result of `find` that is not None, kept for an object as long as it lives.
 
-    key: all else that it depends on.
+    key: all else that the result depends on.
     """
     try:
         known: dict[Hashable, T] = _FOUND.setdefault(owner, {})

@@ -71,7 +71,7 @@ def _product(
     args: Any,
 ) -> tuple[Tensor, Vector, tuple[int, ...] | None]:
     """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss; and the leaves that the
-    loss has no use for."""
+    loss does not depend on."""
     with ring(policy, loss, examine=False) as blocks:
         problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
         # as for several vectors: in reverse mode, whose graphs are the smaller ones
@@ -97,7 +97,7 @@ class Residuals:
         self._outputs: list[Tensor] = []
 
     def of(self, inputs: list[Tensor], run_once: Run) -> list[Tensor]:
-        """The outputs for these same tensors."""
+        """run_once(*inputs), computed anew for other tensors only."""
         if len(inputs) != len(self._inputs) or not all(map(is_, inputs, self._inputs)):
             self._inputs, self._outputs = inputs, list(run_once(*inputs))
         return self._outputs

@@ -194,9 +194,9 @@ class DatasetSum:
         size = self._criterion_denominator if own and counting == "criterion" else batch_size
         sharded = space.placement.is_sharded
         self._batches = Batches(data, space.device, size, options.micro_batch, processes, sharded)
-        # whether the first pass compares what the mean of the loss counts with these weights
+        # whether the first pass compares the denominators of the criterion with these weights
         self._infers_weights = self._compares_denominators = own and not self._batches.single
-        # whether nobody was told yet of layers by which examples of one batch depend on each other
+        # whether to warn, once, of layers that normalize by the batch
         self._warns_of_batch_norm = not self._batches.single and options.micro_batch is None
         self.alone = processes.alone  # no other process takes part in the sum
         self.whole = self.alone and not sharded  # nor holds a part of the vectors
@@ -214,9 +214,9 @@ class DatasetSum:
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
-        self._algorithm = ""  # that runs
-        self._cheap_state: list[Any] | None = None  # the same without values, while one runs
-        self._unchecked = 0  # products since it was compared
+        self._algorithm = ""  # the name of the one that runs
+        self._cheap_state: list[Any] | None = None  # without values, while an algorithm runs
+        self._unchecked = 0  # products since the state was compared
         self._last_totals: PassTotals | None = None  # of a pass in this state
         self._unread_shares: list[float] = []  # the shares of a pass whose losses are to be read
         self.kept: Any = None  # what an operator computed in this state; dropped when it changes
@@ -298,9 +298,9 @@ class DatasetSum:
     ) -> Iterator["DataPass"]:
         """A pass over the data, in all processes, each of which adds its part to `total`.
 
-        total: or a function that returns it after the pass, in all processes, where its size is known
-        only then. rows: the vectors that are multiplied, which have to be the same in all processes;
-        for them what is kept of the only batch, if anything, takes its place.
+        total: the tensor; or a function that returns it after the pass, in all processes, where its
+        size is known only then. rows: the vectors that are multiplied, the same in all processes. With
+        rows, a kept graph of the only batch takes the place of that batch.
         """
         found = DataPass(self, total, rows)
         try:
@@ -437,10 +437,10 @@ class DatasetSum:
             yield local, known
 
     def record_first_pass(self, batch: Any, value: Tensor) -> Tensor:
-        """The loss of the only batch once more, to compare with, unless there was a pass: there will be
-        no other.
+        """The loss of the only batch, computed again and compared, before its graph is kept; unless an
+        earlier pass has compared it.
 
-        A graph that is kept holds the random numbers that were drawn.
+        No later pass will: a kept graph holds the random numbers that were drawn.
         """
         if not self._options.check_deterministic or self._determinism.first:
             return value
@@ -450,9 +450,9 @@ class DatasetSum:
 
     @contextmanager
     def require_constant_state(self, algorithm: str) -> Iterator[None]:
-        """Inside, the values of parameters and data are compared at the first product, and at the end;
-        in between only what takes no time for each number. So for one batch, and for all data where a
-        device would be waited for."""
+        """Inside, parameters and data are compared by value at the first product and at the end, and in
+        between by pointers and versions alone. So for a single batch, and on a device for all data,
+        which would have to wait."""
         waits = self._space.device.type != "cpu"
         if self._algorithm or not (self._weight_cancels or (self.whole and waits)):
             yield
@@ -526,7 +526,8 @@ class DatasetSum:
         return leading_dimension(batch) if counts is None else float(counts.sum())
 
     def _check_counts(self, batch: Any, share: float) -> None:
-        """Raise where each example has one term of the matrix, but not of the loss."""
+        """Raise where the matrix has a term for each example, but the mean of the loss divides by
+        another number."""
         if self._counting == "criterion" or not self._infers_weights or self._placement.is_sharded:
             return  # with shards, a share is that of all processes
         ratio = self._criterion_denominator(batch) / share

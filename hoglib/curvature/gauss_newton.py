@@ -239,7 +239,7 @@ class CompositeLoss:
 
 
 def double_reverse(composite: CompositeLoss) -> LinearMap:
-    """J v as the derivative of J^T u by u, without forward mode; the graphs are kept."""
+    """J v = d <J^T u, v> / d u, without forward mode; the graphs are kept between products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
     loss, placement = composite.problem.loss, composite.problem.placement
     own = fresh_leaves(composite.leaves, create_graph)
@@ -262,7 +262,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
 
 
 def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
-    """J v in forward mode, in one run with the outputs; nothing is kept between products."""
+    """J^T (M (J v)), J v in forward mode with the outputs; nothing is kept between products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
     loss, placement = composite.problem.loss, composite.problem.placement
 

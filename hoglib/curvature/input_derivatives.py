@@ -175,7 +175,8 @@ def check_value(value: Any, x: Tensor) -> Tensor:
 def by_reverse(
     func: Function, x: Tensor, directions: Layout, keep: bool, always: bool
 ) -> tuple[Tensor, Tensor]:
-    """Reverse-over-reverse: one run of func, one gradient, and a backward pass for each probe.
+    """sum_r w_r v_r^T H v_r in reverse over reverse: one run of func, one gradient, and a backward pass
+    for each probe.
 
     directions: the probes and their weights, for many points or for one. keep: the results can be
     differentiated, if something requires a gradient; always: even if nothing does.
@@ -289,7 +290,8 @@ def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
 
 
 def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, Tensor]:
-    """Forward-over-reverse: a run of func for each vector v, without vmap, which not all func support.
+    """The same in forward over reverse: a run of func for each v, without vmap, which not all func
+    support.
 
     All runs draw the same random numbers, and the generators advance as by one run.
     """

@@ -106,7 +106,7 @@ class LayerCall:
 
     @property
     def rows(self) -> int:
-        """How many."""
+        """How many rows there are."""
         return self.shape.numel() // (self.role.groups * self.role.out)
 
     def has_patches(self) -> bool:
@@ -157,12 +157,12 @@ def unlike_rows(call: LayerCall, examples: int) -> str:
 
 
 class Use(NamedTuple):
-    """What a tensor is of the leaves: the rows of one, or a function of each of their elements."""
+    """How a tensor follows from a leaf: as rows of it, or as a function of each of their elements."""
 
     region: Region
     tensor: Tensor  # kept alive, so that its id stays its own
     slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
-    calls: Sequence[LayerCall] = ()  # as which it is data, until a layer takes it as a weight
+    calls: Sequence[LayerCall] = ()  # its uses as data, dropped where a layer takes it as a weight
 
 
 @final
@@ -181,14 +181,14 @@ class LayerRecorder(TorchFunctionMode):
         self._derived: dict[int, Use] = {}
 
     def use(self, tensor: Any) -> Use | None:
-        """What a tensor is of the leaves."""
+        """How a tensor follows from the leaves; None where it does not."""
         number = self._numbers.get(id(tensor))
         if number is None:
             return self._derived.get(id(tensor))
         return Use(Region.of_all(number, self._leaves[number]), self._leaves[number])
 
     def region(self, tensor: Any) -> Region | None:
-        """The rows that it is of, or is a function of."""
+        """The rows of a leaf that it follows from."""
         use = self.use(tensor)
         return None if use is None else use.region
 

@@ -241,7 +241,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
 
 
 def differences_of_gradient(problem: Problem) -> LinearMap:
-    """H v by central differences of the gradient."""
+    """H v = (grad f(p + h v) - grad f(p - h v)) / 2h, extrapolated to h = 0."""
 
     def loss(*leaves: Tensor) -> Tensor:  # of the batch as it is, where a model changes it in place
         return problem.at(*pytree.map_tensors(torch.clone, problem.args))(*leaves)

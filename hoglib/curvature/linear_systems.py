@@ -108,6 +108,9 @@ def _iterate_cg(
     """Improve x in place; return the norms of the true residuals, the number of iterations, and whether
     all are within the target.
 
+        alpha = r^T z / p^T A p        x += alpha p        r -= alpha A p        z = P r
+        p <- z + beta p,  beta = r^T z / the one before        P the preconditioner
+
     A device is waited for near the target only.
     """
 

@@ -71,7 +71,7 @@ class Gradients:
         self._found = {id(call): part for call, part in zip(calls, found, strict=True)}
 
     def of(self, call: LayerCall) -> Tensor:
-        """[groups, rows, out]."""
+        """g_r of one call, [groups, rows, out]."""
         return call.rows_of_outputs(self.like_output(call)).to(self._dtype)
 
     def rows(self, layer: Layer) -> list[Tensor]:
@@ -91,11 +91,11 @@ class Gradients:
         return found
 
     def of_examples(self, layer: Layer, examples: int) -> Tensor:
-        """The same, [..., examples, positions of all calls, features]."""
+        """g_r of all calls by example, [..., examples, positions of all calls, features]."""
         return by_example(layer, self.rows(layer), examples)
 
     def like_output(self, call: LayerCall) -> Tensor:
-        """Like the output of the call."""
+        """The gradient by the output of a call, like that output."""
         found = self._found[id(call)]
         if found is None:
             return torch.zeros(call.shape, dtype=self._dtype, device=self._device)
@@ -267,7 +267,7 @@ class ModelRun:
         self.dtype, self.device = torch.promote_types(space.dtype, torch.float32), space.device
 
     def _leave_to_examples(self, leaves: frozenset[int]) -> None:
-        """The layers that are left without these leaves, and the layouts of these."""
+        """Take these leaves out of the layers: their blocks are exact diagonals, by single examples."""
         for call in self._recorded:
             call.weight = None if call.weight and call.weight.leaf in leaves else call.weight
             call.bias = None if call.bias and call.bias.leaf in leaves else call.bias
@@ -298,7 +298,8 @@ class ModelRun:
         return ModelRun(self.problem.at(batch), self.space, self.options, order)
 
     def without_layers_of(self, error: Unexplained) -> "ModelRun":
-        """A run in which the leaves of an error are left to single examples; raises where they are."""
+        """A run in which the leaves of an error are left to single examples; raises where that is not
+        asked for, or was tried."""
         more = error.leaves - self.unexplained.keys()
         if self.options.unsupported == "raise" or not (more or self.separable):
             raise UnsupportedError(str(error)) from None

@@ -35,7 +35,9 @@ from hoglib.verification.entry_points import note_lost_graph
 
 
 class DatasetOperator(LinearOperator):
-    """A kind of matrix, of a loss over data: a matrix at each batch, averaged or summed.
+    """A kind of matrix, of a loss over data: the weighted mean, or the sum, of those of its batches.
+
+        A v = sum_b n_b A_b v / sum_b n_b        A v = sum_b A_b v
 
     `LinearOperator` describes products, algebra and algorithms.
     """

@@ -267,7 +267,7 @@ class NewtonCG(BatchOptimizer):
             validation.function("preconditioner", preconditioner)
         self._preconditioner = preconditioner
         self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
-        self._last: tuple[int, Any] | None = None  # the step of the last one, and that
+        self._last: tuple[int, Any] | None = None  # the step of the last preconditioner, and that
         self._row_order: RowOrder | None = None  # found at the first step
         super().__init__(loss, params, defaults, options)
 

@@ -56,8 +56,8 @@ class Determinism:
     def record(
         self, batch: Any, value: Tensor, loss_of: LossOf, known: tuple[float, ...] | None = None
     ) -> None:
-        """Record the loss of the next batch, and compare the one before, for which a device does not
-        wait, with the first pass; on the CPU compare this one.
+        """Record the loss of a batch, and compare a batch with the first pass: this one on the CPU, the
+        one before on a device, which need not wait for it.
 
         loss_of: computes it again, to find the line that draws random numbers.
         known: the fingerprint of the batch, where it is that of several processes.
@@ -224,7 +224,7 @@ class Symmetry:
     half: the dtype of half precision that the loss computes in, if any; in_double: the products of rows
     in float64, for a matrix whose own products are rounding, as of a classifier that fits all examples.
     Both are asked for only where the matrix is not symmetric to the rounding of its own dtype.
-    loss: of which it is told once.
+    loss: the asymmetry of which is warned of once.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Symmetry:
         elif (half := self._half()) is None or exceeds(self._space, gap, size, BOUNDS[half]):
             if self._is_rounding(torch.stack([v, w])):
                 return
-            own = object()  # who tells of a loss first
+            own = object()  # the first operator of a loss that finds it warns
             if found_once(self._loss, ("asymmetry", self._name), lambda: own) is not own:
                 return
             warn(

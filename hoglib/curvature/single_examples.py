@@ -26,7 +26,7 @@ def number_of_examples(batch: Any) -> int:
 
 
 def by_vmap_or_loop(problem: Problem) -> tuple[Tensor, Vector]:
-    """Side by side, or in turn where an operation has no rule for it."""
+    """l_n and g_n of each example: by vmap, or by a loop where an operation has no rule for vmap."""
     try:
         return by_vmap(problem)
     except (RuntimeError, NotImplementedError):  # an error of the user's comes again

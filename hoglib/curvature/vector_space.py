@@ -97,8 +97,8 @@ class Space:
         self._sizes = [leaf.numel() for leaf in held]
         self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)
         self.length = pytree.size(held)
-        # what the entries of a row count in an inner product, of which several processes hold copies:
-        # a sum over processes would count them once a copy
+        # the weight of each entry in an inner product: where several processes hold copies of it, their
+        # sum would count it once for each copy
         parts = [self.placement.copy_share(i) for i in range(len(held))]
         self._copy_shares: Tensor | float = parts[0]
         if len(set(parts)) > 1:
@@ -119,7 +119,7 @@ class Space:
 
     @property
     def structure(self) -> Any:
-        """That of params, which is not kept because it cannot be pickled."""
+        """The structure of params; not kept, because it cannot be pickled."""
         return pytree.flatten(self.params)[1]
 
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
@@ -372,10 +372,10 @@ def _random_rows(
 
 @final
 class _RandomNumbers:
-    """Random numbers, of which some are drawn at a time: those that one draw of all would give.
+    """Random numbers that are drawn in pieces, and equal those of a single draw.
 
-    torch's generators of the CPU draw one number after the other, normal ones by 16, and the last 16
-    of a draw anew. Of other devices all are drawn at once.
+    On the CPU torch draws one number after the other, normal numbers in groups of 16, and the last 16
+    of a draw once more. On other devices all numbers are drawn at once.
     """
 
     def __init__(self, draw: Draw, total: int, device: torch.device) -> None:
