@@ -57,8 +57,8 @@ def gradient_with_graph(
     create_graph: whether derivatives reach the leaves that are passed in, and what they depend on.
     """
     with without_stand_ins():
-        own = fresh_leaves(leaves, create_graph)
-    value = func(*own)
+        p = fresh_leaves(leaves, create_graph)
+    value = func(*p)
     with without_stand_ins() as suspended:
         graph = graph_summary(value)
         check_custom_functions(graph, what)
@@ -68,14 +68,14 @@ def gradient_with_graph(
         if value.requires_grad:
             stand_ins = suspended.resumed() if graph.needs_stand_ins else nullcontext()
             with stand_ins, translate_errors(what):
-                parts = gradients([value], own, create_graph=True)
+                parts = gradients([value], p, create_graph=True)
     if all(part is None for part in parts):
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
             "Look for .detach(), .item(), .data or torch.no_grad() in func, and for a func that uses "
             "the model's own parameters instead of the params it is given."
         )
-    return Gradient(value, own, parts, graph)
+    return Gradient(value, p, parts, graph)
 
 
 def check_uses_given_params(graph: GraphSummary, leaves: Vector, what: str) -> None:
@@ -409,14 +409,14 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
     is. by: leaves of the second derivative besides those of func."""
     found: list[Any] = []
     with record_backward_origins():
-        own = fresh_leaves(leaves, False)
-        value = func(*own)
+        p = fresh_leaves(leaves, False)
+        value = func(*p)
         note_not_finite([value], found)
-        grads = gradients([value], own, create_graph=True)
+        grads = gradients([value], p, create_graph=True)
         if not found:
             note_not_finite(grads, found)
             outputs = [g for g in grads if g is not None]
-            vjp(outputs, [*own, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
+            vjp(outputs, [*p, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
     if not found:
         return ""
     node = found[0]

@@ -120,9 +120,9 @@ def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
     """The first gradient of a scalar function of leaves, by ordinary backward."""
 
     def gradient(leaves: Vector) -> Vector:
-        own = fresh_leaves(leaves, False)
-        value = func(*own)
-        parts = vjp([value], own, [torch.ones_like(value)], "the gradient")
+        p = fresh_leaves(leaves, False)
+        value = func(*p)
+        parts = vjp([value], p, [torch.ones_like(value)], "the gradient")
         return [part.detach() for part in materialize_grads(parts, leaves)]
 
     return gradient

@@ -218,16 +218,16 @@ class CompositeLoss:
         of_all = self.problem.placement.mean_of(value)  # which sets found
         return (*found, of_all)
 
-    def checked_outputs(self, own: Vector, twice: bool = True) -> tuple[Any, ...]:
+    def checked_outputs(self, p: Vector, twice: bool = True) -> tuple[Any, ...]:
         """The outputs at copies of the leaves, and their loss."""
-        return self.with_value(lambda: (self.checked(self.outputs(own), twice),))
+        return self.with_value(lambda: (self.checked(self.outputs(p), twice),))
 
-    def checked(self, every: Vector, twice: bool = True) -> Vector:
+    def checked(self, outputs: Vector, twice: bool = True) -> Vector:
         """The outputs; raises for those without a second derivative, or with a part of it.
 
         twice: whether they are differentiated twice.
         """
-        ys = with_graph(every)
+        ys = with_graph(outputs)
         check_depends(ys)
         graph = graph_summary(ys)
         if twice:
@@ -235,22 +235,22 @@ class CompositeLoss:
         if not self.policy.create_graph:
             # the product would lack a part, without an error
             check_uses_given_params(graph, self.leaves, self.policy.caller)
-        return every
+        return outputs
 
 
 def double_reverse(composite: CompositeLoss) -> LinearMap:
     """J v = d <J^T u, v> / d u, without forward mode; the graphs are kept between products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
     loss, placement = composite.problem.loss, composite.problem.placement
-    own = fresh_leaves(composite.leaves, create_graph)
-    every, value = composite.checked_outputs(own)
-    jacobian = TransposedJacobian(every, own, caller)
-    metric = composite.metric.at(composite, every)
+    p = fresh_leaves(composite.leaves, create_graph)
+    outputs, value = composite.checked_outputs(p)
+    jacobian = TransposedJacobian(outputs, p, caller)
+    metric = composite.metric.at(composite, outputs)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents = jacobian.derivative(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
-        product = transposed_product(every, own, weighted, composite.policy, keep_graph)
+        product = transposed_product(outputs, p, weighted, composite.policy, keep_graph)
         # J v is read from the graph of J^T u, J^T u from that of the model: a part that one of them
         # lost shows
         sides = (vector, product), (tangents, weighted)
@@ -267,32 +267,32 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
     loss, placement = composite.problem.loss, composite.problem.placement
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        own = fresh_leaves(composite.leaves, create_graph)
+        p = fresh_leaves(composite.leaves, create_graph)
 
         def run() -> Any:
             with torch_forward_mode.one_thread_in_forward_mode(caller), forward_ad.dual_level():
-                duals = [forward_ad.make_dual(p, v) for p, v in zip(own, vector, strict=True)]
+                duals = [forward_ad.make_dual(x, v) for x, v in zip(p, vector, strict=True)]
                 pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
-                every = [y for y, _ in pairs]
+                outputs = [y for y, _ in pairs]
                 tangents = [torch.zeros_like(y) if t is None else t for y, t in pairs]
-            return composite.checked(every), tangents
+            return composite.checked(outputs), tangents
 
         try:
-            every, tangents, value = composite.with_value(run)
+            outputs, tangents, value = composite.with_value(run)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise no_forward_mode(f"{caller}(mode='forward')", error) from error
         if not create_graph:
             tangents = [t.detach() for t in tangents]
-        weighted = composite.metric.at(composite, every)(tangents, False)
+        weighted = composite.metric.at(composite, outputs)(tangents, False)
         try:
-            product = transposed_product(every, own, weighted, composite.policy, False)
+            product = transposed_product(outputs, p, weighted, composite.policy, False)
         except CheckpointError as error:  # what is recomputed has no tangents
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
             ) from error
         sides = (vector, product), (tangents, weighted)
-        if not are_adjoint(loss, *sides, with_graph(every), placement):
+        if not are_adjoint(loss, *sides, with_graph(outputs), placement):
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
@@ -307,15 +307,15 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
 def by_torch_func(composite: CompositeLoss) -> LinearMap:
     """J^T M J v by torch.func, inside of its transforms."""
 
-    def outputs(*own: Tensor) -> tuple[Tensor, ...]:
-        return tuple(composite.outputs(list(own)))
+    def f(*p: Tensor) -> tuple[Tensor, ...]:
+        return tuple(composite.outputs(list(p)))
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        every, transpose = torch.func.vjp(outputs, *composite.leaves)[:2]
+        outputs, transpose = torch.func.vjp(f, *composite.leaves)[:2]
         with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
-            tangents = torch.func.jvp(outputs, tuple(composite.leaves), tuple(vector))[1]
-        weighted = composite.metric.at(composite, list(every))(list(tangents), False)
-        return composite.criterion(*every), list(transpose(tuple(weighted)))
+            tangents = torch.func.jvp(f, tuple(composite.leaves), tuple(vector))[1]
+        weighted = composite.metric.at(composite, list(outputs))(list(tangents), False)
+        return composite.criterion(*outputs), list(transpose(tuple(weighted)))
 
     return LinearMap(apply)
 
@@ -325,20 +325,20 @@ def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
     composite, leaves = CompositeLoss(problem, metric, DIFFERENCES), problem.leaves
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        outputs = composite.detached_outputs
-        tangents = directional_derivative(outputs, leaves, vector, problem.placement)
-        own = fresh_leaves(leaves, False)
-        every, value = composite.checked_outputs(own)
-        weighted = composite.metric.at(composite, [y.detach() for y in every])(tangents, False)
-        return value, transposed_product(every, own, weighted, composite.policy, False)
+        f = composite.detached_outputs
+        tangents = directional_derivative(f, leaves, vector, problem.placement)
+        p = fresh_leaves(leaves, False)
+        outputs, value = composite.checked_outputs(p)
+        weighted = composite.metric.at(composite, [y.detach() for y in outputs])(tangents, False)
+        return value, transposed_product(outputs, p, weighted, composite.policy, False)
 
     return LinearMap(apply)
 
 
-def transposed_product(every: Vector, own: Vector, u: Vector, policy: Policy, keep: bool) -> Vector:
+def transposed_product(outputs: Vector, p: Vector, u: Vector, policy: Policy, keep: bool) -> Vector:
     """J^T u, of the outputs that depend on the leaves."""
-    parts = vjp(every, own, u, policy.caller, keep, policy.create_graph)
-    return materialize_grads(parts, own)
+    parts = vjp(outputs, p, u, policy.caller, keep, policy.create_graph)
+    return materialize_grads(parts, p)
 
 
 def check_depends(ys: Vector) -> None:

@@ -182,15 +182,15 @@ class _Point:
 
     def __init__(self, problem: Problem, for_tangents: bool) -> None:
         self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
-        self._own = fresh_leaves(problem.leaves, False)
-        self._every, self.value = self._composite.checked_outputs(self._own, for_tangents)
-        self.sizes = [y.numel() for y in self._every]
+        self._p = fresh_leaves(problem.leaves, False)
+        self._outputs, self.value = self._composite.checked_outputs(self._p, for_tangents)
+        self.sizes = [y.numel() for y in self._outputs]
         # which products with u do not need, nor a backward that can be differentiated
-        self.jacobian: Any = for_tangents and TransposedJacobian(self._every, self._own, NAME)
+        self.jacobian: Any = for_tangents and TransposedJacobian(self._outputs, self._p, NAME)
 
     def held_bytes(self) -> int:
         """Of the graph, while it is kept."""
-        return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._every))
+        return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._outputs))
 
     def along(self, vector: Vector, keep_graph: bool) -> Tensor:
         """J v, flat."""
@@ -201,6 +201,6 @@ class _Point:
 
     def transposed(self, u: Tensor, keep_graph: bool) -> Vector:
         """J^T u, of a flat u."""
-        parts = zip(u.split(self.sizes), self._every, strict=True)
+        parts = zip(u.split(self.sizes), self._outputs, strict=True)
         us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]
-        return transposed_product(self._every, self._own, us, self._composite.policy, keep_graph)
+        return transposed_product(self._outputs, self._p, us, self._composite.policy, keep_graph)

@@ -253,17 +253,17 @@ def by_reverse(
 ) -> tuple[Vector, Vector]:
     """The same by J^T u and its derivative by u: two backward passes, no forward mode."""
     with without_stand_ins():
-        own = fresh_leaves(leaves, create_graph)
-    values = function(*own)
+        p = fresh_leaves(leaves, create_graph)
+    values = function(*p)
     ys = with_graph(values)
     if not ys:
         raise _independent_error()
     graph = graph_summary(ys)
     check_custom_functions(graph, CALLER)
-    by_others = len(graph.leaves) > len(graph.reached(own))
+    by_others = len(graph.leaves) > len(graph.reached(p))
     create_graph = create_graph and (by_others or any(v.requires_grad for v in vector))
-    jacobian = TransposedJacobian(values, own, CALLER)
-    if len(jacobian.unused) == len(own):
+    jacobian = TransposedJacobian(values, p, CALLER)
+    if len(jacobian.unused) == len(p):
         raise _independent_error()
     tangents = jacobian.derivative(vector, create_graph, create_graph)
     if not jacobian.agrees(function, vector, tangents):
@@ -277,11 +277,11 @@ def by_reverse(
 class TransposedJacobian:
     """J^T u as a function of u with a graph of its own, whose derivative along v is J v."""
 
-    def __init__(self, every: Vector, own: Vector, caller: str) -> None:
-        self._caller, self._every = caller, every
-        ys = with_graph(every)
+    def __init__(self, outputs: Vector, p: Vector, caller: str) -> None:
+        self._caller, self._outputs = caller, outputs
+        ys = with_graph(outputs)
         self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
-        by_u = vjp(ys, own, self._us, caller, create_graph=True)
+        by_u = vjp(ys, p, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
             raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
         self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
@@ -292,19 +292,19 @@ class TransposedJacobian:
         """J v, for each of the outputs; zeros for those that do not depend on the leaves."""
         given = [vector[i] for i in self._used]
         left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))
-        found = [next(left) if y.requires_grad else None for y in self._every]
-        return materialize_grads(found, self._every)
+        found = [next(left) if y.requires_grad else None for y in self._outputs]
+        return materialize_grads(found, self._outputs)
 
     def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
-        along = [part for y, part in zip(self._every, tangents, strict=True) if y.requires_grad]
+        along = [part for y, part in zip(self._outputs, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
         return are_adjoint(func, (given, self.parts), (along, self._us), self.parts)
 
 
-def with_graph(every: Vector) -> Vector:
+def with_graph(outputs: Vector) -> Vector:
     """The outputs that depend on the leaves."""
-    return [y for y in every if y.requires_grad]
+    return [y for y in outputs if y.requires_grad]
 
 
 def _distinct_cotangent(y: Tensor) -> Tensor:

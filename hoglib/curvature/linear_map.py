@@ -190,40 +190,42 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
     """H v = d grad f(p + e v) / d e in forward mode; nothing is kept between products."""
     policy, leaves = problem.policy, problem.leaves
     at = leaves if policy.create_graph else [leaf.detach() for leaf in leaves]
-    inside = torch_internals.transforms_active()
+    in_transforms = torch_internals.transforms_active()
     # Where the product has no graph, its gradient is not kept beside it.
-    alone = not (policy.create_graph or inside or torch_internals.tracing())
+    tangents_only = not (policy.create_graph or in_transforms or torch_internals.tracing())
 
-    def checked(*own: Tensor) -> Tensor:
-        value = problem(*own)
+    def checked(*p: Tensor) -> Tensor:
+        value = problem(*p)
         check_custom_functions(graph_summary(value), policy.caller)
-        if alone:  # not before: the loss may take a gradient by them itself
-            torch_forward_mode.keep_tangents(own)
+        if tangents_only:  # not before: the loss may take a gradient by them itself
+            torch_forward_mode.keep_tangents(p)
         return value
 
     def in_forward_mode(vector: Vector, with_graph: bool) -> tuple[Tensor, Vector]:
-        def value_and_gradient(*own: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            value, pull = torch.func.vjp(checked, *own)[:2]
+        def value_and_gradient(*p: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            value, pull = torch.func.vjp(checked, *p)[:2]
             one = torch.ones_like(value)
             # Without a graph of the product, the one beneath is freed while the gradient is computed.
-            return value, pull(one, retain_graph=with_graph and not alone, create_graph=with_graph)
+            keep = with_graph and not tangents_only
+            return value, pull(one, retain_graph=keep, create_graph=with_graph)
 
         try:
-            found: Any = torch.func.jvp(value_and_gradient, tuple(at), tuple(vector), has_aux=alone)
+            given = tuple(at), tuple(vector)
+            found: Any = torch.func.jvp(value_and_gradient, *given, has_aux=tangents_only)
         finally:
             torch_internals.unwrap_kept(problem.loss)
-        if alone:
+        if tangents_only:
             value, _, product = found
         else:
             (value, _), (_, product) = found
         return value, list(product)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        before = RandomState() if alone else None
+        before = RandomState() if tangents_only else None
         try:
             with torch_forward_mode.one_thread_in_forward_mode(policy.caller):
                 try:
-                    value, product = in_forward_mode(vector, not alone)
+                    value, product = in_forward_mode(vector, not tangents_only)
                 except NotImplementedError:
                     # The graph of the gradient is not needed, but torch has forward mode of some
                     # operations, such as the backward of silu, only where there is one.
@@ -233,7 +235,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
                     value, product = in_forward_mode(vector, True)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise no_forward_mode(f"{policy.caller}(mode='{FORWARD}')", error) from error
-        if not (policy.create_graph or inside):  # a graph is then of tensors from elsewhere
+        if not (policy.create_graph or in_transforms):  # a graph is then of tensors from elsewhere
             check_uses_given_params(graph_summary(value), leaves, policy.caller)
         return value, product
 

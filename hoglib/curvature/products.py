@@ -236,20 +236,19 @@ def _product(
     if problem.placement.is_sharded:
         _refuse_sharded(policy, func)
     around = ring(policy, func, placement=problem.placement, around_graph=True)
-    given = problem
     with around as blocks:
-        problem, vector = problem.entered(blocks), clone_inference_tensors(vector)
-        vector = problem.placement.local_vector("v", vector)
+        entered, vector = problem.entered(blocks), clone_inference_tensors(vector)
+        vector = entered.placement.local_vector("v", vector)
         columns = vector[0].shape[-1] if block else 1
         # before anything is gathered, in one all-reduce: processes that differ all raise
-        problem.placement.check_agreement(policy.caller, columns, vector, problem.leaves)
-        point = linearizer(kind, around.captures)(problem, block)
+        entered.placement.check_agreement(policy.caller, columns, vector, entered.leaves)
+        point = linearizer(kind, around.captures)(entered, block)
         # for the examination at the end: where a custom Function cut the graph, zero is wrong
         note_lost_graph(point.gradient)
         value, product = apply_block(point, vector, block)
-    if not given.placement.is_sharded:
+    if not problem.placement.is_sharded:
         # the search runs the loss again, for which it would need the other processes
-        warn_if_derivatives_not_finite(given, value, product)
+        warn_if_derivatives_not_finite(problem, value, product)
     if kind.mode == DIFFERENCES:
         # they were computed in float64
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
@@ -384,23 +383,23 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
     """The matrix in the structure of params, twice; with blocks as a dict of dicts."""
     groups = groups_of(blocks, params)
     around = ring(problem.policy, problem.loss, around_graph=True)
-    given, value = problem, problem.leaves[0].new_zeros(())
-    with around as entered:
-        problem = problem.entered(entered)
+    value = problem.leaves[0].new_zeros(())
+    with around as recomputed:
+        entered = problem.entered(recomputed)
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
             # vmap of reverse over reverse is silently wrong through normalization layers
-            numbers = tuple(range(len(problem.leaves)))
-            full = torch.func.jacfwd(torch.func.grad(problem, numbers), numbers)(*problem.leaves)
+            numbers = tuple(range(len(entered.leaves)))
+            full = torch.func.jacfwd(torch.func.grad(entered, numbers), numbers)(*entered.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
-            point = linearizer(kind, around.captures)(problem, True)
+            point = linearizer(kind, around.captures)(entered, True)
             note_lost_graph(point.gradient)
             if point.gradient is None:
-                entries = _by_products(point, problem, groups)
+                entries = _by_products(point, entered.leaves, groups)
             else:  # of a Hessian that is not captured
                 value = point.gradient.value
                 entries = _by_rows(point.gradient, problem.policy, groups)
-    warn_if_derivatives_not_finite(given, value, entries.values())
+    warn_if_derivatives_not_finite(problem, value, entries.values())
     names, every = pytree.paths(params), range(len(problem.leaves))
     if blocks is None:
         form = problem.structure
@@ -426,26 +425,26 @@ def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Ent
                 rows = [vjp([part], columns, [unit], *how) for unit in _unit_vectors(p[a])]
             for b, *found in zip(group, *rows, strict=True):
                 shape = p[a].shape + p[b].shape
-                known = materialize_grads(found, [p[b]] * len(found))
-                whole = torch.stack(known) if known else p[a].new_zeros(shape)
-                entries[a, b] = whole.reshape(shape)
+                rows_of_b = materialize_grads(found, [p[b]] * len(found))
+                block = torch.stack(rows_of_b) if rows_of_b else p[a].new_zeros(shape)
+                entries[a, b] = block.reshape(shape)
     return entries
 
 
-def _by_products(point: LinearMap, problem: Problem, groups: list[list[int]]) -> Entries:
-    """M[a][b] for each pair of leaves in a group, one product a column."""
-    leaves, columns = problem.leaves, {}
+def _by_products(point: LinearMap, leaves: list[Tensor], groups: list[list[int]]) -> Entries:
+    """M[a][b] = (M e_b)[a] for each pair of leaves in a group, one product a column."""
+    entries: Entries = {}
     zeros = [leaf.new_zeros(leaf.shape) for leaf in leaves]
     for group in groups:
         for b in group:
             vectors = ([*zeros[:b], unit, *zeros[b + 1 :]] for unit in _unit_vectors(leaves[b]))
             products = [point.apply(vector, True)[1] for vector in vectors]
             for a in group:
-                entries = [product[a] for product in products]
+                columns = [product[a] for product in products]
                 shape = leaves[a].shape + leaves[b].shape
-                block = torch.stack(entries, -1) if entries else leaves[a].new_zeros(shape)
-                columns[a, b] = block.reshape(shape).detach()
-    return columns
+                block = torch.stack(columns, -1) if columns else leaves[a].new_zeros(shape)
+                entries[a, b] = block.reshape(shape).detach()
+    return entries
 
 
 def _unit_vectors(leaf: Tensor) -> Iterable[Tensor]:
