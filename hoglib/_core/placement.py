@@ -132,6 +132,34 @@ class Layout(NamedTuple):
         return prod(size for size, placement in dims if placement.is_replicate())
 
 
+class _Exchange(torch.autograd.Function):
+    """The whole tensor of shards, or the shards of an average over the processes. Each of the two maps
+    is the derivative of the other; both are linear."""
+
+    @staticmethod
+    def forward(value: Tensor, gathers: bool, layout: Layout, weight: float) -> Tensor:
+        if gathers:
+            return layout.wrap(value.detach().contiguous()).full_tensor()
+        return layout.average(value, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.options = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gathers, *options = ctx.options
+        return apply(_Exchange, grad, not gathers, *options), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Exchange, tangent, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
+        return apply(_Exchange, value.movedim(in_dims[0], -1), *options), -1
+
+
 @final
 @dataclass(frozen=True)
 class Whole:
@@ -473,34 +501,6 @@ def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
             # by name: a torch without distributed has no ReduceOp
             dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
     return value
-
-
-class _Exchange(torch.autograd.Function):
-    """The whole tensor of shards, or the shards of an average over the processes. Each of the two maps
-    is the derivative of the other; both are linear."""
-
-    @staticmethod
-    def forward(value: Tensor, gathers: bool, layout: Layout, weight: float) -> Tensor:
-        if gathers:
-            return layout.wrap(value.detach().contiguous()).full_tensor()
-        return layout.average(value, weight)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.options = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        gathers, *options = ctx.options
-        return apply(_Exchange, grad, not gathers, *options), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return apply(_Exchange, tangent, *ctx.options)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
-        return apply(_Exchange, value.movedim(in_dims[0], -1), *options), -1
 
 
 class _Mean(torch.autograd.Function):

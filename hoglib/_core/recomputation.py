@@ -147,52 +147,6 @@ def recompute(
         return call.result(_run_recomputed(call.first, tensors))
 
 
-@final
-class ByTangents:
-    """The gradients of losses are differentiated forward over reverse, in all steps of a loop.
-
-    option, instead: for messages, what asks for it and what to use otherwise.
-    """
-
-    def __init__(self, option: str, instead: str) -> None:
-        self.option, self.instead = option, instead
-        # whether torch has forward mode of an operation only where there is a graph of its backward
-        self.needs_graph = False
-
-    def check(self, outputs: Tensors) -> None:
-        """Raise for custom Functions in the graph of a loss that have no forward mode."""
-        graph = graph_summary(outputs)
-        check_custom_functions(graph, self.option)
-        for function in (entry.function for entry in graph.functions if entry.by_user):
-            if function is not None and not torch_internals.has_forward_mode(function):
-                raise UnsupportedError(
-                    f"{self.option}: expected custom Functions with setup_context and jvp, got "
-                    f"{function.__qualname__}, which has no forward mode. {self.instead}"
-                )
-
-    def check_value(self, first: Tensor | None, again: Tensor | None) -> None:
-        """Raise for a loss that is another one when it is run again. A device would be waited for."""
-        if first is None or again is None or not first.is_cpu:
-            return
-        again = torch_internals.unwrap(again)
-        known = first.shape == again.shape and bool(first.isfinite().all())
-        if known and not agree(first, again, SUMS):
-            raise NondeterministicError(
-                f"{self.option}: expected a loss that is the same when it is run again, got "
-                f"{first.tolist()} and {again.tolist()}. Look for random numbers that are not torch's "
-                "(NumPy, random), and for modules that count or keep statistics."
-            )
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Inside, an error says where torch has no forward mode."""
-        try:
-            with torch_forward_mode.one_thread_in_forward_mode(self.option):
-                yield
-        except (RuntimeError, NotImplementedError, AssertionError) as error:
-            raise no_forward_mode(self.option, error, self.instead) from error
-
-
 def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
@@ -204,12 +158,269 @@ def _is_bypassed() -> bool:
     return no_graph or plainly or only_plain_operations()
 
 
+def _generators_among(leaves: list[Any]) -> list[torch.Generator]:
+    """The generators among the arguments. Refuses objects that hold a tensor."""
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor | nn.Module):
+            continue
+        for capture in closures.held(leaf):
+            if isinstance(capture.value, torch.Generator):
+                found.append(capture.value)
+                continue
+            raise ArgumentValueError(
+                f"remat: expected tensors and modules as separate arguments, or in lists, tuples and "
+                f"dicts, got a {type(leaf).__name__} that holds one ({capture.path}): it would receive "
+                f"no gradient. Pass it separately from the {type(leaf).__name__}, or register the type "
+                f"with torch.utils._pytree.register_pytree_node."
+            )
+    return found
+
+
 def _run_recomputed(run: Any, tensors: Sequence[Tensor | None]) -> Tensors:
     """run(*tensors) by the Function; values and tangents by one run, where there are tangents."""
     tangents = torch_forward_mode.tangents_without_graph(tensors)
     if tangents is not None:
         run = _WithTangents(run, len(tensors), tangents)
     return _Recompute.apply(run, *tensors)
+
+
+class _Call:
+    """The arguments of one call without its tensors, which only the graph may keep alive."""
+
+    run_state: RunState
+    # the results without their tensors, their structure, and the places of the tensors among them
+    outputs: list[Any]
+    output_structure: Any
+    output_slots: list[int]
+
+    def __init__(
+        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, backend: str
+    ) -> None:
+        self.fn, self.structure, self.backend = fn, structure, backend
+        self.template: Any = None  # for the compiler
+        self.nested = self.is_part = self.slices = False
+        self.by_tangents: ByTangents | None = None
+        self.value: Tensor | None = None  # of the first run, where it is a loss
+        self.parts: list[nn.Module] = []  # which are recomputed one by one
+        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
+        self.transformed = torch_internals.transforms_active()
+        self.stand_ins = ActiveStandIns()
+        # some runs will be inside of torch.func, which orders random numbers in its own way
+        by_func = torch_internals.forward_mode_active() and not torch_forward_mode.in_dual_level()
+        self.mixed = self.transformed or by_func
+        self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
+        self.first, self.rerun = Run(self, self._first), Run(self, self._rerun)
+
+    def with_parts(self, fn: Callable[..., Any], constants: list[Any]) -> "_Call":
+        """This call with another function, and modules in the place of its own, to be captured: its
+        runs are without side effects."""
+        own = copy(self)
+        own.fn, own.constants = fn, constants
+        own.scope = _Scope([x for x in constants if isinstance(x, nn.Module)])
+        own.run_state, own.parts = self.run_state.without_modules(), []
+        own.first = own.rerun = Run(own, own._captured)
+        return own
+
+    def adopt_outputs(self, other: "_Call") -> None:
+        """Takes the structure of the outputs from an equal call."""
+        self.outputs, self.output_structure = list(other.outputs), other.output_structure
+        self.output_slots = other.output_slots
+
+    def _captured(self, tensors: Tensors) -> Tensors:
+        state: Any = {name: tensors[i] for name, i in self.state_names.items()}
+        run = partial(self._call, tensors)
+        return self._take_tensors(
+            functional_call(self.scope, state, (run,), tie_weights=False) if state else run()
+        )
+
+    def tensors(self, leaves: list[Any]) -> list[Tensor]:
+        """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once.
+
+        An argument that is a parameter too appears as both: its gradients are apart."""
+        places = {id(leaves[i]): i for i in reversed(self.slots)}  # of the first of equal ones
+        tensors = [leaves[i] for i in self.slots if places[id(leaves[i])] == i]
+        order = {id(x): place for place, x in enumerate(tensors)}
+        self.places = [order[id(leaves[i])] for i in self.slots]
+        self.arguments = len(tensors)
+        index: dict[int, int] = {}
+        # name of a parameter or buffer -> index of its tensor
+        self.state_names: dict[str, int] = {}
+        for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+            start = len(tensors)
+            for prefix, module in self.scope.named_modules():
+                for name, tensor in kind(module, recurse=False, remove_duplicate=False):
+                    if id(tensor) not in index:
+                        index[id(tensor)] = len(tensors)
+                        tensors.append(tensor)
+                    self.state_names[f"{prefix}.{name}"] = index[id(tensor)]
+        self.buffers = range(start, len(tensors))
+        return tensors
+
+    def _first(self, tensors: Tensors) -> Tensors:
+        """The first run, with the function's side effects on its modules where torch allows them."""
+        versions = [version_of(tensor) for tensor in tensors]
+        # torch cannot change buffers inside of torch.func
+        if self.transformed:
+            outputs = self._watching_parts(tensors)
+        else:
+            before = {i: cast(Tensor, tensors[i]).clone() for i in self.buffers}
+            outputs = self._call(tensors)
+            self.changed_buffers = {
+                i: copy for i, copy in before.items() if version_of(tensors[i]) != versions[i]
+            }
+        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
+            if version_of(tensor) != version and i not in self.buffers:
+                raise ArgumentValueError(
+                    f"remat: expected a function that does not change its inputs, got "
+                    f"`{closures.name_of(self.fn)}`, which changed {validation.describe(tensor)} "
+                    f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
+                    f"return the new value."
+                )
+        found = self._take_tensors(outputs)
+        if self.by_tangents is not None:
+            # a copy: the memory of torch's mse_loss is that of all its terms
+            # compared with the loss that backward computes again
+            self.value = torch_internals.unwrap(found[0]).detach().clone()
+        return found
+
+    def _watching_parts(self, tensors: Tensors) -> Any:
+        """Runs the function, and sees which parts of its modules can be recomputed alone."""
+        if self.is_part or not torch_internals.forward_mode_active():
+            return self._with_state(tensors)
+        watch = PartsWatch([*self.scope.held])
+        with watch.watching():
+            outputs = self._with_state(tensors)
+        self.parts = watch.recomputable()
+        return outputs
+
+    @contextmanager
+    def in_small_parts(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, a run takes less memory: these parts are recomputed one by one, and operations run on
+        slices."""
+        if torch_internals.tracing():  # a compiler decides what is kept
+            yield
+            return
+        recomputed = replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward))
+        with replaced([(vars(self), "slices", True)]), recomputed:
+            yield
+
+    def _take_tensors(self, outputs: Any) -> Tensors:
+        """The tensors among the outputs; their structure is kept."""
+        leaves, self.output_structure = pytree.flatten(outputs)
+        for leaf in leaves:
+            held = () if isinstance(leaf, Tensor) else closures.held(leaf)
+            if kept := next((one for one in held if isinstance(one.value, Tensor)), None):
+                raise ArgumentValueError(
+                    f"remat: expected results in tuples, lists and dicts, got a {type(leaf).__name__} "
+                    f"that holds a tensor ({kept.path}) from `{closures.name_of(self.fn)}`; it would "
+                    "have no gradient. Return a tuple or dict, or register the type with "
+                    "torch.utils._pytree.register_dataclass."
+                )
+        self.outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.output_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        return tuple(leaves[i] for i in self.output_slots)
+
+    def _rerun(self, tensors: Tensors) -> Tensors:
+        with self.run_state.restored():
+            outputs = self._with_state(tensors)
+        return tuple(leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, Tensor))
+
+    def _with_state(self, tensors: Sequence[Tensor | None]) -> Any:
+        """Runs the function with these tensors as the modules' parameters and buffers."""
+        if not self.state_names:
+            return self._call(tensors)
+        swapped = {i: self._unchanged(i, tensors[i]) for i in self.state_names.values()}
+        state: Any = {name: swapped[i] for name, i in self.state_names.items()}
+        run = partial(self._call, tensors)
+        with batch_statistics(self.scope):
+            return functional_call(self.scope, state, (run,), tie_weights=False)
+
+    def _unchanged(self, index: int, tensor: Tensor | None) -> Tensor | None:
+        """The tensor; of a buffer that fn may change, a copy from before the first run."""
+        if index in self.changed_buffers:
+            return self.changed_buffers[index].clone()
+        if tensor is not None and self.transformed and index in self.buffers:
+            return tensor.clone()
+        return tensor
+
+    def _call(self, tensors: Sequence[Tensor | None]) -> Any:
+        leaves = list(self.constants)
+        for i, place in zip(self.slots, self.places, strict=True):
+            leaves[i] = tensors[place]
+        args, keywords = given = pytree.unflatten(leaves, self.structure)
+        # the mode that is entered last sees a call first: operations are cut into slices, whose dropout
+        # is made contiguous, and a stand-in takes what is left
+        with (
+            _recompute_policy(self.nested, self.slices),
+            self.stand_ins.resume(),
+            self.run_state.autocast.restored(),
+            ContiguousDropout() if self.mixed else nullcontext(),
+            SlicedOperations() if self.slices else nullcontext(),
+        ):
+            outputs = self.fn(*args, **keywords)
+        refuse_changed(self.fn, given, self.structure)
+        return outputs
+
+    def result(self, tensors: Tensors) -> Any:
+        leaves, self.outputs = self.outputs, []
+        for i, tensor in zip(self.output_slots, tensors, strict=True):
+            leaves[i] = tensor
+        return pytree.unflatten(leaves, self.output_structure)
+
+
+class _Scope(nn.Module):
+    """The modules of a call as one module, for `functional_call`."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.held = nn.ModuleList(modules)
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+def _recompute_policy(recompute_nested: bool, low_memory: bool) -> inside:
+    disabled = AMBIENT.recomputation_disabled or not recompute_nested
+    return inside(recomputing=True, recomputation_disabled=disabled, low_memory=low_memory)
+
+
+def inside_recomputation() -> bool:
+    """Whether the caller is run by a remat, for the first time or again."""
+    return AMBIENT.recomputing
+
+
+def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> None:
+    """Raises if a function has changed a list or dict among its arguments, whose structure was this."""
+    if pytree.flatten(arguments)[1] != structure:
+        raise ArgumentValueError(
+            f"remat: expected a function that returns what it computes, got `{closures.name_of(fn)}`, "
+            "which changes a list or dict among its arguments; what it puts there would have no "
+            "gradient. Return it."
+        )
+
+
+@final
+class Run:
+    """A call of the user's function as a function of its tensors: the first run, or a later one."""
+
+    padded_inputs, by_tangents, as_tangents = frozenset[int](), None, False
+    key = ("the forward",)  # which level it is, for calls that are equal
+
+    def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
+        self.call, self.body = call, body
+
+    @property
+    def rerun(self) -> "Run":
+        return self.call.rerun
+
+    def uses(self, index: int) -> bool:
+        return index not in self.call.changed_buffers
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        return self.body(tensors)
 
 
 class _Recompute(torch.autograd.Function):
@@ -260,6 +471,26 @@ class _Recompute(torch.autograd.Function):
         return _Recompute.apply(_Jvp(ctx.rerun, ctx.count, moved), *tensors)
 
 
+def _saved_inputs(ctx: Any) -> list[Tensor | None]:
+    inputs: list[Tensor | None] = [None] * ctx.count
+    for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
+        inputs[i] = tensor
+    return inputs
+
+
+def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors:
+    """The outputs, those that share memory with an input as copies; so are all where that cannot be
+    seen, under the vmap of `torch.autograd.grad(is_grads_batched=True)`."""
+    given = [x for x in inputs if x is not None]
+    if any(map(torch_internals.is_batched, (*given, *(y for y in outputs if y is not None)))):
+        return tuple(None if y is None else y.clone() for y in outputs)
+    memory = {torch_internals.storage_id(x) for x in given}
+    return tuple(
+        y.clone() if y is not None and torch_internals.storage_id(y) in memory else y
+        for y in outputs
+    )
+
+
 def _backward(ctx: Any, grads: Tensors) -> Any:
     inputs, rerun = _saved_inputs(ctx), ctx.rerun
     needs = ctx.needs_input_grad[1:]
@@ -289,39 +520,6 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
     return None, *result
 
 
-def _forward_over_reverse(
-    by_tangents: ByTangents,
-    gradient: "_Vjp",
-    inputs: Sequence[Tensor | None],
-    wanted: list[int],
-    v: Tensors,
-) -> Tensors:
-    """The vjp of the gradient of a loss in forward mode: by symmetry
-
-        (d grad_p f / d q)^T v = d/de grad_q f(p + e v)    p what v is of, q what is wanted
-
-    which holds f and its tangents, where reverse mode holds the graph of the gradient.
-    """
-    moved = [gradient.wanted[j] for j, tangent in enumerate(v) if tangent is not None]
-    tensors = *inputs, *(tangent for tangent in v if tangent is not None)
-    again = _Vjp(gradient.run, gradient.count, wanted, gradient.arrived, frozenset())
-    jvp = _Jvp(again, len(inputs), moved)
-    with by_tangents.explained():
-        if torch.is_grad_enabled() or torch_internals.transforms_active():
-            return _run_recomputed(jvp, tensors)
-        again.as_tangents = True
-        return _run_level(jvp, *tensors)
-
-
-# Compiles a level: hoglib.capture, which stands above this package, sets it.
-_compilers: list[Callable[[Any, Sequence[Tensor | None]], Tensors]] = []
-
-
-def set_compiler(compiler: Callable[[Any, Sequence[Tensor | None]], Tensors]) -> None:
-    """What runs a level of a call with a backend: a function (run, tensors) -> run(*tensors)."""
-    _compilers[:] = [compiler]
-
-
 def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
     """run(*inputs), compiled where that is asked for and no graph and no tangents are needed."""
     if isinstance(run, _Jvp | _WithTangents):
@@ -335,6 +533,15 @@ def _is_compiled(run: Any) -> bool:
     """Whether a level is compiled here, if its tensors have no tangents."""
     differentiated = torch.is_grad_enabled() or torch_internals.transforms_active()
     return bool(run.call.backend) and not differentiated and not torch_internals.tracing()
+
+
+# Compiles a level: hoglib.capture, which stands above this package, sets it.
+_compilers: list[Callable[[Any, Sequence[Tensor | None]], Tensors]] = []
+
+
+def set_compiler(compiler: Callable[[Any, Sequence[Tensor | None]], Tensors]) -> None:
+    """What runs a level of a call with a backend: a function (run, tensors) -> run(*tensors)."""
+    _compilers[:] = [compiler]
 
 
 def _padded_inputs(
@@ -351,13 +558,6 @@ def _padded_inputs(
     return call.template.extra_inputs(run, len(inputs), wanted, arrived, free)
 
 
-def _saved_inputs(ctx: Any) -> list[Tensor | None]:
-    inputs: list[Tensor | None] = [None] * ctx.count
-    for i, tensor in zip(ctx.saved, ctx.saved_tensors, strict=True):
-        inputs[i] = tensor
-    return inputs
-
-
 class _Derivative:
     """A derivative of a function of tensors, which is itself one: of the same inputs, and then of
     cotangents or tangents.
@@ -366,7 +566,7 @@ class _Derivative:
     """
 
     padded_inputs = frozenset[int]()
-    by_tangents: ByTangents | None = None  # of the gradient of a loss
+    by_tangents: "ByTangents | None" = None  # of the gradient of a loss
     as_tangents = False  # whether a jvp takes its tangents alone: they are then its results
 
     def __init__(self, run: Any, count: int) -> None:
@@ -622,270 +822,70 @@ class _WithTangents(_Derivative):
 
 
 @final
-class Run:
-    """A call of the user's function as a function of its tensors: the first run, or a later one."""
+class ByTangents:
+    """The gradients of losses are differentiated forward over reverse, in all steps of a loop.
 
-    padded_inputs, by_tangents, as_tangents = frozenset[int](), None, False
-    key = ("the forward",)  # which level it is, for calls that are equal
+    option, instead: for messages, what asks for it and what to use otherwise.
+    """
 
-    def __init__(self, call: "_Call", body: Callable[[Tensors], Tensors]) -> None:
-        self.call, self.body = call, body
+    def __init__(self, option: str, instead: str) -> None:
+        self.option, self.instead = option, instead
+        # whether torch has forward mode of an operation only where there is a graph of its backward
+        self.needs_graph = False
 
-    @property
-    def rerun(self) -> "Run":
-        return self.call.rerun
-
-    def uses(self, index: int) -> bool:
-        return index not in self.call.changed_buffers
-
-    def __call__(self, *tensors: Tensor | None) -> Tensors:
-        return self.body(tensors)
-
-
-class _Call:
-    """The arguments of one call without its tensors, which only the graph may keep alive."""
-
-    run_state: RunState
-    # the results without their tensors, their structure, and the places of the tensors among them
-    outputs: list[Any]
-    output_structure: Any
-    output_slots: list[int]
-
-    def __init__(
-        self, fn: Callable[..., Any], leaves: list[Any], structure: Any, backend: str
-    ) -> None:
-        self.fn, self.structure, self.backend = fn, structure, backend
-        self.template: Any = None  # for the compiler
-        self.nested = self.is_part = self.slices = False
-        self.by_tangents: ByTangents | None = None
-        self.value: Tensor | None = None  # of the first run, where it is a loss
-        self.parts: list[nn.Module] = []  # which are recomputed one by one
-        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self.scope = _Scope([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
-        self.transformed = torch_internals.transforms_active()
-        self.stand_ins = ActiveStandIns()
-        # some runs will be inside of torch.func, which orders random numbers in its own way
-        by_func = torch_internals.forward_mode_active() and not torch_forward_mode.in_dual_level()
-        self.mixed = self.transformed or by_func
-        self.changed_buffers: dict[int, Tensor] = {}  # as they were before the first run
-        self.first, self.rerun = Run(self, self._first), Run(self, self._rerun)
-
-    def with_parts(self, fn: Callable[..., Any], constants: list[Any]) -> "_Call":
-        """This call with another function, and modules in the place of its own, to be captured: its
-        runs are without side effects."""
-        own = copy(self)
-        own.fn, own.constants = fn, constants
-        own.scope = _Scope([x for x in constants if isinstance(x, nn.Module)])
-        own.run_state, own.parts = self.run_state.without_modules(), []
-        own.first = own.rerun = Run(own, own._captured)
-        return own
-
-    def adopt_outputs(self, other: "_Call") -> None:
-        """Takes the structure of the outputs from an equal call."""
-        self.outputs, self.output_structure = list(other.outputs), other.output_structure
-        self.output_slots = other.output_slots
-
-    def _captured(self, tensors: Tensors) -> Tensors:
-        state: Any = {name: tensors[i] for name, i in self.state_names.items()}
-        run = partial(self._call, tensors)
-        return self._take_tensors(
-            functional_call(self.scope, state, (run,), tie_weights=False) if state else run()
-        )
-
-    def tensors(self, leaves: list[Any]) -> list[Tensor]:
-        """Tensor arguments, then parameters, then buffers of modules; shared tensors appear once.
-
-        An argument that is a parameter too appears as both: its gradients are apart."""
-        places = {id(leaves[i]): i for i in reversed(self.slots)}  # of the first of equal ones
-        tensors = [leaves[i] for i in self.slots if places[id(leaves[i])] == i]
-        order = {id(x): place for place, x in enumerate(tensors)}
-        self.places = [order[id(leaves[i])] for i in self.slots]
-        self.arguments = len(tensors)
-        index: dict[int, int] = {}
-        # name of a parameter or buffer -> index of its tensor
-        self.state_names: dict[str, int] = {}
-        for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
-            start = len(tensors)
-            for prefix, module in self.scope.named_modules():
-                for name, tensor in kind(module, recurse=False, remove_duplicate=False):
-                    if id(tensor) not in index:
-                        index[id(tensor)] = len(tensors)
-                        tensors.append(tensor)
-                    self.state_names[f"{prefix}.{name}"] = index[id(tensor)]
-        self.buffers = range(start, len(tensors))
-        return tensors
-
-    def _first(self, tensors: Tensors) -> Tensors:
-        """The first run, with the function's side effects on its modules where torch allows them."""
-        versions = [version_of(tensor) for tensor in tensors]
-        # torch cannot change buffers inside of torch.func
-        if self.transformed:
-            outputs = self._watching_parts(tensors)
-        else:
-            before = {i: cast(Tensor, tensors[i]).clone() for i in self.buffers}
-            outputs = self._call(tensors)
-            self.changed_buffers = {
-                i: copy for i, copy in before.items() if version_of(tensors[i]) != versions[i]
-            }
-        for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True)):
-            if version_of(tensor) != version and i not in self.buffers:
-                raise ArgumentValueError(
-                    f"remat: expected a function that does not change its inputs, got "
-                    f"`{closures.name_of(self.fn)}`, which changed {validation.describe(tensor)} "
-                    f"in place, so that it cannot be run again. Change a copy, `x = x.clone()`, or "
-                    f"return the new value."
+    def check(self, outputs: Tensors) -> None:
+        """Raise for custom Functions in the graph of a loss that have no forward mode."""
+        graph = graph_summary(outputs)
+        check_custom_functions(graph, self.option)
+        for function in (entry.function for entry in graph.functions if entry.by_user):
+            if function is not None and not torch_internals.has_forward_mode(function):
+                raise UnsupportedError(
+                    f"{self.option}: expected custom Functions with setup_context and jvp, got "
+                    f"{function.__qualname__}, which has no forward mode. {self.instead}"
                 )
-        found = self._take_tensors(outputs)
-        if self.by_tangents is not None:
-            # a copy: the memory of torch's mse_loss is that of all its terms
-            # compared with the loss that backward computes again
-            self.value = torch_internals.unwrap(found[0]).detach().clone()
-        return found
 
-    def _watching_parts(self, tensors: Tensors) -> Any:
-        """Runs the function, and sees which parts of its modules can be recomputed alone."""
-        if self.is_part or not torch_internals.forward_mode_active():
-            return self._with_state(tensors)
-        watch = PartsWatch([*self.scope.held])
-        with watch.watching():
-            outputs = self._with_state(tensors)
-        self.parts = watch.recomputable()
-        return outputs
+    def check_value(self, first: Tensor | None, again: Tensor | None) -> None:
+        """Raise for a loss that is another one when it is run again. A device would be waited for."""
+        if first is None or again is None or not first.is_cpu:
+            return
+        again = torch_internals.unwrap(again)
+        known = first.shape == again.shape and bool(first.isfinite().all())
+        if known and not agree(first, again, SUMS):
+            raise NondeterministicError(
+                f"{self.option}: expected a loss that is the same when it is run again, got "
+                f"{first.tolist()} and {again.tolist()}. Look for random numbers that are not torch's "
+                "(NumPy, random), and for modules that count or keep statistics."
+            )
 
     @contextmanager
-    def in_small_parts(self, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, a run takes less memory: these parts are recomputed one by one, and operations run on
-        slices."""
-        if torch_internals.tracing():  # a compiler decides what is kept
-            yield
-            return
-        recomputed = replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward))
-        with replaced([(vars(self), "slices", True)]), recomputed:
-            yield
-
-    def _take_tensors(self, outputs: Any) -> Tensors:
-        """The tensors among the outputs; their structure is kept."""
-        leaves, self.output_structure = pytree.flatten(outputs)
-        for leaf in leaves:
-            held = () if isinstance(leaf, Tensor) else closures.held(leaf)
-            if kept := next((one for one in held if isinstance(one.value, Tensor)), None):
-                raise ArgumentValueError(
-                    f"remat: expected results in tuples, lists and dicts, got a {type(leaf).__name__} "
-                    f"that holds a tensor ({kept.path}) from `{closures.name_of(self.fn)}`; it would "
-                    "have no gradient. Return a tuple or dict, or register the type with "
-                    "torch.utils._pytree.register_dataclass."
-                )
-        self.outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.output_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        return tuple(leaves[i] for i in self.output_slots)
-
-    def _rerun(self, tensors: Tensors) -> Tensors:
-        with self.run_state.restored():
-            outputs = self._with_state(tensors)
-        return tuple(leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, Tensor))
-
-    def _with_state(self, tensors: Sequence[Tensor | None]) -> Any:
-        """Runs the function with these tensors as the modules' parameters and buffers."""
-        if not self.state_names:
-            return self._call(tensors)
-        swapped = {i: self._unchanged(i, tensors[i]) for i in self.state_names.values()}
-        state: Any = {name: swapped[i] for name, i in self.state_names.items()}
-        run = partial(self._call, tensors)
-        with batch_statistics(self.scope):
-            return functional_call(self.scope, state, (run,), tie_weights=False)
-
-    def _unchanged(self, index: int, tensor: Tensor | None) -> Tensor | None:
-        """The tensor; of a buffer that fn may change, a copy from before the first run."""
-        if index in self.changed_buffers:
-            return self.changed_buffers[index].clone()
-        if tensor is not None and self.transformed and index in self.buffers:
-            return tensor.clone()
-        return tensor
-
-    def _call(self, tensors: Sequence[Tensor | None]) -> Any:
-        leaves = list(self.constants)
-        for i, place in zip(self.slots, self.places, strict=True):
-            leaves[i] = tensors[place]
-        args, keywords = given = pytree.unflatten(leaves, self.structure)
-        # the mode that is entered last sees a call first: operations are cut into slices, whose dropout
-        # is made contiguous, and a stand-in takes what is left
-        with (
-            _recompute_policy(self.nested, self.slices),
-            self.stand_ins.resume(),
-            self.run_state.autocast.restored(),
-            ContiguousDropout() if self.mixed else nullcontext(),
-            SlicedOperations() if self.slices else nullcontext(),
-        ):
-            outputs = self.fn(*args, **keywords)
-        refuse_changed(self.fn, given, self.structure)
-        return outputs
-
-    def result(self, tensors: Tensors) -> Any:
-        leaves, self.outputs = self.outputs, []
-        for i, tensor in zip(self.output_slots, tensors, strict=True):
-            leaves[i] = tensor
-        return pytree.unflatten(leaves, self.output_structure)
+    def explained(self) -> Iterator[None]:
+        """Inside, an error says where torch has no forward mode."""
+        try:
+            with torch_forward_mode.one_thread_in_forward_mode(self.option):
+                yield
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            raise no_forward_mode(self.option, error, self.instead) from error
 
 
-class _Scope(nn.Module):
-    """The modules of a call as one module, for `functional_call`."""
+def _forward_over_reverse(
+    by_tangents: ByTangents,
+    gradient: "_Vjp",
+    inputs: Sequence[Tensor | None],
+    wanted: list[int],
+    v: Tensors,
+) -> Tensors:
+    """The vjp of the gradient of a loss in forward mode: by symmetry
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        super().__init__()
-        self.held = nn.ModuleList(modules)
+        (d grad_p f / d q)^T v = d/de grad_q f(p + e v)    p what v is of, q what is wanted
 
-    def forward(self, run: Callable[[], Any]) -> Any:
-        return run()
-
-
-def _recompute_policy(recompute_nested: bool, low_memory: bool) -> inside:
-    disabled = AMBIENT.recomputation_disabled or not recompute_nested
-    return inside(recomputing=True, recomputation_disabled=disabled, low_memory=low_memory)
-
-
-def inside_recomputation() -> bool:
-    """Whether the caller is run by a remat, for the first time or again."""
-    return AMBIENT.recomputing
-
-
-def _generators_among(leaves: list[Any]) -> list[torch.Generator]:
-    """The generators among the arguments. Refuses objects that hold a tensor."""
-    found = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor | nn.Module):
-            continue
-        for capture in closures.held(leaf):
-            if isinstance(capture.value, torch.Generator):
-                found.append(capture.value)
-                continue
-            raise ArgumentValueError(
-                f"remat: expected tensors and modules as separate arguments, or in lists, tuples and "
-                f"dicts, got a {type(leaf).__name__} that holds one ({capture.path}): it would receive "
-                f"no gradient. Pass it separately from the {type(leaf).__name__}, or register the type "
-                f"with torch.utils._pytree.register_pytree_node."
-            )
-    return found
-
-
-def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> None:
-    """Raises if a function has changed a list or dict among its arguments, whose structure was this."""
-    if pytree.flatten(arguments)[1] != structure:
-        raise ArgumentValueError(
-            f"remat: expected a function that returns what it computes, got `{closures.name_of(fn)}`, "
-            "which changes a list or dict among its arguments; what it puts there would have no "
-            "gradient. Return it."
-        )
-
-
-def _without_views(outputs: Tensors, inputs: Sequence[Tensor | None]) -> Tensors:
-    """The outputs, those that share memory with an input as copies; so are all where that cannot be
-    seen, under the vmap of `torch.autograd.grad(is_grads_batched=True)`."""
-    given = [x for x in inputs if x is not None]
-    if any(map(torch_internals.is_batched, (*given, *(y for y in outputs if y is not None)))):
-        return tuple(None if y is None else y.clone() for y in outputs)
-    memory = {torch_internals.storage_id(x) for x in given}
-    return tuple(
-        y.clone() if y is not None and torch_internals.storage_id(y) in memory else y
-        for y in outputs
-    )
+    which holds f and its tangents, where reverse mode holds the graph of the gradient.
+    """
+    moved = [gradient.wanted[j] for j, tangent in enumerate(v) if tangent is not None]
+    tensors = *inputs, *(tangent for tangent in v if tangent is not None)
+    again = _Vjp(gradient.run, gradient.count, wanted, gradient.arrived, frozenset())
+    jvp = _Jvp(again, len(inputs), moved)
+    with by_tangents.explained():
+        if torch.is_grad_enabled() or torch_internals.transforms_active():
+            return _run_recomputed(jvp, tensors)
+        again.as_tangents = True
+        return _run_level(jvp, *tensors)

@@ -290,95 +290,6 @@ class ModulePatch:
         return any(id(module) in own for running in self.running for module in running.modules())
 
 
-@final
-class restore_buffers:  # noqa: N801 a context manager
-    """Collects the modules that run inside, in order, each once, and restores their buffers at the end.
-
-    Modules in training mode run with copies of their buffers: running statistics, and the vectors of
-    spectral norm, are updated by a training step and not by a penalty.
-    """
-
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-
-    def __enter__(self) -> list[nn.Module]:
-        self._seen: set[int] = set()
-        self._copied: set[int] = set()  # modules that have copies
-        self._copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
-        self._scripted: list[tuple[nn.Module, str, Tensor]] = []
-        self._patch, self._thread = ModulePatch(), logical_thread()
-        self._handle = register_module_forward_pre_hook(self._before_forward)
-        return self.modules
-
-    def __exit__(self, *raised: object) -> None:
-        self._handle.remove()
-        self._patch.restore()
-        for module, name, buffer in self._scripted:
-            setattr(module, name, buffer)
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
-            return
-        if id(module) in self._seen or logical_thread() != self._thread:
-            return
-        self._seen.add(id(module))
-        self.modules.append(module)
-        attributes = vars(module)
-        if isinstance(module, torch.jit.ScriptModule):
-            # the hooks of its parts are not called
-            for part in module.modules():
-                own = list(part.named_buffers(recurse=False)) if part.training else []
-                for name, buffer in own:
-                    self._scripted.append((part, name, buffer))
-                    setattr(part, name, buffer.clone())
-        elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
-            # Hooks of the parts of a compiled module are not called. A block that is recomputed runs
-            # them with the buffers that it has before.
-            if is_compiled(module) or getattr(module.forward, "recomputes", False):
-                for part in module.modules():
-                    self._copy_buffers(part)
-            else:
-                self._copy_buffers(module)
-        elif attributes["_buffers"]:  # most modules have none
-            self._copy_buffers(module)
-
-    def _copy_buffers(self, module: nn.Module) -> None:
-        if id(module) in self._copied or not module.training:
-            return
-        self._copied.add(id(module))
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                if id(buffer) not in self._copies:
-                    self._copies[id(buffer)] = buffer.clone()
-                self._patch.put(module, name, self._copies[id(buffer)])
-
-
-# What is replaced in modules: the thread that did it, and how often. Two threads that swap the
-# parameters of one model would each find the other's, and one would restore the other's for good.
-_CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
-_CLAIMING = threading.Lock()
-
-
-def _claim_key(key: tuple[int, str], module: nn.Module, name: str) -> None:
-    """Notes that this thread replaces a value, unless another one has replaced it."""
-    this = logical_thread()
-    owner, times = _CLAIMED.get(key, (this, 0))
-    if owner != this:
-        raise UnsupportedError(
-            f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
-            "model, got two; give each thread a copy.deepcopy of it."
-        )
-    _CLAIMED[key] = this, times + 1
-
-
-def _release_key(key: tuple[int, str]) -> None:
-    owner, times = _CLAIMED[key]
-    if times == 1:
-        del _CLAIMED[key]
-    else:
-        _CLAIMED[key] = owner, times - 1
-
-
 def _patch_model(
     patch: ModulePatch, model: nn.Module, params: Params, dtype: Any, norm_policy: NormPolicy
 ) -> _Slots | None:
@@ -457,3 +368,92 @@ def _patch_model(
 def _reaches_parameters(given: Sequence[tuple[int, Tensor]]) -> bool:
     """Whether a backward may reach the model's own parameters, by whose ids others are given."""
     return not given or any(i == id(x) or x.grad_fn is not None for i, x in given)
+
+
+# What is replaced in modules: the thread that did it, and how often. Two threads that swap the
+# parameters of one model would each find the other's, and one would restore the other's for good.
+_CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
+_CLAIMING = threading.Lock()
+
+
+def _claim_key(key: tuple[int, str], module: nn.Module, name: str) -> None:
+    """Notes that this thread replaces a value, unless another one has replaced it."""
+    this = logical_thread()
+    owner, times = _CLAIMED.get(key, (this, 0))
+    if owner != this:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
+            "model, got two; give each thread a copy.deepcopy of it."
+        )
+    _CLAIMED[key] = this, times + 1
+
+
+def _release_key(key: tuple[int, str]) -> None:
+    owner, times = _CLAIMED[key]
+    if times == 1:
+        del _CLAIMED[key]
+    else:
+        _CLAIMED[key] = owner, times - 1
+
+
+@final
+class restore_buffers:  # noqa: N801 a context manager
+    """Collects the modules that run inside, in order, each once, and restores their buffers at the end.
+
+    Modules in training mode run with copies of their buffers: running statistics, and the vectors of
+    spectral norm, are updated by a training step and not by a penalty.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+    def __enter__(self) -> list[nn.Module]:
+        self._seen: set[int] = set()
+        self._copied: set[int] = set()  # modules that have copies
+        self._copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
+        self._scripted: list[tuple[nn.Module, str, Tensor]] = []
+        self._patch, self._thread = ModulePatch(), logical_thread()
+        self._handle = register_module_forward_pre_hook(self._before_forward)
+        return self.modules
+
+    def __exit__(self, *raised: object) -> None:
+        self._handle.remove()
+        self._patch.restore()
+        for module, name, buffer in self._scripted:
+            setattr(module, name, buffer)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
+            return
+        if id(module) in self._seen or logical_thread() != self._thread:
+            return
+        self._seen.add(id(module))
+        self.modules.append(module)
+        attributes = vars(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            # the hooks of its parts are not called
+            for part in module.modules():
+                own = list(part.named_buffers(recurse=False)) if part.training else []
+                for name, buffer in own:
+                    self._scripted.append((part, name, buffer))
+                    setattr(part, name, buffer.clone())
+        elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
+            # Hooks of the parts of a compiled module are not called. A block that is recomputed runs
+            # them with the buffers that it has before.
+            if is_compiled(module) or getattr(module.forward, "recomputes", False):
+                for part in module.modules():
+                    self._copy_buffers(part)
+            else:
+                self._copy_buffers(module)
+        elif attributes["_buffers"]:  # most modules have none
+            self._copy_buffers(module)
+
+    def _copy_buffers(self, module: nn.Module) -> None:
+        if id(module) in self._copied or not module.training:
+            return
+        self._copied.add(id(module))
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                if id(buffer) not in self._copies:
+                    self._copies[id(buffer)] = buffer.clone()
+                self._patch.put(module, name, self._copies[id(buffer)])

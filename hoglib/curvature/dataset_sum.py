@@ -264,24 +264,6 @@ class DatasetSum:
             mean = total()[0].div_(self.weight(batches.totals))
             return self._total_loss(batches.totals), space.tree(mean)
 
-    def _half_precision_dtype(self) -> torch.dtype | None:
-        """The dtype of half precision that the loss or its gradient computes in, if any."""
-        with HalfWatch() as watch:
-            self.gradient()
-        return watch.dtype
-
-    def _products_in_double(self, rows: Tensor) -> Tensor | None:
-        """The products of rows at the first batch in float64, one by one; None if there are none."""
-        if self.in_double is None or not self.alone or self._placement.is_sharded:
-            return None
-        try:
-            with preserve_random_state():
-                local = next(iter(self._batches))
-            return self.in_double(rows, local.pieces[0])
-        except Exception as error:  # of code that is bound to another dtype
-            LOGGER.debug("%s: no products in float64: %s", self._name, error)
-            return None
-
     def weight(self, totals: PassTotals) -> float:
         """What a sum over the data is divided by."""
         return totals.weight if self._mean else 1.0
@@ -329,12 +311,6 @@ class DatasetSum:
             self._finish(found.totals)
             self._last_totals = found.totals if self.alone else None
 
-    def _read_last_losses(self) -> None:
-        """Read the losses of the last pass, if they were not."""
-        shares, self._unread_shares = self._unread_shares, []
-        if shares:
-            self._finish(_sum_totals(shares, self._determinism.losses))
-
     def _each_batch(self, given: "DataPass") -> Iterator[tuple[Any, int, float]]:
         """The pieces of the batches of this process, their numbers and shares; then their totals."""
         self._determinism.start()
@@ -374,18 +350,37 @@ class DatasetSum:
         losses = [0.0] * len(shares) if given.late else self._determinism.losses
         given.totals = _sum_totals(shares, losses)._replace(whole=whole, shared=shared)
 
-    def _check_agreement(self, rows: Tensor | None, changed: bool) -> None:
-        """Raise in all processes that share the parameters where one multiplies other vectors."""
-        if not self._placement.is_sharded:
+    def _local_batches(self) -> Iterator[tuple[LocalBatch, tuple[float, ...] | None]]:
+        """The batches; processes that share the parameters all take their next one together."""
+        placement = self._space.placement
+        if not isinstance(placement, Sharding):
+            yield from ((local, None) for local in self._batches)
             return
-        leaves = self._space.leaves()
-        columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]
-        if rows is not None:
-            columns = len(rows)
-            vectors = list(rows.split([leaf.numel() for leaf in leaves], dim=1))
-        if self._placement.check_agreement(self._name, columns, vectors, leaves, changed):
-            self._determinism.forget()
-            self.symmetry.forget()
+        for local, weighted, known in in_step(self._name, self._batches, placement):
+            self._placement = weighted
+            yield local, known
+
+    def _finish(self, totals: PassTotals) -> None:
+        """Compare the loss of all processes with that of the pass before."""
+        if not totals.pieces:
+            raise ArgumentValueError(
+                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
+                "fewer examples than a batch has none, and a batch whose labels are all ignore_index "
+                "does not count."
+            )
+        # of several processes the coarsest dtype of a loss is that of the parameters
+        dtype = self._loss_dtype if self.alone else self._space.dtype
+        if totals.shared:
+            self._check_split(totals.whole, totals, dtype, None)
+        self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
+        self._splits_checked = True
+        self._warn_unused()
+
+    def _read_last_losses(self) -> None:
+        """Read the losses of the last pass, if they were not."""
+        shares, self._unread_shares = self._unread_shares, []
+        if shares:
+            self._finish(_sum_totals(shares, self._determinism.losses))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -410,43 +405,72 @@ class DatasetSum:
         if self._unused:
             self._unused = {i for i in self._unused if not used[i]}
 
-    def _finish(self, totals: PassTotals) -> None:
-        """Compare the loss of all processes with that of the pass before."""
-        if not totals.pieces:
-            raise ArgumentValueError(
-                "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
-                "fewer examples than a batch has none, and a batch whose labels are all ignore_index "
-                "does not count."
-            )
-        # of several processes the coarsest dtype of a loss is that of the parameters
-        dtype = self._loss_dtype if self.alone else self._space.dtype
-        if totals.shared:
-            self._check_split(totals.whole, totals, dtype, None)
-        self._determinism.finish(totals.loss / totals.weight, totals.largest, dtype)
-        self._splits_checked = True
-        self._warn_unused()
-
-    def _local_batches(self) -> Iterator[tuple[LocalBatch, tuple[float, ...] | None]]:
-        """The batches; processes that share the parameters all take their next one together."""
-        placement = self._space.placement
-        if not isinstance(placement, Sharding):
-            yield from ((local, None) for local in self._batches)
+    def _check_agreement(self, rows: Tensor | None, changed: bool) -> None:
+        """Raise in all processes that share the parameters where one multiplies other vectors."""
+        if not self._placement.is_sharded:
             return
-        for local, weighted, known in in_step(self._name, self._batches, placement):
-            self._placement = weighted
-            yield local, known
+        leaves = self._space.leaves()
+        columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]
+        if rows is not None:
+            columns = len(rows)
+            vectors = list(rows.split([leaf.numel() for leaf in leaves], dim=1))
+        if self._placement.check_agreement(self._name, columns, vectors, leaves, changed):
+            self._determinism.forget()
+            self.symmetry.forget()
 
-    def record_first_pass(self, batch: Any, value: Tensor) -> Tensor:
-        """The loss of the only batch, computed again and compared, before its graph is kept; unless an
-        earlier pass has compared it.
+    def problem(self, batch: Any) -> Problem:
+        """The loss at a batch, and the parameters as they are now."""
+        structure, leaves = self._space.structure, self._space.leaves()
+        where = self._placement, "loss(params, batch)"
+        return Problem(self._policy, self.loss, structure, leaves, (batch,), *where)
 
-        No later pass will: a kept graph holds the random numbers that were drawn.
-        """
-        if not self._options.check_deterministic or self._determinism.first:
-            return value
-        self._determinism.record(batch, value, self.loss_of)
-        self._determinism.finish_pass()
-        return self.loss_of(batch)
+    def ring(self, *, around_graph: bool = False) -> ring:
+        """What stands around the evaluation of a batch; custom Functions are examined once a pass."""
+        return ring(self._policy, self.loss, examine=False, around_graph=around_graph)
+
+    @contextmanager
+    def entered(self, batch: Any) -> Iterator[Problem]:
+        """The problem at a batch, inside the ring."""
+        with self.ring() as blocks:
+            yield self.problem(batch).entered(blocks)
+
+    def loss_of(self, batch: Any) -> Tensor:
+        """The loss of a batch, without a graph."""
+        with self.entered(batch) as problem:
+            return autograd.without_graph(lambda: problem(*problem.leaves))
+
+    def advance(self) -> None:
+        """Count a product, or gradient, with the current batch."""
+        self._bar.advance(self._fraction_of_pass)
+
+    def note_unused(self, unused: tuple[int, ...] | None) -> None:
+        """The leaves that the loss of a batch does not depend on, where that is known."""
+        if unused is not None:
+            now = set(unused)
+            self._unused = now if self._unused is None else self._unused & now
+
+    def _check_state(self) -> bool:
+        """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
+        first = self._cheap_state is None
+        # sums and norms take a pass over all numbers: within an algorithm only where pointers, versions
+        # or settings are others than at its last check
+        if self._algorithm:
+            self._unchecked = 0
+            cheap = self._fingerprint.now(values=False)
+            if cheap == self._cheap_state:
+                self._read_last_losses()
+                return False
+            self._cheap_state = cheap
+        now = self._fingerprint.now()
+        changed = now != self._state
+        self._read_last_losses()
+        if changed and not first:
+            raise self._changed_during_algorithm()
+        if changed:
+            self._state, self._splits_checked, self.kept, self._last_totals = now, False, None, None
+            self._determinism.forget()
+            self.symmetry.forget()
+        return changed
 
     @contextmanager
     def require_constant_state(self, algorithm: str) -> Iterator[None]:
@@ -489,36 +513,35 @@ class DatasetSum:
             "until it ends, got others; call it again when they do not change."
         )
 
-    def advance(self) -> None:
-        """Count a product, or gradient, with the current batch."""
-        self._bar.advance(self._fraction_of_pass)
+    def record_first_pass(self, batch: Any, value: Tensor) -> Tensor:
+        """The loss of the only batch, computed again and compared, before its graph is kept; unless an
+        earlier pass has compared it.
 
-    def note_unused(self, unused: tuple[int, ...] | None) -> None:
-        """The leaves that the loss of a batch does not depend on, where that is known."""
-        if unused is not None:
-            now = set(unused)
-            self._unused = now if self._unused is None else self._unused & now
+        No later pass will: a kept graph holds the random numbers that were drawn.
+        """
+        if not self._options.check_deterministic or self._determinism.first:
+            return value
+        self._determinism.record(batch, value, self.loss_of)
+        self._determinism.finish_pass()
+        return self.loss_of(batch)
 
-    def problem(self, batch: Any) -> Problem:
-        """The loss at a batch, and the parameters as they are now."""
-        structure, leaves = self._space.structure, self._space.leaves()
-        where = self._placement, "loss(params, batch)"
-        return Problem(self._policy, self.loss, structure, leaves, (batch,), *where)
+    def _half_precision_dtype(self) -> torch.dtype | None:
+        """The dtype of half precision that the loss or its gradient computes in, if any."""
+        with HalfWatch() as watch:
+            self.gradient()
+        return watch.dtype
 
-    def ring(self, *, around_graph: bool = False) -> ring:
-        """What stands around the evaluation of a batch; custom Functions are examined once a pass."""
-        return ring(self._policy, self.loss, examine=False, around_graph=around_graph)
-
-    @contextmanager
-    def entered(self, batch: Any) -> Iterator[Problem]:
-        """The problem at a batch, inside the ring."""
-        with self.ring() as blocks:
-            yield self.problem(batch).entered(blocks)
-
-    def loss_of(self, batch: Any) -> Tensor:
-        """The loss of a batch, without a graph."""
-        with self.entered(batch) as problem:
-            return autograd.without_graph(lambda: problem(*problem.leaves))
+    def _products_in_double(self, rows: Tensor) -> Tensor | None:
+        """The products of rows at the first batch in float64, one by one; None if there are none."""
+        if self.in_double is None or not self.alone or self._placement.is_sharded:
+            return None
+        try:
+            with preserve_random_state():
+                local = next(iter(self._batches))
+            return self.in_double(rows, local.pieces[0])
+        except Exception as error:  # of code that is bound to another dtype
+            LOGGER.debug("%s: no products in float64: %s", self._name, error)
+            return None
 
     def _criterion_denominator(self, batch: Any) -> float:
         """What the mean of the criterion divides by, where that is known."""
@@ -643,29 +666,6 @@ class DatasetSum:
                 "examples share one, most of all where the data is sorted. Call model.eval(), or pass "
                 "all of the data as one batch. Where these batches are meant, filter this warning."
             )
-
-    def _check_state(self) -> bool:
-        """Whether parameters, buffers or modes changed; what was known of them is dropped then."""
-        first = self._cheap_state is None
-        # sums and norms take a pass over all numbers: within an algorithm only where pointers, versions
-        # or settings are others than at its last check
-        if self._algorithm:
-            self._unchecked = 0
-            cheap = self._fingerprint.now(values=False)
-            if cheap == self._cheap_state:
-                self._read_last_losses()
-                return False
-            self._cheap_state = cheap
-        now = self._fingerprint.now()
-        changed = now != self._state
-        self._read_last_losses()
-        if changed and not first:
-            raise self._changed_during_algorithm()
-        if changed:
-            self._state, self._splits_checked, self.kept, self._last_totals = now, False, None, None
-            self._determinism.forget()
-            self.symmetry.forget()
-        return changed
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""

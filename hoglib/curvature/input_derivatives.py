@@ -42,136 +42,6 @@ CALLER = "laplacian"
 TOLERANCE = 1e-6  # of the gradient by the sample's own points
 
 
-def point_values(func: Callable[..., Tensor], args: Any) -> Function:
-    """x -> func(x, *args), checked to be a value of each point, or the scalar value of one."""
-    refuse_mixing = _MixingCheck(func)
-    # a module's own parameters, but copies of the buffers, which its forward may change
-    call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
-
-    def values(points: Tensor) -> Tensor:
-        errors = translate_batch_errors((points,), func, "inputs")
-        with _BatchNormWatcher() as norms, errors:
-            value = check_value(call(points, *args), points)
-        if value.dim() and norms.in_training:
-            raise ArgumentValueError(
-                "func(x, *args): expected each point's value to depend on that point alone, got "
-                "a batch norm in training mode, whose mean and variance come from all points. "
-                "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
-            )
-        if value.dim():
-            refuse_mixing(value, points)
-        return value
-
-    return values
-
-
-class _MixingCheck:
-    """Raises where the value of a point depends on the others: once for a function, its modules and the
-    shape of a point. A function that is made anew for each call goes by its code."""
-
-    def __init__(self, func: Callable[..., Any]) -> None:
-        owner = owner_of(func)
-        # of what has slots alone there are no weak references
-        self._owner = owner if type(owner).__weakrefoffset__ else type(owner)
-        cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
-        held = [x for x in (func, *cells) if isinstance(x, nn.Module)]
-        self._modules = tuple((id(module), module.training) for module in held)
-
-    def __call__(self, value: Tensor, points: Tensor) -> None:
-        count = value.shape[0]
-        if count < 2 or not value_checks_on() or torch_internals.transforms_active():
-            return
-        # the second half: in a causal layer the first depends on no other
-        last = torch.arange(count, device=points.device) >= count // 2
-
-        def score() -> Tensor:
-            half = value[last].flatten()
-            return half @ torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
-
-        def mixes() -> bool | None:
-            # Taylor mode would take this backward for one that func runs itself
-            with _disable_current_modes(), suppress(RuntimeError):
-                return depends_on_others(score(), [points], [last], CALLER)
-            return None
-
-        if found_once(self._owner, (points.shape[1:], self._modules), mixes):
-            raise ArgumentValueError(
-                "func(x, *args): expected each point's value to depend on that point alone, got one "
-                "that depends on others, as through attention, a mean, a convolution or a Fourier "
-                "transform along the points. Points that act on each other are one: put them into one "
-                "entry of the first dimension of x, or take derivatives of them all along a direction "
-                "with `hoglib.directional` or `hoglib.jet`."
-            )
-
-
-def depends_on_others(
-    score: Tensor, leaves: Sequence[Tensor], own: Sequence[Tensor], caller: str
-) -> bool | None:
-    """Whether an output of some samples has a gradient by others' points; None if it has none at all.
-
-    own: which rows of the leaves are those of the samples.
-    """
-    if not score.requires_grad or not any(leaf.requires_grad for leaf in leaves):
-        return None
-    by_own = by_others = 0.0
-    grads = vjp([score], [*leaves], [torch.ones_like(score)], caller, retain_graph=True)
-    for grad, rows in zip(grads, own, strict=True):
-        if grad is not None:
-            by_own = max(by_own, largest(grad[rows]))
-            by_others = max(by_others, largest(grad[~rows]))
-    return None if not by_own and not by_others else by_others > TOLERANCE * by_own
-
-
-def point_gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
-    """The gradient of each output by its point, [N, ...outputs, ...x], by one more run of func."""
-    with fixed_random_numbers([x]):
-        if torch_internals.transforms_active():
-            y, pull = torch.func.vjp(values, x)[:2]
-        else:
-            (own,) = fresh_leaves([x], keep)
-            y = values(own)
-
-            def pull(u: Tensor) -> Any:
-                return materialize_grads(vjp([y], [own], [u], CALLER, True, keep), [own])
-
-        rows = _of_each_output(pull, y)
-    return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:]) if y.dim() else rows[0]
-
-
-def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
-    """The gradients by the points, for each output of a point, from u -> J^T u."""
-    outputs = prod(y.shape[1:])
-    chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
-    return [pull(row.expand(y.numel() // outputs, outputs).reshape(y.shape))[0] for row in chosen]
-
-
-@final
-class _BatchNormWatcher(TorchFunctionMode):
-    """Notes whether a batch norm took its statistics from the batch."""
-
-    in_training = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.batch_norm or func is torch.batch_norm:
-            self.in_training |= bool(args[5] if len(args) > 5 else kwargs.get("training", False))
-        return func(*args, **kwargs)
-
-
-def check_value(value: Any, x: Tensor) -> Tensor:
-    """The value, unless it is not one of each point."""
-    validation.tensor("func(x, *args)", value)
-    if not value.is_floating_point():
-        validation.real("func(x, *args)", value)
-    if value.dim() and (x.dim() == 0 or value.shape[0] != x.shape[0]):
-        raise ArgumentValueError(
-            f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "
-            f"or a scalar for one point, got {validation.describe(value)} for x of shape "
-            f"{tuple(x.shape)}; the points are the first dimension of x, `x[:, None]` for numbers."
-        )
-    return value
-
-
 def by_reverse(
     func: Function, x: Tensor, directions: Layout, keep: bool, always: bool
 ) -> tuple[Tensor, Tensor]:
@@ -324,8 +194,138 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
     return value, total.reshape(value.shape)
 
 
+def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
+    """The gradients by the points, for each output of a point, from u -> J^T u."""
+    outputs = prod(y.shape[1:])
+    chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
+    return [pull(row.expand(y.numel() // outputs, outputs).reshape(y.shape))[0] for row in chosen]
+
+
 def _sizes(x: Tensor, value: Tensor, directions: Layout) -> tuple[int, int, Sequence[Weighted]]:
     """The number of points, the outputs of each, and the probes with their weights."""
     points = value.shape[0] if value.dim() else 1
     outputs = prod(value.shape[1:])
     return points, outputs, directions(value.dim() > 0) if x.numel() and value.numel() else ()
+
+
+def point_gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
+    """The gradient of each output by its point, [N, ...outputs, ...x], by one more run of func."""
+    with fixed_random_numbers([x]):
+        if torch_internals.transforms_active():
+            y, pull = torch.func.vjp(values, x)[:2]
+        else:
+            (own,) = fresh_leaves([x], keep)
+            y = values(own)
+
+            def pull(u: Tensor) -> Any:
+                return materialize_grads(vjp([y], [own], [u], CALLER, True, keep), [own])
+
+        rows = _of_each_output(pull, y)
+    return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:]) if y.dim() else rows[0]
+
+
+def point_values(func: Callable[..., Tensor], args: Any) -> Function:
+    """x -> func(x, *args), checked to be a value of each point, or the scalar value of one."""
+    refuse_mixing = _MixingCheck(func)
+    # a module's own parameters, but copies of the buffers, which its forward may change
+    call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
+
+    def values(points: Tensor) -> Tensor:
+        errors = translate_batch_errors((points,), func, "inputs")
+        with _BatchNormWatcher() as norms, errors:
+            value = check_value(call(points, *args), points)
+        if value.dim() and norms.in_training:
+            raise ArgumentValueError(
+                "func(x, *args): expected each point's value to depend on that point alone, got "
+                "a batch norm in training mode, whose mean and variance come from all points. "
+                "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
+            )
+        if value.dim():
+            refuse_mixing(value, points)
+        return value
+
+    return values
+
+
+class _MixingCheck:
+    """Raises where the value of a point depends on the others: once for a function, its modules and the
+    shape of a point. A function that is made anew for each call goes by its code."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        owner = owner_of(func)
+        # of what has slots alone there are no weak references
+        self._owner = owner if type(owner).__weakrefoffset__ else type(owner)
+        cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
+        held = [x for x in (func, *cells) if isinstance(x, nn.Module)]
+        self._modules = tuple((id(module), module.training) for module in held)
+
+    def __call__(self, value: Tensor, points: Tensor) -> None:
+        count = value.shape[0]
+        if count < 2 or not value_checks_on() or torch_internals.transforms_active():
+            return
+        # the second half: in a causal layer the first depends on no other
+        last = torch.arange(count, device=points.device) >= count // 2
+
+        def score() -> Tensor:
+            half = value[last].flatten()
+            return half @ torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
+
+        def mixes() -> bool | None:
+            # Taylor mode would take this backward for one that func runs itself
+            with _disable_current_modes(), suppress(RuntimeError):
+                return depends_on_others(score(), [points], [last], CALLER)
+            return None
+
+        if found_once(self._owner, (points.shape[1:], self._modules), mixes):
+            raise ArgumentValueError(
+                "func(x, *args): expected each point's value to depend on that point alone, got one "
+                "that depends on others, as through attention, a mean, a convolution or a Fourier "
+                "transform along the points. Points that act on each other are one: put them into one "
+                "entry of the first dimension of x, or take derivatives of them all along a direction "
+                "with `hoglib.directional` or `hoglib.jet`."
+            )
+
+
+def depends_on_others(
+    score: Tensor, leaves: Sequence[Tensor], own: Sequence[Tensor], caller: str
+) -> bool | None:
+    """Whether an output of some samples has a gradient by others' points; None if it has none at all.
+
+    own: which rows of the leaves are those of the samples.
+    """
+    if not score.requires_grad or not any(leaf.requires_grad for leaf in leaves):
+        return None
+    by_own = by_others = 0.0
+    grads = vjp([score], [*leaves], [torch.ones_like(score)], caller, retain_graph=True)
+    for grad, rows in zip(grads, own, strict=True):
+        if grad is not None:
+            by_own = max(by_own, largest(grad[rows]))
+            by_others = max(by_others, largest(grad[~rows]))
+    return None if not by_own and not by_others else by_others > TOLERANCE * by_own
+
+
+@final
+class _BatchNormWatcher(TorchFunctionMode):
+    """Notes whether a batch norm took its statistics from the batch."""
+
+    in_training = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.batch_norm or func is torch.batch_norm:
+            self.in_training |= bool(args[5] if len(args) > 5 else kwargs.get("training", False))
+        return func(*args, **kwargs)
+
+
+def check_value(value: Any, x: Tensor) -> Tensor:
+    """The value, unless it is not one of each point."""
+    validation.tensor("func(x, *args)", value)
+    if not value.is_floating_point():
+        validation.real("func(x, *args)", value)
+    if value.dim() and (x.dim() == 0 or value.shape[0] != x.shape[0]):
+        raise ArgumentValueError(
+            f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "
+            f"or a scalar for one point, got {validation.describe(value)} for x of shape "
+            f"{tuple(x.shape)}; the points are the first dimension of x, `x[:, None]` for numbers."
+        )
+    return value
