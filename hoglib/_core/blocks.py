@@ -84,6 +84,7 @@ def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:
     else:
         patterns: Any = (remat,) if isinstance(remat, str) else remat
         found = [block for pattern in patterns for block in _modules_matching(roots, pattern)]
+    # of nested blocks only the outermost would recompute
     found = _drop_nested(list({id(block): block for block in found}.values()))
     for block in found:
         closures.refuse_hidden("remat", block)

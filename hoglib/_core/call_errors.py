@@ -186,6 +186,7 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     def explain(self, error: Exception) -> None:
         if isinstance(error, HoglibError | torch.OutOfMemoryError):
             return
+        # by the innermost context, once
         if not hasattr(error, "__notes__"):
             with suppress(Exception):  # of an `extra_repr`, which would hide the error
                 self._add_note(error)

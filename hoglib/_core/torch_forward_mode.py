@@ -145,6 +145,7 @@ def primal(x: Tensor | None) -> Tensor | None:
     """The tensor without a tangent of `forward_ad.dual_level`, with its graph."""
     if x is None or torch_internals.transforms_active() or forward_ad._current_level < 0:
         return x
+    # torch switches tangents off in the forward and the jvp of a Function
     with forward_ad._set_fwd_grad_enabled(True):
         return forward_ad.unpack_dual(x).primal if torch_internals.has_tangent(x) else x
 
@@ -167,6 +168,7 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     with ExitStack() as lowered:
         if inside:
             lowered.enter_context(pyfunctorch.retrieve_current_functorch_interpreter().lower())
+        # as in `primal`
         lowered.enter_context(forward_ad._set_fwd_grad_enabled(True))
         for x in tensors:
             x = None if x is None else torch._C._functorch.unwrap_if_dead(x)

@@ -189,6 +189,9 @@ def under_vmap(function: type[Function], made: type[Function]) -> bool:
     return frame is not None or _functorch.TransformType.Vmap in transform_kinds()
 
 
+# Memory
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that is the same for tensors that share memory, also beneath wrappers of torch.func."""
     inner = unwrap(tensor)
@@ -223,6 +226,9 @@ def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
         dynamic_dims_sizes=[list(x.size()) for x in tensors],
         dynamic_dims_strides=[list(x.stride()) for x in tensors],
     ).check
+
+
+# The engine, and the backward that runs
 
 
 def apply(function: type[Function], *args: Any) -> Any:
@@ -303,6 +309,9 @@ def made_at(node: Any) -> list[str]:
     return list(node.metadata.get("traceback_", ()))
 
 
+# Nodes of a graph, and the custom Functions that they belong to
+
+
 def custom_function(node: Any) -> type[Function] | None:
     """The custom Function that a node of a graph belongs to, if to one."""
     function = getattr(type(node), "_forward_cls", None)
@@ -377,6 +386,9 @@ def output_shapes(node: Any) -> list[tuple[int, ...]]:
 def output_dtypes(node: Any) -> list[torch.dtype]:
     """The dtypes of what the operation of a node put out."""
     return [out.dtype for out in getattr(node, "_input_metadata", ())]
+
+
+# Hooks of saved tensors, and tracers
 
 
 def checkpoint_frame() -> Any:
@@ -662,6 +674,9 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
         return ()
     kinds = filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices())
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+# What torch.compile made
 
 
 def has_dynamo() -> bool:

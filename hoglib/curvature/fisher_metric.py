@@ -374,6 +374,7 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
     for part in gradient if value_checks_on() else ():
         advice = "The criterion's gradient has to exist at the outputs and targets of the batch."
         validation.finite("dloss/doutputs", part, advice, late=True)
+    # the gradient of a mean has 1/N in each d_n, so that M = N sum_n d_n d_n^T
     examples = 1 if one else own[0].shape[0]
     scores = [part.unsqueeze(0) for part in gradient]
     return Scores(scores, examples if options.reduction == "mean" else 1.0, not one)
@@ -412,6 +413,7 @@ def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
     def metric(vector: Vector) -> Vector:
         pairs = [*zip(flat, vector, strict=True)]
         parts = [torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2])) for s, u in pairs]
+        # s . u first: the matrix s s^T is never there
         along = weight * sum(parts[1:], parts[0])
         return [torch.einsum("sn,snd->nd", along.to(s), s).reshape(u.shape) for s, u in pairs]
 

@@ -99,6 +99,7 @@ class CriterionHessian(OutputMetric):
                     _refuse_linear(reverse_over_reverse(composite.criterion_at(outputs)), policy)
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
+        # autograd.grad does not see the levels of torch.func
         linearize = forward_over_reverse if inside else reverse_over_reverse
         hessian = linearize(composite.criterion_at(outputs))
         _refuse_linear(hessian, policy)

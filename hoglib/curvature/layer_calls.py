@@ -333,6 +333,7 @@ def _view_of_rows(use: Use, part: Tensor) -> Use | None:
 
 def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
     """d result / d argument i, element by element."""
+    # most are products, whose slope is the other factor: no backward
     if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
         return args[1 - i].detach()
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]

@@ -907,6 +907,7 @@ class GivenOperator(LinearOperator):
     def _check(self) -> None:
         """v^T A w = w^T A v."""
         rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
+        # A v by matvec, A w by matmat: both functions are checked
         products = self._given(rows[:1])[0], self._given(rows)[-1]
         (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)  # squares may overflow
         gap, size = asymmetry(self.space, v, Av, w, Aw)
@@ -1029,6 +1030,7 @@ class LowRankOperator(LinearOperator):
     def _products(self, rows: Tensor) -> Tensor:
         wide = rows.to(self._rows.dtype)
         parts = wide @ self._rows.T
+        # A v = U (values - rest) U^T v + rest v
         product = (parts * (self.values - self.rest)) @ self._rows
         return (product + self.rest * wide).to(rows.dtype)
 

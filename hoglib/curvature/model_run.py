@@ -119,6 +119,7 @@ def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.d
         return ones
     total = sum(call.rows for call in layer.calls)
     given = ((call, call.by_example(call.inputs().to(dtype), examples)) for call in layer.calls)
+    # the mean is over the rows of all calls: a call with more of them weighs more
     weighted = [call.rows / total * a.mean(2) for call, a in given]
     mean = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
     return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)

@@ -572,6 +572,7 @@ def directional(
             return as_returned(given, value, rows if several else rows[0])
         ((value,), (parts,)) = found
         d = parts[-1]
+        # None is zero, here along each of the directions
         if d is None and several:
             d = torch.zeros(len(v), *value.shape, dtype=value.dtype, device=value.device)
         return as_returned(given, value, d)

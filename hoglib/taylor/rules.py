@@ -35,6 +35,7 @@ def _pow(call: Call) -> Parts:
         return call.algebra.compose(power_of(a, call.out, K, b), call.aligned(a_n))
     if not isinstance(a, Tensor):
         a = torch.as_tensor(a, dtype=b.dtype, device=b.device)
+    # a^b = exp(b log a), and each derivative of exp is its value
     log = a.log()
     log_n = None if a_n is None else call.algebra.compose(POINTWISE["log"](a, log, K), a_n)
     return call.algebra.compose([call.out] * K, call.product(multiply, b, log, b_n=log_n))
@@ -101,6 +102,7 @@ def _pointwise(name: str) -> Rule:
         x, *rest = call.args
         out = call.out[0] if several else call.out
         kwargs = {k: v for k, v in call.kwargs.items() if v is not None}
+        # beside a kink, where the slope is that of one side
         at = one_sided(call, x) if call.side and name in KINKS else x
         derivatives = tower(at, out, call.algebra.order, *rest, **kwargs)
         found = call.algebra.compose(derivatives, call.known(x))
@@ -228,6 +230,7 @@ def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: An
 
 
 def _modulo(rounding: str) -> Composite:
+    # a quotient that is rounded is constant between its jumps
     return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 

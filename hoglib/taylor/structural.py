@@ -108,6 +108,7 @@ def _strided(
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if not x.is_contiguous() or start < 0 or last >= x.numel():
         raise NoRule("torch.as_strided of a tensor that is not contiguous, or beyond it")
+    # the strides are those of a contiguous x, so that they hold for a contiguous part
     part = part.contiguous()
     shape, strides = (*part.shape[:lead], *size), (*(x.numel(),) * lead, *stride)
     return part.as_strided(shape, strides, part.storage_offset() + start)
@@ -133,6 +134,7 @@ _BATCHED = {
 LINEAR: dict[str, Linear] = {
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshaped),
     **dict.fromkeys(("clone", "alias", "lift_fresh", "add.Scalar", "sub.Scalar"), _same),
+    # x - n y, with the slope 1 between its jumps
     **dict.fromkeys(("remainder.Scalar", "fmod.Scalar"), _same),
     **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
     **dict.fromkeys(("neg", "_neg_view"), lambda part, *_: -part),
@@ -167,6 +169,7 @@ LINEAR: dict[str, Linear] = {
     "mean": _reduced(torch.mean),
     "mul.Scalar": lambda part, lead, x, out, factor: part * factor,
     "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
+    # whatever the padding is filled with is a constant
     "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),
     "rsub.Scalar": lambda part, lead, x, out, other, alpha=1: -alpha * part,
     **{
