@@ -43,7 +43,7 @@ def moved(tree, device):
 def error(found, expected):
     """The largest difference of two trees, of which one is on GPUs."""
     return max(
-        float((placement.whole(x).detach().cpu() - expected[name].detach()).abs().max())
+        float((placement.full_tensor(x).detach().cpu() - expected[name].detach()).abs().max())
         for name, x in found.items()
     )
 

@@ -76,7 +76,7 @@ class Pair:
         errors = []
         for name, p in found.items():
             assert type(p) is type(self.params[name].data), name
-            errors.append(self.error(placement.whole(p), expected[plain_name(name)]))
+            errors.append(self.error(placement.full_tensor(p), expected[plain_name(name)]))
         return max(errors)
 
 

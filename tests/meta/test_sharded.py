@@ -48,7 +48,7 @@ def error(net, one):
     errors = []
     for name, p in hog.trainable_params(net).items():
         assert type(p.grad) is type(p.data), name
-        errors.append((placement.whole(p.grad) - theirs[plain_name(name)].grad).abs().max())
+        errors.append((placement.full_tensor(p.grad) - theirs[plain_name(name)].grad).abs().max())
     return float(max(errors))
 
 
