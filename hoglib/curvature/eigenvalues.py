@@ -16,7 +16,7 @@ from hoglib._core import validation
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.curvature.vector_space import Draw, Space, SymmetricMatrix, random_normals
 
-CHEAP_BYTES = 2**22  # bytes of a basis that cost little beside a product
+CHEAP = 2**22  # bytes of a basis that cost little beside a product
 MAX_BYTES = 2**24  # bytes of a basis that is enlarged
 RESTARTS_TO_ENLARGE = 16  # restarts after which a larger basis, which costs time, may save products
 COLUMNS_AT_ONCE = 2**16  # entries of each vector that are combined at once
@@ -173,7 +173,7 @@ def lanczos(
     size = space.size
     first = first_look(k, block)
     bytes_of_row = size * start.element_size()
-    cached, largest = CHEAP_BYTES // bytes_of_row, MAX_BYTES // bytes_of_row
+    cached, largest = CHEAP // bytes_of_row, MAX_BYTES // bytes_of_row
     most = min(size, max(first, min(3 * first, cached)))
     largest = min(size, max(most, 2 * k + 20, min(3 * first, largest)))
     # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself

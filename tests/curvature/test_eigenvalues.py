@@ -42,11 +42,11 @@ MATRICES = {
 EASY = {name: A for name, A in MATRICES.items() if name not in ("decaying", "of rank three")}
 
 
-@pytest.mark.parametrize("cached", [eigenvalues.CHEAP_BYTES, 0], ids=["a larger basis", "SciPy's basis"])
+@pytest.mark.parametrize("cached", [eigenvalues.CHEAP, 0], ids=["a larger basis", "SciPy's basis"])
 @pytest.mark.parametrize("which", ["LM", "LA", "SA", "BE"])
 @pytest.mark.parametrize("name", MATRICES)
 def test_eigenpairs_in_no_more_products_than_scipy(name, which, cached, monkeypatch):
-    monkeypatch.setattr(eigenvalues, "CHEAP_BYTES", cached)
+    monkeypatch.setattr(eigenvalues, "CHEAP", cached)
     A = MATRICES[name]
     which = {"SA": "LM", "BE": "LA"}.get(which, which) if name not in EASY else which
     true, size = torch.linalg.eigvalsh(A), float(torch.linalg.matrix_norm(A, 2))
@@ -135,7 +135,7 @@ def test_a_basis_on_a_device(device, monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(eigenvalues, "Basis", basis)
-    monkeypatch.setattr(eigenvalues, "CHEAP_BYTES", 0)  # 21 vectors are multiplied, in either dtype
+    monkeypatch.setattr(eigenvalues, "CHEAP", 0)  # 21 vectors are multiplied, in either dtype
     A = MATRICES["random"]
     true = at(torch.linalg.eigvalsh(A), 3, "LM")
     pairs = Given(A).eigsh(3, basis_device=device)

@@ -75,7 +75,7 @@ def fit(folder, module, callbacks, epochs, path=None, **options):
 def state(module, monitor):
     """All that a fit leaves, as lists."""
     return {
-        "params": {n: placement.full_tensor(p).detach().tolist() for n, p in module.named_parameters()},
+        "params": {n: placement.full_tensor(p).tolist() for n, p in module.named_parameters()},
         "largest": [float(one.spectrum.largest) for one in monitor.history],
         "trace": [one.spectrum.trace[0] for one in monitor.history],
         "batches": [one.batch for one in monitor.history],
