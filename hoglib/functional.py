@@ -226,7 +226,7 @@ class FunctionalLoss:
         if not torch.compiler.is_dynamo_compiling():
             BY_ID[id(self)] = self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+    def __setstate__(self, state: dict[str, Any]) -> None:  # called for a copy
         self.__dict__.update(state)
         BY_ID[id(self)] = self
 

@@ -398,7 +398,7 @@ def warn_of_not_finite(
         where = _first_not_finite(func, leaves, by or [])
         if not where and by is not None:
             return
-        # of a device an earlier call may have been looked at
+        # on a device the numbers may be those of an earlier call
         here = "" if leaves[0].device.type == "cpu" else " in this call"
         where = where or f"an operation whose backward shows none{here}"
         warn_once(

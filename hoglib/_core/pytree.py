@@ -48,7 +48,7 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
     """`function` of the leaves of one tree, or of several trees with the same structure."""
     found, structure = flatten(tree)
     others = [flatten(other) for other in rest]
-    if any(other != structure for _, other in others):  # dicts in another order, or an error
+    if any(other != structure for _, other in others):  # dicts in another order; else it raises
         return _pytree.tree_map(function, tree, *rest)
     columns = zip(found, *(leaves for leaves, _ in others), strict=True)
     return unflatten([function(*column) for column in columns], structure)

@@ -503,7 +503,7 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
                 result[i] = tangent
             return None, *result
         padded = rerun.padded_inputs
-        if padded:  # the zero that the derivative by a gradient is which nobody needs
+        if padded:  # nobody needs these gradients, so that the derivative by them is zero
             at = [inputs[i] if i in padded else None for i in rerun.wanted]
             pairs = zip(grads, at, strict=True)
             grads = tuple(

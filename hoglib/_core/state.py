@@ -92,7 +92,7 @@ class RandomState:
     def __init__(self, generators: Generators = (), modules: Iterable[nn.Module] = ()) -> None:
         self._global = random_state()
         self._generators = [(generator, generator.get_state()) for generator in generators]
-        # how to get and to set the states of others, and these
+        # how to get and to set the states of other generators, and what they were
         self._kept: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = []
         for module in modules:
             self.add(module)

@@ -91,7 +91,8 @@ class swap_parameters:  # noqa: N801 a context manager
         else:  # which keeps the parameters
             patch.running.append(model)
             self._end = patch.running.pop
-        self._parametrized = exchange_parametrized({})  # of other parameters
+        # of its own, so that parametrize.cached() keeps no weights of other parameters
+        self._parametrized = exchange_parametrized({})
         try:
             patch.swap(*self._given)
         except BaseException:
@@ -136,7 +137,7 @@ class keep_swapped:  # noqa: N801 a context manager
     def __exit__(self, *raised: object) -> None:
         if self._own is not None:
             AMBIENT.kept_swapped = None
-            self._own.is_over = True  # also for a later backward that comes with the state of here
+            self._own.is_over = True  # for a later backward too, which restores this ambient state
             self._own.restore()
 
 
@@ -316,7 +317,7 @@ def _patch_model(
     for prefix, module in model.named_modules():  # each module once, under its first name
         if isinstance(module, DistributedDataParallel) and not _reaches_parameters(given):
             for name in ("require_backward_grad_sync", "require_forward_param_sync"):
-                patch.put(module, name, False)  # it waits for gradients
+                patch.put(module, name, False)  # it would wait for gradients that never arrive
         for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
             patch.put(module, name, attribute)
         if dtype is None:

@@ -702,7 +702,7 @@ class DataPass:
         else:
             share = self._sums.kept.share
             yield None, 0, share
-            # those of the last pass are in the same state
+            # the totals of the last pass hold, as the state is the same
             self.totals = self._sums._last_totals or _sum_totals([share], [float(self.value)])
 
     def record(self, value: Tensor) -> None:

@@ -103,7 +103,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     Q, R, Z = _basis_of_products(operator, w)
     if R is None:
         return exact_estimate((Q * Z).double().sum().to(operator.dtype))
-    # what is smaller than a vector is in float64 from here on
+    # all that is smaller than a vector is computed in float64 from here on
     W, R, H = (Q.T @ w.T).double(), R.double(), (Q.T @ Z).double()
     S = _left_out_directions(R)
     H = (H + H.T) / 2

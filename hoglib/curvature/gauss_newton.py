@@ -95,7 +95,8 @@ class CriterionHessian(OutputMetric):
             return lambda u, keep_graph: product(u)
         if composite.mode == DIFFERENCES:
             if not inside:
-                with suppress(errors.NoSecondDerivative):  # for such a criterion this mode is there
+                # criteria that autograd cannot differentiate twice are what this mode is for
+                with suppress(errors.NoSecondDerivative):
                     _refuse_linear(reverse_over_reverse(composite.criterion_at(outputs)), policy)
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)

@@ -53,6 +53,7 @@ class BlockSums(ABC):
 
     def layouts(self) -> list[BlockLayout]:
         """Those of the blocks, in the order of the parameters."""
+        # by where they begin: one order in all processes, also of a weight and its bias alone
         return sorted(self.sums, key=lambda layout: layout.first)
 
     def tensors(self) -> list[Tensor]:
@@ -106,6 +107,7 @@ class FactorSums(BlockSums):
                     self.sums[layout]["A"].add_(part.square().sum(0), alpha=share)
             for layer in run.layers:
                 if layer.layout.role.matrix == "elementwise":
+                    # an exact diagonal: the squares of the gradients of examples
                     for part, *_ in layer_gradients(layer, gradients, run):
                         self.sums[layer.layout]["A"].add_(part.square().sum(0), alpha=share)
                     continue
@@ -169,6 +171,7 @@ class FactorSums(BlockSums):
 def _output_rows(layer: Layer, gradients: Gradients, run: ModelRun, expand: bool) -> list[Tensor]:
     """The rows [groups, rows, out] of a column whose squares are added up."""
     if layer.layout.role.matrix == "diagonal":
+        # an exact block: the gradient of an example is summed over its positions before it is squared
         return [gradients.of_examples(layer, run.examples).sum(-2).unsqueeze(0)]
     if expand or is_embedding(layer):
         return gradients.rows(layer)

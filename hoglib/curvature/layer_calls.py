@@ -225,6 +225,7 @@ class LayerRecorder(TorchFunctionMode):
             if use.region in known:
                 self.calls = [call for call in self.calls if call not in use.calls]
         given = {use.region for use in used if not use.calls}
+        # else a parameter is used in a way that no rule explains
         if id(result) in self._derived or (calls and given <= known):
             self.calls += calls
         else:
@@ -242,6 +243,7 @@ class LayerRecorder(TorchFunctionMode):
         for i, use in uses.items() if result.requires_grad else ():
             shape = args[i].shape
             slope = None if use.slope is None else use.slope.view(shape)
+            # casts, copies and sums have the slope 1
             if name not in CASTS and (name not in ADDS or "alpha" in kwargs):
                 here = _slope(func, args, kwargs, i, result)
                 slope = here if slope is None else here * slope

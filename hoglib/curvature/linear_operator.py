@@ -126,7 +126,7 @@ class RectangularOperator(ABC):
             return product_of(_chain_of(self) + _chain_of(v))
         rows, rebuild = self.space.rows(v)
         found, target = self.apply(rows), self.target
-        # of a symmetric one the product has the form of v; else that of the other space
+        # a symmetric operator gives back the form of v, another one that of the space of its rows
         if target is self.space:
             return rebuild(found)
         block = self.space.is_block(v)
@@ -214,7 +214,7 @@ class RectangularOperator(ABC):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in vars(LinearOperator):
-            return object.__getattribute__(self, name)  # of a property the error that it raised
+            return object.__getattribute__(self, name)  # of a property: its own error
         raise errors.UnsupportedError(
             f"{type(self).__name__}.{name}: expected a symmetric operator, got one [{self.shape[0]}, "
             f"{self.shape[1]}] that is not known to be; A @ A.T, A.T @ A and A @ S @ A.T are."
@@ -775,7 +775,7 @@ class LinearOperator(RectangularOperator):
             start = rows / torch.where(size > 0, size, torch.ones_like(size))
             T, V = estimates.tridiagonal(self.apply, start, count, self.space)
             theta, S = symmetric_eigen(T)
-            present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # of others no part is in b
+            present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # others have no part of b
             here = present & (size > 0).to(present.device)
             values = validation.of_eigenvalues(function, theta, here)
             weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)

@@ -114,7 +114,7 @@ def _iterate_cg(
     A device is waited for near the target only.
     """
 
-    def at(rows: Tensor) -> Any:  # of all no copy to a device
+    def at(rows: Tensor) -> Any:  # for all rows no index goes to the device
         every = len(rows) == len(b) and b.device.type != "cpu"
         return slice(None) if every else rows.to(b.device)
 

@@ -150,7 +150,7 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
         else:
             part = rows.mT @ input_rows(layer, call, dtype)
         if role.matrix == "elementwise":
-            # whose calls have one slope: others are seen, as the gradient is not autograd's then
+            # all calls have one slope: others show, as the gradient then differs from autograd's
             part = (role.stored(part.unsqueeze(0)) * not_none(layer.calls[0].slope)).unsqueeze(0)
         total = total + part
     return total
@@ -460,6 +460,7 @@ class ModelRun:
             of_call = touched[id(call)]
             pairs = zip(of_call[::2], of_call[1::2], strict=True)
             asked += [_any_of(a & b for a, b in pairs), *self._mismatches(halves, of_call)]
+        # all questions in one read, for which a device waits once
         answers = iter(torch.stack(asked).tolist())
         refused: list[tuple[Layer, LayerCall]] = []
         for layer, call in both:

@@ -55,6 +55,8 @@ class DatasetOperator(LinearOperator):
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.placement.is_sharded:
+            # samples may differ between processes for factors, which are added up; not for products, of
+            # which processes hold copies
             _check_sharded(policy, loss, kind.random and not self._adds_factors, of_data)
         policy.check_blocks(loss)
         seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
@@ -152,6 +154,7 @@ class DatasetOperator(LinearOperator):
         for row in rows:
             with self._sum.ring(around_graph=True) as blocks:
                 problem = self._sum.problem(piece.batch).entered(blocks).in_double()
+                # by its number, with the samples that the products in question had
                 point = self._kind.for_batch(piece.number).linearize(problem, True)
                 _, product = point.apply(to_double(self.space.split(row)), False)
             products.append(torch.cat([x.detach().reshape(-1) for x in product]))

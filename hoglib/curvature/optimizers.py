@@ -569,6 +569,7 @@ class KFAC(BatchOptimizer):
         before, slope, expected, length = _read_numbers(value, along, model, step.norm())
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
+            # an operator reads the parameters at each call: this is the loss behind the step
             ratio = (finite_or_infinite(K) - before) / expected
             # by how much of the expected decrease there was
             if ratio > 0.75:

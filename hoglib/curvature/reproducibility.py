@@ -165,7 +165,7 @@ class Determinism:
             return random
         before, after = ([record for _, record in batches] for batches in (self.first, now))
         lengths = {len(numbers) for numbers in (*before, *after)}
-        sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # whatever the order
+        sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # sums, in any order
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
         pairs = zip(totals, ([x[i] for x in before] for i in sums), strict=True)
         same = all(close(*total, torch.float32, size) for total, size in pairs)

@@ -164,6 +164,7 @@ class Space:
     def _like_params(self, v: Tensor) -> bool:
         """Whether v has the shape of params that are one tensor, or of a block of these."""
         own = getattr(self.params, "shape", None)
+        # of params that are one vector [P, k] is a flat block
         return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
 
     def is_block(self, v: Any) -> bool:

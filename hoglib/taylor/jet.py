@@ -243,6 +243,7 @@ def _look_at_points(
         own = [x if keep else x.detach().requires_grad_() for x in inputs]
         run = Propagation(algebra, keep, **kwargs)
         try:
+            # what is drawn here leaves the generators as the first run left them
             with fixed_random_numbers(detached), run:
                 for x, seed in zip(own, parts, strict=True):
                     run.seed(x, [p if p is None or keep else p.detach() for p in seed])

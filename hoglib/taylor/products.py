@@ -125,6 +125,7 @@ def _solved(call: Call) -> list[Parts | None]:
     left = call.kwargs.get("left", call.args[2] if len(call.args) > 2 else True)
     turn: Map = (lambda t: t) if left else (lambda t: t.mT)
     columns, back = turn, turn
+    # torch takes such a B for one vector, or for a batch of them
     if B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1]):
         columns, back = (lambda t: t.unsqueeze(-1)), (lambda t: t.squeeze(-1))
     X = columns(call.out[0])

@@ -124,6 +124,7 @@ class Propagation(TorchDispatchMode):
     def _defer(self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Any) -> None:
         names = names_of(func)
         if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
+            # before any rule: directions lead a coefficient, so that ranks decide what broadcasts
             args = [self._of_rank(x, out.dim()) for x in args]
         call = Call(names[1], self._algebra, self._parts, args, kwargs, out, self._side)
         if self._algebra.order > 1:

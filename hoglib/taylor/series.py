@@ -93,6 +93,7 @@ class Univariate(Algebra):
                     continue
                 term = bilinear(x, y, lead, lead)
                 if lead and not self.leads[m - 1]:
+                    # the highest order enters no further product: its sum is all that is needed
                     term = self.collapsed(term)
                 # as a float, likewise
                 total = add(total, term * float(comb(m, i)))
@@ -102,6 +103,7 @@ class Univariate(Algebra):
     def collapsed(self, term: Tensor) -> Tensor:
         if isinstance(self.weights, Tensor):
             term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
+        # elements that share their memory are summed once
         own = drop_repeats(term, first=1)
         total: Any = _times(1 if isinstance(self.weights, Tensor) else self.weights, own.sum(0))
         return total if own is term else total.expand(term.shape[1:])
