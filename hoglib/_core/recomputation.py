@@ -351,10 +351,11 @@ class _Call:
         for i, place in zip(self.slots, self.places, strict=True):
             leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
+        disabled = AMBIENT.recomputation_disabled or not self.nested
         # the mode that is entered last sees a call first: operations are cut into slices, whose dropout
         # is made contiguous, and a stand-in takes what is left
         with (
-            _recompute_policy(self.nested, self.slices),
+            inside(recomputing=True, recomputation_disabled=disabled, low_memory=self.slices),
             self.stand_ins.resume(),
             self.run_state.autocast.restored(),
             ContiguousDropout() if self.mixed else nullcontext(),
@@ -380,11 +381,6 @@ class _Scope(nn.Module):
 
     def forward(self, run: Callable[[], Any]) -> Any:
         return run()
-
-
-def _recompute_policy(recompute_nested: bool, low_memory: bool) -> inside:
-    disabled = AMBIENT.recomputation_disabled or not recompute_nested
-    return inside(recomputing=True, recomputation_disabled=disabled, low_memory=low_memory)
 
 
 def inside_recomputation() -> bool:
