@@ -191,7 +191,7 @@ class Problem:
         with inside(gathered=frozen):
             yield replace(self, leaves=leaves, placement=WHOLE)
 
-    def at(self, *args: Any) -> "Problem":
+    def with_args(self, *args: Any) -> "Problem":
         """The same with other arguments."""
         return replace(self, args=args)
 

@@ -297,8 +297,9 @@ class DatasetSum:
                     self._check_agreement(rows, found.changed)
                 except Exception as error:  # the other processes wait for this one
                     found.error = error
-                found.by_kept = rows is not None and self.kept is not None
-                if not found.by_kept:  # those in a kept graph were examined when it was made
+                found.uses_kept_graph = rows is not None and self.kept is not None
+                # the Functions in a kept graph were examined when it was made
+                if not found.uses_kept_graph:
                     around.enter_context(examined_functions(self._name, first_order=first_order))
                 yield found
         except Exception as error:
@@ -582,7 +583,7 @@ class DatasetSum:
             )
         return [(counted_labels(batch), weight)]
 
-    def _relation_of_halves(self, batch: Any, value: Tensor) -> likelihoods.Finding | None:
+    def _relation_of_halves(self, batch: Any, value: Tensor) -> likelihoods.Relation | None:
         """How the loss of a batch is made of those of its halves."""
         if self._placement.is_sharded:
             return None  # all processes would have to evaluate as many halves
@@ -691,13 +692,13 @@ class DataPass:
         self._sums, self.total, self.rows, self.totals = sums, total, rows, PassTotals()
         # late: its losses, which were the same before, are read when the next pass begins, by when a
         # device need not be waited for
-        self.changed = self.by_kept = self.late = False
+        self.changed = self.uses_kept_graph = self.late = False
         self.error: Exception | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, int, float]]:
         if self.error is not None:
             raise self.error
-        if not self.by_kept:
+        if not self.uses_kept_graph:
             yield from self._sums._each_batch(self)
         else:
             share = self._sums.kept.share

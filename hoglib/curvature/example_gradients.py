@@ -31,7 +31,7 @@ from hoglib.curvature.data import as_dict, constants_of, in_fixed_order, is_batc
 from hoglib.curvature.fisher_metric import FisherMetric
 from hoglib.curvature.jacobian_product import jvp
 from hoglib.curvature.kfac_operator import KFACOperator
-from hoglib.curvature.likelihood import Finding, compare_halves, example_counts, nearby, token_axis
+from hoglib.curvature.likelihood import Relation, compare_halves, example_counts, nearby, token_axis
 from hoglib.curvature.linear_operator import ProgressBar
 from hoglib.curvature.model_run import (
     AT_ONCE,
@@ -124,7 +124,7 @@ def _of_single_examples(
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
         parts = (pytree.rows(own, count, start, start + size) for start in range(0, count, size))
-        chunks = [by_vmap_or_loop(problem.at(part)) for part in parts]
+        chunks = [by_vmap_or_loop(problem.with_args(part)) for part in parts]
     values, gradients = zip(*chunks, strict=True)
     joined = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
     warn_if_derivatives_not_finite(problem, value := torch.cat(values), joined)
@@ -176,7 +176,7 @@ def _warn_of_weights(caller: str) -> bool:
     return True
 
 
-def _halves(loss: Any, params: Tree, batch: Any) -> Finding | None:
+def _halves(loss: Any, params: Tree, batch: Any) -> Relation | None:
     """How the loss of a batch is made of those of its halves."""
     policy = Policy("per_example_gradients")
     with torch.inference_mode(False), ring(policy, loss, examine=False) as blocks:
@@ -184,7 +184,7 @@ def _halves(loss: Any, params: Tree, batch: Any) -> Finding | None:
 
         def at(seed: int, part: Any) -> Tensor:
             leaves = nearby(problem.leaves, seed)
-            return without_graph(lambda: problem.at(part)(*leaves))
+            return without_graph(lambda: problem.with_args(part)(*leaves))
 
         return compare_halves(at, batch)
 

@@ -250,7 +250,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
     metric = composite.metric.at(composite, outputs)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
-        tangents = jacobian.derivative(vector, keep_graph, create_graph)
+        tangents = jacobian.jvp(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
         product = transposed_product(outputs, p, weighted, composite.policy, keep_graph)
         # J v is read from the graph of J^T u, J^T u from that of the model: a part that one of them

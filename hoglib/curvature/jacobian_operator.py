@@ -132,11 +132,11 @@ class JacobianOperator(RectangularOperator):
                     for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
                         keep_graph = sums.kept is not None or j < len(rows)
                         if transposed:
-                            parts = point.transposed(row[start:stop], keep_graph)
+                            parts = point.vjp(row[start:stop], keep_graph)
                             self.space.add(product, parts, 1.0, first=start == 0)
                         else:
                             vector = self.space.split(row.contiguous())
-                            product[start:stop] = point.along(vector, keep_graph)
+                            product[start:stop] = point.jvp(vector, keep_graph)
                         sums.advance()
                 start = stop
                 one_pass.record(point.value)
@@ -192,14 +192,14 @@ class _Point:
         """Of the graph, while it is kept."""
         return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._outputs))
 
-    def along(self, vector: Vector, keep_graph: bool) -> Tensor:
+    def jvp(self, vector: Vector, keep_graph: bool) -> Tensor:
         """J v, flat."""
-        tangents: Vector = self.jacobian.derivative(vector, keep_graph, False)
+        tangents: Vector = self.jacobian.jvp(vector, keep_graph, False)
         if not self.jacobian.agrees(self._composite.loss, vector, tangents):
             raise detached(NAME)
         return torch.cat([t.flatten() for t in tangents])
 
-    def transposed(self, u: Tensor, keep_graph: bool) -> Vector:
+    def vjp(self, u: Tensor, keep_graph: bool) -> Vector:
         """J^T u, of a flat u."""
         parts = zip(u.split(self.sizes), self._outputs, strict=True)
         us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]

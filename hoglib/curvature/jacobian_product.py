@@ -265,7 +265,7 @@ def by_reverse(
     jacobian = TransposedJacobian(values, p, CALLER)
     if len(jacobian.unused) == len(p):
         raise _independent_error()
-    tangents = jacobian.derivative(vector, create_graph, create_graph)
+    tangents = jacobian.jvp(vector, create_graph, create_graph)
     if not jacobian.agrees(function, vector, tangents):
         raise detached(CALLER)
     if not create_graph:  # of the leaves made here
@@ -288,7 +288,7 @@ class TransposedJacobian:
         self._used = [i for i, part in enumerate(by_u) if part is not None]
         self.parts = [part for part in by_u if part is not None]
 
-    def derivative(self, vector: Vector, keep_graph: bool, create_graph: bool) -> Vector:
+    def jvp(self, vector: Vector, keep_graph: bool, create_graph: bool) -> Vector:
         """J v, for each of the outputs; zeros for those that do not depend on the leaves."""
         given = [vector[i] for i in self._used]
         left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))

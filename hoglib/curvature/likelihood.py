@@ -338,7 +338,7 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
 
 # what each batch of a mean counts: as the loss does, terms of a given distribution, or examples
 Counting = Literal["criterion", "terms", "examples"]
-Finding = Literal["mean", "sum", "weighted", "coupled"]
+Relation = Literal["mean", "sum", "weighted", "coupled"]
 
 
 CLOSE = Rule(1e2)  # a number is fitted, which may come near anything that changes little
@@ -346,7 +346,7 @@ CLOSE = Rule(1e2)  # a number is fitted, which may come near anything that chang
 
 def relation_of_halves(
     values: Sequence[Sequence[float]], share: float, dtype: torch.dtype
-) -> Finding | None:
+) -> Relation | None:
     """How the loss L of a batch is made of those of its halves, l and m, at several points.
 
     mean      L = s l + (1 - s) m, with the share s of the first half in the examples
@@ -359,7 +359,7 @@ def relation_of_halves(
         if not all(map(isfinite, parts)):  # 0 / 0: nothing in that half counts
             other = next(filter(isfinite, parts), nan)
             return "weighted" if agree(L, other, DERIVATIVES, dtype=dtype) else None
-    made: dict[Finding, Callable[[float, float], float]] = {
+    made: dict[Relation, Callable[[float, float], float]] = {
         "mean": lambda a, b: share * a + (1 - share) * b,
         "sum": lambda a, b: a + b,
     }
@@ -378,7 +378,7 @@ def relation_of_halves(
 
 def compare_halves(
     at: Callable[[int, Any], Tensor], batch: Any, value: Tensor | None = None
-) -> Finding | None:
+) -> Relation | None:
     """How the loss of a batch is made of those of its halves, at the point and at others near it.
 
     at(seed, batch): the loss at the point of seed 0, or at another. None where that cannot be told: of

@@ -246,7 +246,7 @@ def differences_of_gradient(problem: Problem) -> LinearMap:
     """H v = (grad f(p + h v) - grad f(p - h v)) / 2h, extrapolated to h = 0."""
 
     def loss(*leaves: Tensor) -> Tensor:  # of the batch as it is, where a model changes it in place
-        return problem.at(*pytree.map_tensors(torch.clone, problem.args))(*leaves)
+        return problem.with_args(*pytree.map_tensors(torch.clone, problem.args))(*leaves)
 
     gradient, leaves = finite_differences.gradient_function(loss), problem.leaves
 

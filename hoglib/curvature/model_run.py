@@ -296,7 +296,7 @@ class ModelRun:
     def rerun(self, batch: Any, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
         """A run at another batch, or with rows read otherwise."""
         order = order._replace(unexplained=frozenset(self.unexplained), separable=self.separable)
-        return ModelRun(self.problem.at(batch), self.space, self.options, order)
+        return ModelRun(self.problem.with_args(batch), self.space, self.options, order)
 
     def without_layers_of(self, error: Unexplained) -> "ModelRun":
         """A run in which the leaves of an error are left to single examples; raises where that is not
@@ -362,7 +362,7 @@ class ModelRun:
             at = {i: p.detach() for i, p in enumerate(leaves)}
             # all other parameters are constants
             at |= dict(zip(self.unexplained, own, strict=True))
-            composite = CompositeLoss(self.problem.at(one), self.options.metric, "reverse")
+            composite = CompositeLoss(self.problem.with_args(one), self.options.metric, "reverse")
             every = zip(composite.outputs(list(at.values())), u, strict=True)
             return torch.stack([(y * part).sum() for y, part in every]).sum()
 

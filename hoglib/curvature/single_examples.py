@@ -45,7 +45,7 @@ def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
         left = iter(rows)
         # a batch of one, as the loss takes it
         one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
-        return problem.at(pytree.unflatten(one, form))(*p)
+        return problem.with_args(pytree.unflatten(one, form))(*p)
 
     given = [x for x, row in zip(parts, mapped, strict=True) if row]
     each = torch.func.grad_and_value(of_example)
@@ -62,7 +62,7 @@ def by_loop(problem: Problem) -> tuple[Tensor, Vector]:
     for n in range(count):
         p = fresh_leaves(problem.leaves, False)
         with translate_errors(problem.policy.caller):
-            value = problem.at(pytree.rows(batch, count, n, n + 1))(*p)
+            value = problem.with_args(pytree.rows(batch, count, n, n + 1))(*p)
             parts = torch.autograd.grad(value, p, allow_unused=True)
         values.append(value.detach())
         rows.append(materialize_grads(list(parts), p))
