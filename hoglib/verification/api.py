@@ -26,7 +26,7 @@ from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.report import Report, Row, Rows
-from hoglib.verification.subject import Chosen, Subject, lifted
+from hoglib.verification.subject import Restriction, Subject, lifted
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -255,7 +255,7 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
     if off.raised is not None:
         return None
     subject = without.subject
-    kept: Chosen = {}
+    kept: Restriction = {}
     rows: list[Row] = []
     for chosen in subject.restrictions():
         derivatives = without.again()

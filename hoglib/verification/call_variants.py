@@ -27,7 +27,7 @@ from hoglib.verification.report import Row, Rows
 from hoglib.verification.subject import Subject
 
 REFUSED = "forward refuses it with an error: {error}"
-DRAWS = "it draws random numbers, which differ for another layout or dtype."
+DRAWN = "it draws random numbers, which differ for another layout or dtype."
 
 
 @final
@@ -160,7 +160,7 @@ def state(base: Baseline) -> Row:
     return base.compared(name, (text, found, base.first))
 
 
-MOST_SUBSETS = 14
+MAX_SUBSETS = 14
 
 UNDEFINED = (
     "An incoming gradient may be None (undefined): ask `if g is not None`, or leave "
@@ -212,7 +212,7 @@ def _choose_subsets(count: int) -> list[tuple[int, ...]]:
     """Each input alone, and all but each: of up to three inputs, every proper subset."""
     singles = [(j,) for j in range(count)]
     others = [tuple(k for k in range(count) if k != j) for j in range(count)]
-    return [*dict.fromkeys([*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]])]
+    return [*dict.fromkeys([*singles[:MAX_SUBSETS], *others[:MAX_SUBSETS]])]
 
 
 def outputs_alone(base: Baseline) -> Row:
@@ -272,7 +272,7 @@ MEMORY = (
 def layouts(base: Baseline) -> Rows:
     """The same numbers in another memory layout."""
     handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
-    reason = DRAWS if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
+    reason = DRAWN if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
     name = "layout: non-contiguous inputs"
     yield Row(name, "skip", None, reason) if reason else _with_layout(base, name, strided, None)
     yield from gradient_layouts(base)
@@ -303,7 +303,7 @@ def _with_layout(
     if row.status == "fail":
         return row
 
-    def run() -> Twice:
+    def run() -> Orders:
         second = base.second is not None
         return base.gradient(f), base.second_derivative(f, base.all_inputs) if second else None
 
@@ -311,10 +311,10 @@ def _with_layout(
 
 
 # The gradient, and the second derivative, if there is one.
-Twice = tuple[list[Tensor], list[Tensor] | None]
+Orders = tuple[list[Tensor], list[Tensor] | None]
 
 
-def _same_in_layout(base: Baseline, name: str, run: Callable[[], Twice], right: Twice) -> Row:
+def _same_in_layout(base: Baseline, name: str, run: Callable[[], Orders], right: Orders) -> Row:
     first, second = right
     try:
         found, twice = run()
@@ -329,7 +329,7 @@ def _stride_zero_gradients(base: Baseline) -> Row:
     """The gradient of a sum, which is one number expanded, against a contiguous one."""
     call, which = base.subject.call, base.subject.output_indices
 
-    def run(after: calls.Arrange) -> Twice:
+    def run(after: calls.Arrange) -> Orders:
         leaves, values = calls.at_leaves(call.map(which, after=after), base.x)
         total = torch.stack([y.sum() for y in values]).sum()
         first = calls.grad([total], leaves, create_graph=base.second is not None)
@@ -360,7 +360,7 @@ OFF = {
 def in_float32(base: Baseline) -> Row:
     """The gradient in float32 against that of the same rounded inputs."""
     name, subject = "dtype: float32", base.subject
-    skipped = DRAWS if subject.draws else ""
+    skipped = DRAWN if subject.draws else ""
     if subject.dtype != torch.float64:
         skipped = f"it was checked in {subject.dtype}, as float64 is refused."
     if subject.half is not None:

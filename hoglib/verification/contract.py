@@ -243,6 +243,10 @@ def device(app: Application) -> Rows:
     yield finding("device", text, "warn")
 
 
+OFF_BY_STEPS = 1e-5  # differences may be off by that much
+OFF_IF_ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
+
+
 def constants_row(subject: Subject, found: Found) -> Row:
     """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
     derivatives are further off than with float32 inputs."""
@@ -257,7 +261,7 @@ def constants_row(subject: Subject, found: Found) -> Row:
             run_rules(app, watch)
     met = watch.rounded or watch.met
     if met:
-        harm = _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
+        harm = _is_further_off(subject, found, OFF_IF_ROUNDED if watch.rounded else OFF_BY_STEPS)
         text = (
             f"a float32 constant or intermediate enters a float64 computation: {met}. Give it the "
             "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number."
@@ -280,10 +284,6 @@ def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
     moved = [torch.where(a == b, a * (1 + 6e-8), b) for a, b in rounded]
     there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
     return bool(first.wrong) or first.error > max(10 * largest_difference(there, here)[0], least)
-
-
-LEAST = 1e-5  # differences may be off by that much
-ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
 
 
 def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:

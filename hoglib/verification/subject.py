@@ -85,11 +85,11 @@ def structures_of(x: Tensor) -> list[Structure]:
     return [one for one in found if one.fits(x)]
 
 
-Chosen = dict[int, Structure]  # by variable
+Restriction = dict[int, Structure]  # by variable
 Allowed = Callable[[int, Structure], bool]
 
 
-def _as_given(x: Tensor) -> Tensor:
+def _in_given_precision(x: Tensor) -> Tensor:
     """In single precision, if its numbers are of that: they sum to one with that rounding only."""
     narrow = x.to(torch.complex64 if x.is_complex() else torch.float32)
     return narrow if torch.equal(narrow.to(x.dtype), x) else x
@@ -346,7 +346,7 @@ def constants_of(call: calls.Call, names: Sequence[str]) -> list[int]:
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
-    constants = [j for j in without if _is_whole(call.point[j]) or _is_named(names, call.names[j])]
+    constants = [j for j in without if _is_int(call.point[j]) or _is_named(names, call.names[j])]
     return constants if len(constants) < len(grads) else []
 
 
@@ -356,7 +356,7 @@ def _is_named(names: Sequence[str], name: str) -> bool:
     return place.isdigit() and int(place) < len(names) and names[int(place)].strip("`") in CONSTANTS
 
 
-def _is_whole(x: Tensor) -> bool:
+def _is_int(x: Tensor) -> bool:
     return bool((x == x.round()).all()) and x.numel() > 1 and bool((x != x.reshape(-1)[0]).any())
 
 
@@ -430,17 +430,17 @@ class Subject:
         leaves, values = calls.at_leaves(self.map, x)
         return calls.grad(values, leaves)
 
-    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator[Chosen]:
+    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator[Restriction]:
         """Restricts it in turn to structures that its variables have, if they are allowed; one variable
         alone before several together."""
-        values = [_as_given(self.call.value(j)) for j in range(len(self.x))]
+        values = [_in_given_precision(self.call.value(j)) for j in range(len(self.x))]
         options = [
             [None, *(one for one in structures_of(x) if allowed(j, one))]
             for j, x in enumerate(values)
         ]
-        picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
-        for some in picked[1 : 1 + MOST_CHOICES]:
-            chosen = {j: one for j, one in enumerate(some) if one is not None}
+        picked = sorted(product(*options), key=lambda of: sum(one is not None for one in of))
+        for combination in picked[1 : 1 + MOST_CHOICES]:
+            chosen = {j: one for j, one in enumerate(combination) if one is not None}
             self.restrict(chosen)
             yield chosen
 
@@ -590,7 +590,7 @@ def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     places = {i: names[id(x)] for i, x in enumerate(leaves) if id(x) in names}
     if not places:
         return None
-    module = _Applied(function, block, structure, places)
+    module = _WithBlock(function, block, structure, places)
     rest = pytree.unflatten([None if i in places else x for i, x in enumerate(leaves)], structure)
     name = function.__name__
     text = (
@@ -614,7 +614,7 @@ def _modules_among(value: Any) -> list[nn.Module]:
 
 
 @final
-class _Applied(nn.Module):
+class _WithBlock(nn.Module):
     """Applies a Function to arguments and to the parameters that its block has at that time."""
 
     def __init__(
