@@ -300,7 +300,7 @@ class Learner(nn.Module, ABC):
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())
-                    check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                    check_derivatives(what, loop, start, task_sets.first_task(tasks), learned)
                     self._checked_model = id(self.model)
                 try:
                     found = self._run(loop, start, tasks, wanted)
@@ -320,7 +320,7 @@ class Learner(nn.Module, ABC):
 
             def first_step(*leaves: Tensor) -> Tensor:
                 params = dict(zip(start.model, leaves, strict=True))
-                support, query = task_sets.first(tasks)
+                support, query = task_sets.first_task(tasks)
                 return self.inner_objective(params, support) + self.objective(params, query)
 
             @contextmanager
@@ -351,7 +351,7 @@ class Learner(nn.Module, ABC):
         outer, inner = self.objective, self.inner_objective
 
         def record(own: Params, tasks: Any) -> Tensor:
-            support, query = task_sets.first(tasks)
+            support, query = task_sets.first_task(tasks)
             params = {name: own[f"model.{name}"] for name in names}
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1

@@ -316,7 +316,7 @@ class ModuleLoop:
             # share, the derivative would go through the steps before
             plain = type(batch) is tuple and all(isinstance(x, Tensor) for x in batch)
             with without_stand_ins():
-                own = tuple(map(_own, batch)) if plain else pytree.map_tensors(_own, batch)
+                own = tuple(map(_alias, batch)) if plain else pytree.map_tensors(_alias, batch)
             value = partial(self.placement.mean_of, lambda: loss(whole, own))
             # a model that differentiates inside does so where only the value is computed, too
             return value() if torch.is_grad_enabled() else without_graph(value)
@@ -450,6 +450,6 @@ def _is_in(name: str, part: str) -> bool:
     return name == part or name.startswith(part + ".")
 
 
-def _own(x: Tensor) -> Tensor:
+def _alias(x: Tensor) -> Tensor:
     """A constant as a tensor of its own, of the same memory."""
     return x if x.requires_grad else x.detach()

@@ -142,7 +142,7 @@ def run_tasks(
                 ) from error
     # The loop either raises the same error, without vmap around it, or works.
     with translate_errors(what):
-        result = loop_tasks(of_task, each(tasks))
+        result = loop_tasks(of_task, unstacked(tasks))
     if stack is None:
         return result, vmappable
     warn_once(
@@ -258,7 +258,7 @@ def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
         raise
 
 
-def each(tasks: Any) -> Sequence[Task]:
+def unstacked(tasks: Any) -> Sequence[Task]:
     """The tasks one by one."""
     if isinstance(tasks, list):
         return tasks
@@ -266,7 +266,7 @@ def each(tasks: Any) -> Sequence[Task]:
     return [pytree.map_tensors(itemgetter(i), tasks) for i in range(count)]
 
 
-def first(tasks: Any) -> Task:
+def first_task(tasks: Any) -> Task:
     """One of the tasks."""
     return tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
 

@@ -168,6 +168,7 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
         judged, line = False, error_line(error)
         where = f" A run of it ended at {line}." if line else ""
         rows.append(Row("checks", "warn", None, f"not judged: what follows from there.{where}"))
+    # stable: causes come first, and all others stay in the order of the checks
     rows.sort(key=lambda row: not attribution.is_culprit(row))
     return Report(name, rows, judged=judged)
 
@@ -195,6 +196,8 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
     if as_function(subject.fn) is None and marked:
         yield from _functions_apart(subject)
         options = replace(options, orders=())
+    # at the inputs, and beside them: the user's own may lie on a kink, where differences decide
+    # nothing
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
     if options.surrogate:
@@ -207,12 +210,15 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
             found = _structured_derivatives(derivatives)
         if status != "pass":
             found = found or _phase_fixed_derivatives(derivatives, status)
+        # orders above the first are differences of it, so that they keep the same directions
         derivatives, known = found or (derivatives, known)
         yield from known
     for order in (2, 3, 4):
         if order in options.orders:
             judged = list(derivatives.higher_order(order))
             yield from judged
+            # other values are tried only where the second derivative is right here: one that is
+            # wrong needs no more evidence
             right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
             if right and not options.surrogate:
                 if as_function(subject.fn) is not None:
@@ -220,6 +226,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
                 elif _rounds_values(subject):
                     yield from _functions_alone(subject)
     differences = derivatives.found
+    # beside the inputs: a cause is measured by differences, which a kink would spoil
     yield from attribution.attribution_rows(subject, points[-1], differences)
     first = differences.get(FIRST)
     if first is not None and first.wrong:
@@ -263,6 +270,8 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
             found = list(derivatives.first_order())
             if _row_status(found, FIRST) == "pass":
                 right = derivatives.are_right()
+                # the first structure that mends the first derivative stays, unless one mends the
+                # second too
                 if right or not kept:
                     kept, rows = chosen, found
                 if right:

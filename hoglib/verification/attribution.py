@@ -182,6 +182,8 @@ class Diagnosis:
         for label, value in slots.items():
             if is_float(value) and id(value) in owned:
                 above, below = (end[label] for end in ends)
+                # a leaf of its own for each slot, though two may hold one tensor: the term of each
+                # is measured alone
                 slots[label] = value.detach().clone().requires_grad_()
                 leaves[label] = slots[label], ((above - below) / (2 * self._step)).detach()
         record = run.record.with_slots(slots, in_jvp=self._in_jvp)
@@ -250,6 +252,7 @@ class Diagnosis:
                 guilty.append(cut)
         if least > self._least * size:
             guilty += [one for one in detached if not one.repairable]
+        # where none does harm alone, as two on one path, all are named
         return guilty or (detached if self._lost_after_repair([]) > self._least * size else [])
 
     def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:

@@ -314,6 +314,8 @@ class Call:
         """All leaves of what fn returns for these variables, rearranged by `before`."""
         if self.reseed:
             seed_all()
+        # copies at each call: fn may write to its constants, and the next call needs them as they
+        # were
         values = [fresh(x) for x in self._values]
         variables_in = zip(self.positions, variables, self.complex_variables, strict=True)
         for j, (slot, x, parts) in enumerate(variables_in):
@@ -692,6 +694,7 @@ def _values_and_gradients(call: Call, k: int, v: Tensors, moved: float) -> list[
     point = [x + k * d for x, d in zip(call.point, v, strict=True)]
     leaves, values = at_leaves(call.differentiable, point)
     random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
+    # the second of each pair is how the first one moves
     incoming = [(random_like(y, random), random_like(y, random)) for y in values]
     grads = grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])
     return [t.detach().double() for t in (*values, *grads)]

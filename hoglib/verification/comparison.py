@@ -289,6 +289,8 @@ def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrep
             if bool((w[~known] != 0).any()):
                 found.problem = found.problem or one.problem
                 continue
+            # NaN beside elements that differences do not know, as at the edge of a domain, is no
+            # fault; where all are known it is one, which is noted below
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
                 concluded.add(one.column)
@@ -436,6 +438,8 @@ class Comparer(NamedTuple):
         state = self.random.get_state()
         found = self._compared(at, key)
         if found.wrong and found.raised is None:
+            # what differs from a difference is no fault where that is no slope: at a tie, or where
+            # the map oscillates faster than the steps
             slopes = [recheck(at.map, at.x, one, self.random) for one in at.slopes]
             self.random.set_state(state)  # with the covectors that found it
             return self._compared(at._replace(slopes=slopes), key)
@@ -464,6 +468,8 @@ class Comparer(NamedTuple):
         """The noise of what was compared by an input, relative to it, if that is all that is wrong: a
         fault is off by about as much at points close by, along the same directions, and noise is
         not."""
+        # a generator of its own: the covectors are drawn from the other one, and have to be the
+        # same
         shaken = torch.Generator().manual_seed(10)
         state = self.random.get_state()
         runs: list[Discrepancy] = []

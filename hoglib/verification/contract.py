@@ -213,6 +213,7 @@ def in_place(app: Application) -> Rows:
     given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
     held = [(label, x) for label, slot in run.record.slots().items() for x in pytree.tensors(slot)]
     saved = Snapshot({f"{label} ({kind_of(x, run, app.names)[1]})": x for label, x in held})
+    # forward is over: what is changed from here on is backward's doing
     again = Snapshot(named)
     with InPlaceWatch() as watch:
         app.backward(run, grads)
@@ -424,6 +425,8 @@ def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
             named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
     kept: list[tuple[str, Tensor, Any, Any]] = [
+        # both the object and its values: backward may add to .grad in place, or put another tensor
+        # there
         (label, x, x.grad, None if x.grad is None else x.grad.detach().clone())
         for label, x in named.values()
     ]

@@ -191,6 +191,7 @@ class Derivatives:
         if self.found[name].got != self.found[name].got:
             row = row._replace(text=f"{row.text}{self._nan_origin()}")
         first = self.found.get(FIRST)
+        # a gradient that is another one, wrong or declared, has no composition to compare with
         derivative = not self._options.surrogate and not (first is not None and first.wrong)
         return self._in_composition(row) if row.status == "pass" and derivative else row
 

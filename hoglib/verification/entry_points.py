@@ -171,6 +171,7 @@ class examined_functions:  # noqa: N801 a context manager
                 "would be differentiated has no graph. `hvp(mode='finite-differences')` needs none."
             )
         reported = _REPORTED.setdefault(function, set())
+        # those in C++ have no class of their own, so that their text tells them apart
         what = verdict.text if function is Function else verdict.status
         if (self._caller, what) not in reported:
             reported.add((self._caller, what))
@@ -262,6 +263,7 @@ class AppliedFunctions:
             return None
         key, by = noted
         self.parts.discard(key)
+        # before it runs: afterwards a version does not say who raised it
         versions = [(i, x, x._version) for i, x in enumerate(args) if by[i] and _counts_changes(x)]
         return partial(self._watch_application, key, args, versions)
 
@@ -359,6 +361,7 @@ class AppliedFunctions:
     def _watch_changed(self, key: Key, node: Any, position: int, x: Tensor) -> None:
         """Notes a tensor that the Function of a node changed, if others read it: gradients other than
         those of that node reach what it was computed by. That is the user's leaf, at worst."""
+        # a view has a chain of nodes down to its base, and at each of them others may join
         base = x._base if x._is_view() else x
         parent: Any = x.grad_fn
         links = [(node, position, parent, x.output_nr)]

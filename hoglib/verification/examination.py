@@ -198,6 +198,7 @@ def _judge(given: Applied) -> Verdict:
     stop = subject.prepare()
     if stop is not None:
         raise _NotExamined(stop.text.rstrip("."))
+    # one point alone where there is no time for two: the one that the user's run was at
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
     modes = ("rr", jvp) if jvp else ("rr",)
@@ -372,6 +373,7 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
         with suppress(Exception):  # its rows depend on one another in shape
             fewer = _first_rows(app, SECONDS / seconds)
             app, seconds = fewer, _trial_run(fewer)[1]
+    # one point takes half of the estimate, which is for two
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
     subject = Subject(app.function, app.leaves(), own_dtype=not plain, keep_layouts=True)

@@ -143,6 +143,7 @@ class SavedAt:
             )
             if found := next((label for label, part in held if part is value), ""):
                 return found
+            # frames outside of forward belong to the caller, whose names mean other things
             if "ctx" in frame.f_locals and frame.f_code.co_name in ("forward", "setup_context"):
                 return ""
             frame = frame.f_back
@@ -348,6 +349,7 @@ class Context(FunctionCtx):
 
 def _note_saving_line(context: Context, written: str, target: str) -> None:
     """The line of user code that saves."""
+    # the methods of this context are between the user's line and here, as many as there may be
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back

@@ -152,6 +152,7 @@ def symmetrize(call: calls.Call) -> dict[int, Structure]:
         if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
             here = _call_values(call, j, x)
+            # one triangle is moved at a time: the one that is not read changes nothing
             sides = [_call_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
             unread = any(here and side and all(map(torch.equal, here, side)) for side in sides)
             small = 1e-3 * noise
@@ -461,6 +462,7 @@ class Subject:
         Returns a failed row if nothing can be compared.
         """
         call = self.call
+        # the inputs are put back: what a call wrote to them is none of the point that is judged
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
         pairs = zip(before, self.x, strict=True)
@@ -486,6 +488,7 @@ class Subject:
                 grads = []
             return [y.detach() for y in values], [g.detach() for g in grads]
 
+        # two seeds, not the same one twice: a function that draws nothing does not notice
         (a, da), (b, db) = drawn(1), drawn(2)
         generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(tuple(self.inputs)))
         self.draws = generators or not _nearly_same(a, b)
