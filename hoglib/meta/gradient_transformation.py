@@ -93,6 +93,7 @@ def transformation(
             rows = zip(leaves.real, gs, lrs, decays, *kinds, strict=False)
             for p, g, rate, decay, *memory in rows:
                 if isinstance(decay, Tensor) or decay != 0:
+                    # as torch.optim.AdamW, from theta before the step
                     if decoupled:
                         p = p * (1 - rate * decay)
                     else:
@@ -111,6 +112,7 @@ def transformation(
 
 def plus(x: Tensor, a: Option, y: Tensor) -> Tensor:
     """x + a y."""
+    # alpha= takes Python numbers alone, addcmul has a derivative by the factor too
     return torch.addcmul(x, y, a) if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
 
 

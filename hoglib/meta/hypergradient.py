@@ -169,6 +169,7 @@ def hypergradient(
             found = _unrolled(training, at)
         else:
             at_every_step = memory in ("remat", "mixed")
+            # a store of its own for each call: tangents belong to one training
             replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
             found = _replayed(replayed, at, "remat" if at_every_step else schedule, where)
         leaves, form = pytree.flatten(at)
@@ -205,6 +206,7 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
     with nullcontext() if files is None else files.held(), bar.over("steps, forward and backward"):
         if files is not None:
             training.batches.begin(files)
+        # one evaluation before a training of hours: whether inner reads hyper from its argument
         if any(leaf.requires_grad for leaf in given):
             with preserve_random_state(*training.generators()):
                 first = training.value(params, at, training.batches.at(0))
@@ -217,6 +219,7 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
         value = training.outer_value(pytree.unflatten(final, form), at)
         training.check_finite(losses, value)
         slopes = _outer_grads(value, [*final, *own], given)
+        # the outer loss reads the parameters at the end, and nothing of the rule's state
         end = pytree.unflatten(slopes[: len(final)], form), pytree.map(lambda _: None, state)
         pulled = replay.pull(end, slopes[len(final) :])
         _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
@@ -264,6 +267,7 @@ def _implicit(training: Training, hyper: Any, solver: Solver, graph: bool) -> Hy
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
+    # the minimum is of one loss: that of the last batch
     params, batch = detached(params), training.batches.last(training.count)
     inner = partial(training.value, batch=batch)
     given = training.outer_value, inner, params, hyper, solver
@@ -425,6 +429,7 @@ def leave_k_out(
         at = detached(autograd.clone_inference_tensors(hyper))
         before = RandomState(training.generators())
         for subset in chosen:
+            # the same random numbers in each training, so that only the subset makes a difference
             before.restore()
             changed = _with_scaled_weights(at, place, subset, factor)
             trained, losses = training.unrolled(changed)
@@ -446,6 +451,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 
 def _ranks(values: Tensor) -> Tensor:
+    # equal numbers share the mean of the ranks that they take up together
     _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
 

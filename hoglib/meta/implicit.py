@@ -124,6 +124,7 @@ def implicit_gradient(
     v, direct = materialize_grads(found[:count], own[:count]), found[count:]
     x, system = _solve(inner, params, hyper, pytree.unflatten(v, pytree.flatten(params)[1]), solver)
     _, own, gradient, _ = gradient_with_graph(of_leaves(inner), leaves, "the inner loss", False)
+    # (d^2 inner / d hyper d params) x is the gradient by hyper of <d inner / d params, x>
     mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
     stationarity = pytree.norm([part.detach() for part in gradient[:count] if part is not None])
     check_used([*direct, *mixed], implicit=True)
@@ -185,10 +186,12 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     point = pytree.map_tensors(Tensor.detach, params)
     leaf = pytree.leaves(point)[0]
     loss = lambda params, _: inner(params, fixed)  # noqa: E731
+    # the caller's ring stands around the products already
     options: Any = {"check_deterministic": False, "stand_ins": False}
     operator: Any = HessianOperator(loss, point, leaf.new_zeros(1), **options)
     if solver.damping:
         operator = operator.damped(solver.damping)
+    # nothing to solve for, and a residual would be relative to 0
     if not bool(pytree.norm(v) > 0):
         return pytree.leaves(v), leaf.new_zeros(())
     solve = _solve_by_cg if solver.name == "cg" else _sum_neumann
@@ -233,7 +236,9 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
         if solver.at_negative_curvature == "raise":
             raise errors.NotPositiveDefiniteError(why) from error
         warn(f"{why} The solution found before that direction is used; see `residual`.")
+        # again, up to the last direction of positive curvature
         x, solution = solve(error.iterations - 1)
+    # as many iterations as were asked for are no failure
     if solver.iterations is None and not bool(solution.converged):
         warn(
             "the implicit gradient: its linear system was solved to a relative residual of "
@@ -391,10 +396,12 @@ def _anderson(f: Any, z0: Any, tol: float | None, max_iter: int, depth: int) -> 
     for _ in range(max_iter):
         image = flat.join(f(flat.split(z)))
         r = image - z
+        # not `<=`, so that NaN ends the iteration too
         if not r.norm() > tol * image.norm():
             break
         F, R = (torch.cat([M, x[None]])[-depth - 1 :] for M, x in ((F, image), (R, r)))
         dF, dR = F.diff(dim=0), R.diff(dim=0)
+        # in float64, as a Gram matrix has the square of the condition number
         gram = (dR @ dR.T).double()
         # singular where differences are multiples of each other, or 0
         rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()
