@@ -169,7 +169,8 @@ def hypergradient(
             found = _unrolled(training, at)
         else:
             at_every_step = memory in ("remat", "mixed")
-            # a store of its own for each call: tangents belong to one training
+            # one for each training: it learns from the first steps what torch needs for forward
+            # mode
             replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
             found = _replayed(replayed, at, "remat" if at_every_step else schedule, where)
         leaves, form = pytree.flatten(at)

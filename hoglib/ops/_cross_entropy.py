@@ -90,6 +90,7 @@ def softmax_cross_entropy(
     if target.is_floating_point():
         logits, target = promote_dtypes(logits, target)
         q = target * (1 - smoothing) + smoothing / logits.shape[axis] if smoothing else target
+        # the maximum cancels in L - z, and exp does not overflow
         shifted = logits - logits.detach().amax(axis, True)
         rows = sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
         return reduce_loss(rows, number)
@@ -302,6 +303,7 @@ def row_tangents(rows: Rows, vector: Gradients) -> Tensor:
 
 def gauss_newton_product(rows: Rows, g: Tensor, vector: Gradients, needs: str) -> Gradients:
     """sum_n g_n J_n^T (diag(p_n) - p_n p_n^T) J_n (h', W', b'), J_n the Jacobian of z_n."""
+    # without targets there is no r, and what is left is the part that has s
     return _curvature(rows._replace(targets=None), g, vector, needs)[:3]
 
 
@@ -405,7 +407,7 @@ def _in_dtype(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if total is None else total.to(dtype)
 
 
-def _forward(*given: Any) -> Tensor:
+def _losses_forward(*given: Any) -> Tensor:
     def run(rows: Rows) -> Tensor:
         z = _logits(rows)
         return z.logsumexp(1) - _target_values(z, rows)
@@ -413,15 +415,15 @@ def _forward(*given: Any) -> Tensor:
     return torch.cat([run(part) for (part,) in row_chunks(Rows(*given))])
 
 
-def _vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+def _losses_vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     return *row_gradients(Rows(*saved.inputs), g, saved.needed(NAMES)), None, None, None
 
 
-def _jvp(saved: Saved, dh: Any, dW: Any, db: Any, *_: None) -> Tensor:
+def _losses_jvp(saved: Saved, dh: Any, dW: Any, db: Any, *_: None) -> Tensor:
     return row_tangents(Rows(*saved.inputs), (dh, dW, db))
 
 
-def _gradients(*given: Any) -> tuple[Tensor, ...]:
+def _gradients_forward(*given: Any) -> tuple[Tensor, ...]:
     *inputs, g, needs = given
     rows = Rows(*inputs)
     W, overwrite = rows.W, _may_overwrite(*rows[:3], g)
@@ -431,6 +433,7 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
     for part, g_c in row_chunks(rows, g):
         p = torch.softmax(_logits(part), 1)
         r = _residual(p, part, g_c, overwrite).to(W.dtype)
+        # not held beside r: the tensors of a chunk are the largest ones here
         del p
         if "h" in needs:
             by_h.append(r @ W)
@@ -479,6 +482,7 @@ def _curvature(
         if overwrite:
             of_h, by_W, of_b, of_g = _chunk_curvature(*chunk, by_W, True)
         else:
+            # with a graph, a chunk is computed again in backward instead of kept
             of_h, of_W, of_b, of_g = recompute(_chunk_curvature, *chunk, None, False)
             by_W = _accumulate(by_W, of_W, False)
         by_h.append(of_h)
@@ -502,6 +506,7 @@ def _chunk_curvature(
     else:
         s = p * (tangent - mean.unsqueeze(1)) * g.unsqueeze(1)
     del tangent
+    # products in the dtype of the head, sums over chunks in float32
     s = s.to(W.dtype)
     by_h = s @ W if "h" in needs else None
     by_b = s.sum(0) if "b" in needs else None
@@ -541,7 +546,7 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 _SOFTMAX = make_function("SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_vjp, _softmax_jvp)
-_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _vjp, _jvp)
+_LOSSES = make_function("LinearCrossEntropy", 6, _losses_forward, _losses_vjp, _losses_jvp)
 _GRADIENTS = make_function(
-    "LinearCrossEntropyGradients", 8, _gradients, _gradients_vjp, _gradients_jvp
+    "LinearCrossEntropyGradients", 8, _gradients_forward, _gradients_vjp, _gradients_jvp
 )

@@ -203,9 +203,11 @@ def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
     origin = a.detach().mean(-2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     near = torch.cdist(a.detach(), b.detach(), 2.0, "donot_use_mm_for_euclid_dist")
     with without_autocast(a):
+        # centred, since |a|^2 + |b|^2 - 2 a.b cancels for rows far from 0
         a, b = a - origin, b - origin
         lengths = (a * a).sum(-1, keepdim=True) + (b * b).sum(-1).unsqueeze(-2)
         squares = lengths - 2 * (a @ b.mT)
+    # the value of the one, the derivatives of the other
     return near * near + (squares - squares.detach())
 
 
@@ -249,6 +251,8 @@ def powers(d: Tensor, p: float) -> Tensor:
     if p % 2 == 0:
         return d**p  # smooth at 0 too
     zero = d == 0
+    # the inner where too: the derivative of the branch that is not taken is infinite, and 0 times
+    # it NaN
     return torch.where(zero, 0.0, torch.where(zero, 1.0, d).abs() ** p)
 
 
@@ -280,14 +284,14 @@ def _is_smooth(y: Tensor) -> bool:
     return seen is not None and seen.device.type == "cpu" and bool(seen.all())
 
 
-def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tensor]) -> Tensor:
+def euclidean(x: Tensor, dims: tuple[int, ...], torch_norm: Callable[[Tensor], Tensor]) -> Tensor:
     """The norm of a real x over dims, negative ones, which are kept; torch's own where none is 0."""
     if only_plain_operations():  # Taylor coefficients know what to do at 0
-        return torchs(x) if needs_linear_backward() else _norm_forward(x, dims, None)
-    y = torchs(x)
+        return torch_norm(x) if needs_linear_backward() else _norm_forward(x, dims, None)
+    y = torch_norm(x)
     if _is_smooth(y):
         return y
-    return apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
+    return apply_function(_NORM, lambda x, *_: torch_norm(x), x, dims, Directions("a norm", x))
 
 
 def _unit(x: Tensor, n: Tensor) -> Tensor:
@@ -401,6 +405,7 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         given = usual | dict(zip(names, args, strict=False)) | kw
         ord, dim, keepdim = map(given.pop, names)
         vectors = order == 2 or isinstance(dim, int) or (dim is None and input.dim() == 1)
+        # a matrix norm by singular values
         if ord == "nuc" or (ord == 2 and not vectors):
             return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
         y = original(input, *args, **kw)
