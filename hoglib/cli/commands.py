@@ -59,6 +59,7 @@ def verify(
     with stdout_for(json):
         targets, without_samples = functions(target, inputs)
         make = partial(_verify_targets, target, tuple(inputs), reference, options)
+        # here too, though a child judges: a wrong reference raises before one is started
         here = make()
         names = [one.name for one in targets]
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
@@ -84,10 +85,12 @@ def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
     A list of tuples is several samples, anything else is one.
     """
     made = target.inputs()
+    # an empty list, and a list of tensors, are the arguments of one sample
     several = isinstance(made, list) and made and all(isinstance(one, tuple) for one in made)
     samples = made if several else [made]
     own = getattr(target.fn, "reference", None) if isinstance(target.fn, type) else None
     if callable(own):
+        # one that the command line names takes precedence
         options = {"reference": own} | options
     for i, sample in enumerate(samples):
         label = f"{target.name}[{i}]" if len(samples) > 1 else target.name
@@ -242,6 +245,7 @@ _ORDERS = {
 
 def op_rows() -> list[tuple[str, str, str]]:
     """Each op by its name, the first line of its equations, and the orders of its derivatives."""
+    # read off the docstrings, so that the table cannot say anything else
     names = hog_ops.__all__
     return [(name, *_of_docstring(getdoc(getattr(hog_ops, name)) or "")) for name in names]
 

@@ -108,6 +108,7 @@ class SecondOrderAudit(pl.Callback):
         self._due = False
         error: Exception | None = None
         try:
+            # the run draws the numbers that it would draw without the audit
             with isolate_rng():
                 for name, *problem in second_order_problems(pl_module, batch):
                     report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
@@ -117,6 +118,7 @@ class SecondOrderAudit(pl.Callback):
             error = caught
         why = "" if error is None else error_text(error)
         own = why, "\n\n".join(r.text(table=self.verbose) for r in self.reports if not r.ok)
+        # before any process raises: the others would wait for it in the first step
         everywhere: list[tuple[str, str]] = gathered(own)
         if error is not None:
             raise error

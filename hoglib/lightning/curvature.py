@@ -281,11 +281,13 @@ class CurvatureMonitor(pl.Callback):
         if self.history and self.history[-1].batch == done:
             return  # measured already
         own = f"{type(module).__name__}.{METHOD}"
+        # seeded by the batch, so that a resumed fit measures with the same vectors
         generator = torch.Generator()
         seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
         when = f"CurvatureMonitor, {own} after {done} batches"
         found, began = [], monotonic()
         try:
+            # a measurement leaves nothing in the fit
             with isolate_rng(), restore_buffers(), torch.enable_grad():
                 batch = self._batch if self.fixed_batch else batch
                 for name, loss, params, given in second_order_problems(module, batch):
@@ -366,6 +368,8 @@ def _times_learning_rate(trainer: pl.Trainer, params: Any, largest: float) -> fl
             own = left & {id(p) for p in group["params"]}
             left -= own
             if own and type(optimizer) is torch.optim.SGD and not group["maximize"]:
+                # of momentum b, steps diverge beyond lr (largest + w) = 2 (1 + b), and with
+                # Nesterov's 2 (1 + b) / (1 + 2 b)
                 b, damped = group["momentum"], 1 - group["dampening"] * bool(group["momentum"])
                 factor = (1 + 2 * b * group["nesterov"]) / (1 + b) * damped
                 found.add(float(group["lr"]) * (largest + group["weight_decay"]) * factor)
