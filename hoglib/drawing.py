@@ -266,17 +266,11 @@ class _Drawing:
                 handles += self._watch(grad_fn, function, k)
         for u in incoming if drawn else ():
             self._add_leaf(u, "incoming", "incoming gradient", k)
+        options: Any = {"create_graph": drawn, "retain_graph": True, "allow_unused": True}
         try:
             # in this thread, where the Functions that backward applies are seen
             with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(
-                    values,
-                    variables,
-                    incoming,
-                    create_graph=drawn,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+                found = torch.autograd.grad(values, variables, incoming, **options)
             return found if drawn else []
         except Exception as error:
             node = self._nodes[self._keys[running[-1]]]

@@ -229,9 +229,7 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
     return Hypergradient(value.detach(), gradient, found, None)
 
 
-def _outer_grads(
-    value: Tensor, inputs: autograd.Vector, given: autograd.Vector
-) -> list[Tensor | None]:
+def _outer_grads(value: Tensor, inputs: list[Tensor], given: list[Tensor]) -> list[Tensor | None]:
     """d value / d inputs, of an outer loss; given: the leaves of hyper, which it must not use."""
     autograd.check_uses_given_params(graph_summary(value), given, "hypergradient")
     return autograd.vjp([value], inputs, [torch.ones_like(value)], "hypergradient")

@@ -398,7 +398,7 @@ def _compare_derivatives(
             variants = gradient_variants(Baseline(subject, points[-1], options))
             differing = [r for r in variants if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
-    if first and not wrong_first and (kind := derivatives.what_it_looks_like()):
+    if first and not wrong_first and (kind := derivatives.describe_steps()):
         wrong_first = [Row("first derivative", "fail", None, kind)]
     if wrong_first and not _stops_gradient(subject):
         row = wrong_first[0]

@@ -124,7 +124,7 @@ class SavedAt:
 
     def noted(self, value: Any, position: int, keys: Sequence[Key]) -> Noted:
         """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
-        expression = _member_at(self._expressions, position, keys)
+        expression = _pick(self._expressions, position, keys)
         text = "" if expression is None else _expression_text(expression)
         return Noted(self.place, text or self._local(value))
 
@@ -200,9 +200,7 @@ def _parse_source(source: str) -> ast.AST:
         return ast.Module([], [])
 
 
-def _member_at(
-    expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]
-) -> ast.expr | None:
+def _pick(expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]) -> ast.expr | None:
     """The expression for a member; None where there is none, or where a starred one is before it."""
     before = expressions[: position + 1]
     if len(before) <= position or any(isinstance(e, ast.Starred) for e in before):
