@@ -121,6 +121,9 @@ def minus(x: Tensor, a: Option, y: Tensor) -> Tensor:
     return torch.addcmul(x, y, a, value=-1) if isinstance(a, Tensor) else torch.add(x, y, alpha=-a)
 
 
+_SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
+
+
 def root(v: Tensor) -> Tensor:
     """sqrt(v), with derivative 0 at 0 by convention; 0 for a v that rounding made negative.
 
@@ -133,9 +136,6 @@ def root(v: Tensor) -> Tensor:
     if v.dtype is torch.float16:
         return root(v.float()).half()
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
-
-
-_SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
 
 
 def as_real(x: Tensor) -> Tensor:

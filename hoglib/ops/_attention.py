@@ -491,6 +491,10 @@ def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
     )
 
 
+# by the number of tensors, which of them are masks
+_MASK_PLACES = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
+
+
 def _fold_batch(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
     """The vmap rule of all four: the batch becomes a part of N and, where a mask has it, of M."""
     *tensors, plan = given
@@ -510,10 +514,6 @@ def _fold_batch(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor,
     parts = found if isinstance(found, tuple) else (found,)
     outputs = tuple(x.unflatten(0, (batch.size, x.shape[0] // batch.size)) for x in parts)
     return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
-
-
-# by the number of tensors, which of them are masks
-_MASK_PLACES = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 
 def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:

@@ -274,6 +274,12 @@ def largest(a: Tensor) -> Tensor:
 
 
 # Euclidean norms, whose squares have the second derivative 2 at 0; see `_directions`.
+#
+#     n = |x|        n' = <u, x'>        u = x / n, and 0 where n = 0
+#     gradient       G(g, x, n) = g u
+#     along w        <u, w> by g         g w / n by x        -g <x, w> / n^2 by n
+#
+# n is an input of G, so that its derivative by x is the sum of the last two: g (w - u <u, w>) / n.
 
 
 def _is_smooth(y: Tensor) -> bool:
@@ -377,7 +383,7 @@ _NORM_GRADIENT = _make("NormGradient", 5, _gradient_forward, _gradient_vjp, _gra
 
 
 def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
-    """The norm of Euclid over dimensions, all by default, of what :func:`_is_plain` takes."""
+    """The Euclidean norm over dimensions, all by default, of what :func:`_is_plain` takes."""
     x = input if input.dim() else input.reshape(1)
     dim = range(x.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     own = dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
@@ -395,7 +401,7 @@ def _is_plain(x: Any, dtype: torch.dtype | None = None) -> bool:
 
 
 def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function of a norm, with that of Euclid from here."""
+    """torch's function of a norm, with the Euclidean one from here."""
     names = ("ord", "dim", "keepdim") if "linalg" in repr(original) else ("p", "dim", "keepdim")
     order = None if original is torch.linalg.norm else 2
     usual = dict(zip(names, (order, None, False), strict=True))
@@ -430,7 +436,7 @@ for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
 def matrix_norm(
     A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
 ) -> Any:
-    """torch.linalg.matrix_norm by the norm of Euclid and singular values that may be equal."""
+    """torch.linalg.matrix_norm by the Euclidean norm and by singular values that may be equal."""
     if not _is_plain(A, **kw) or ord not in ("fro", "nuc", 2, -2):
         return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
     if ord == "fro":

@@ -4,6 +4,13 @@
 torch divides by the gaps between them, also where only their symmetric functions are taken, whose
 second derivatives exist: along A + t W, the eigenvectors of a cluster are those in which W is diagonal.
 And its forward mode of eigh takes the eigenvectors for constants.
+
+    A = V diag(L) V^H        K = V^H W V, along A' = W
+    L_i' = K_ii              V' = V X,  X_ij = K_ij / (L_j - L_i), and 0 for i, j of one cluster
+    in a cluster             V is replaced by V R, with R^H K R diagonal, and L' is that diagonal
+
+    gradient by L            G = V diag(g) V^H
+    along W                  g' = diag(R^H K R)        G by V: V (2 K_ij g_j), and 0 within a cluster
 """
 
 from functools import partial
@@ -93,6 +100,7 @@ def _clusters(L: Tensor) -> Tensor:
 
 
 def _labels(L: Tensor) -> Tensor:
+    """The number of the cluster of each eigenvalue, ascending."""
     L = L.detach()
     apart = L.diff(dim=-1) > torch.finfo(L.dtype).eps ** 0.5 * L.abs().amax(-1, keepdim=True)
     return torch.cat([torch.zeros_like(L[..., :1]), apart.to(L.dtype).cumsum(-1)], -1)
@@ -123,10 +131,12 @@ def _rotation_of_clusters(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tens
 
 
 def _diagonal(K: Tensor, R: Tensor) -> Tensor:
+    """diag(R^H K R)"""
     return (R.mH @ K @ R).diagonal(dim1=-2, dim2=-1).real
 
 
 def _from_spectrum(V: Tensor, values: Tensor) -> Tensor:
+    """V diag(values) V^H"""
     return (V * values[..., None, :]) @ V.mH
 
 

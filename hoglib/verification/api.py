@@ -246,6 +246,52 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         yield row
 
 
+def _treatment_notes(subject: Subject) -> Rows:
+    """How the function and the inputs were treated, where that is not obvious."""
+    if uncompiled(subject.fn) is not subject.fn:
+        text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
+        yield Row("compiled", "warn", None, text + "a custom Function in it, a wrong one.")
+    if subject.refused:
+        where = f"in {subject.dtype}"
+        if subject.half is not None:
+            where = "there, by means over many points,"
+        how = "not the precision that it computes in" if subject.computes_narrow else "refused"
+        text = f"{how} ({subject.refused}); checked {where} with wider tolerances."
+        yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
+    if subject.symmetric:
+        names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
+        text = (
+            f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "
+            "is not symmetric. Derivatives are taken along symmetric matrices, where all conventions "
+            "for the gradient agree."
+        )
+        yield Row(OTHER_DIRECTIONS, "skip", None, text)
+    if subject.constants:
+        text = (
+            f"{', '.join(subject.constants)}: treated as constant, such as a mask or a target, because "
+            "the values are integers or the name says so, and there is no gradient. To check its "
+            "derivatives, set requires_grad on it and on the other inputs."
+        )
+        yield Row("constants", "warn", None, text)
+
+
+def _functions_apart(subject: Subject) -> Rows:
+    """Each custom Function by itself, where one is a surrogate: the gradient of the whole differs from
+    its derivative on purpose."""
+    functions = (app.function for app in subject.applications)
+    marked = ", ".join(function.__name__ for function in functions if is_surrogate(function))
+    text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
+    yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
+    for name, verdict in _examine_each(subject):
+        status = {"right": "pass", "wrong": "fail"}.get(verdict.status, "warn")
+        yield Row(f"{ALONE} {name}", status, None, verdict.text)
+
+
+def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
+    for app in subject.applications:
+        yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
+
+
 def _row_status(rows: Iterable[Row], name: str) -> str:
     return next((row.status for row in rows if row.name == name), "")
 
@@ -326,58 +372,12 @@ def _functions_alone(subject: Subject) -> Rows:
             yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
 
 
-def _functions_apart(subject: Subject) -> Rows:
-    """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
-    of the whole differs on purpose."""
-    functions = (app.function for app in subject.applications)
-    marked = ", ".join(function.__name__ for function in functions if is_surrogate(function))
-    text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
-    yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
-    for name, verdict in _examine_each(subject):
-        status = {"right": "pass", "wrong": "fail"}.get(verdict.status, "warn")
-        yield Row(f"{ALONE} {name}", status, None, verdict.text)
-
-
-def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
-    for app in subject.applications:
-        yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
-
-
 def _rounds_values(subject: Subject) -> bool:
     """Whether it computes in less than float64."""
     watch = PrecisionWatch()
     with watch:
         subject.map(*subject.x)
     return subject.dtype != torch.float64 or bool(watch.rounded)
-
-
-def _treatment_notes(subject: Subject) -> Rows:
-    """How the function and the inputs were treated, where that is not obvious."""
-    if uncompiled(subject.fn) is not subject.fn:
-        text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
-        yield Row("compiled", "warn", None, text + "a custom Function in it, a wrong one.")
-    if subject.refused:
-        where = f"in {subject.dtype}"
-        if subject.half is not None:
-            where = "there, by means over many points,"
-        how = "not the precision that it computes in" if subject.computes_narrow else "refused"
-        text = f"{how} ({subject.refused}); checked {where} with wider tolerances."
-        yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
-    if subject.symmetric:
-        names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
-        text = (
-            f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "
-            "is not symmetric. Derivatives are taken along symmetric matrices, where all conventions "
-            "for the gradient agree."
-        )
-        yield Row(OTHER_DIRECTIONS, "skip", None, text)
-    if subject.constants:
-        text = (
-            f"{', '.join(subject.constants)}: treated as constant, such as a mask or a target, because "
-            "the values are integers or the name says so, and there is no gradient. To check its "
-            "derivatives, set requires_grad on it and on the other inputs."
-        )
-        yield Row("constants", "warn", None, text)
 
 
 def _contract_rows(subject: Subject, options: Options, derivatives: Derivatives) -> Rows:

@@ -70,7 +70,7 @@ def layout_of(x: Tensor) -> Layout | None:
 
 
 def laid_out(x: Tensor, layout: Layout) -> Tensor:
-    """x in new memory of that layout, differentiable; of a repeated dimension, the first element."""
+    """x in new memory of that layout, differentiable; a repeated dimension keeps its first element."""
     strides, extent = [0] * x.dim(), 1
     for d in layout.order:
         strides[d] = extent + (d in layout.gaps)
@@ -168,7 +168,7 @@ def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tenso
 
 def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **more: Any) -> Vector:
     """The gradients of the weighted sum of those outputs that have a graph; zeros if none has. With
-    unhandled=True a mode sees what backward calls, which otherwise handles the call as one."""
+    unhandled=True a mode does not handle this call itself, so that it sees what backward calls."""
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
     if not live:
@@ -179,7 +179,7 @@ def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **mo
 
 
 def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
-    """(x, t) -> J(x) t, in forward mode; by torch.func, which can do it twice, or without."""
+    """(x, t) -> J(x) t, in forward mode: by torch.func, which nests, or by dual tensors."""
 
     def map_(*given: Tensor) -> list[Tensor]:
         x, t = given[:count], given[count:]
@@ -639,8 +639,8 @@ def _second_derivatives_agree(wide: Call, narrow: Call) -> bool:
 
 
 def _run_and_adapt(call: Call) -> list[Any]:
-    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf; and
-    note whether it runs on inputs that require grad only."""
+    """Runs the call, and sets how it has to be made: `clone` if fn changes its inputs and declares it,
+    which autograd allows for no leaf; `needs_graph` if it runs on inputs that require grad only."""
     try:
         found = call.run_with_grad()
     except RuntimeError as error:

@@ -278,7 +278,7 @@ class AppliedFunctions:
         verdicts = _VERDICTS.setdefault(function, {})
         mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
         pairs = zip(args, by, strict=True)
-        kinds: Any = (forward, mapped, *(_argument_kind(x, needed, given) for x, needed in pairs))
+        kinds: Any = (forward, mapped, *(_verdict_key(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
         if verdict is not None and verdict.domain and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
@@ -319,8 +319,8 @@ class AppliedFunctions:
         return verdict
 
     def must_report(self, key: Key, verdict: Verdict, order: int) -> bool:
-        """Whether a verdict is, on one that was differentiated so often. A part of a backward may give
-        to one argument what is due to another: only the second derivative by itself tells."""
+        """Whether a verdict on a Function that was differentiated `order` times is reported. A part of
+        a backward may give to one argument what is due to another: only its second derivative tells."""
         if key in self.parts:
             return verdict.is_reported and order == 2 and (verdict.of_second or verdict.order == 2)
         return verdict.is_reported and verdict.order <= order
@@ -347,11 +347,11 @@ class AppliedFunctions:
             return
         self._watch_kept(key, node, given, results)
         self._watch_gradients(key, node, given)
-        if changed and self._is_mutating(key, given):
+        if changed and self._mark_mutating(key, given):
             for i, x in changed:
                 self._watch_changed(key, node, sum(isinstance(y, Tensor) for y in given[:i]), x)
 
-    def _is_mutating(self, key: Key, given: Args) -> bool:
+    def _mark_mutating(self, key: Key, given: Args) -> bool:
         app = application(key[0], given)
         if app is not None:
             _MUTATING.add(key[0])
@@ -390,7 +390,7 @@ class AppliedFunctions:
             with torch.no_grad(), without_stand_ins():
                 changed = [held for snapshot, held in seen if snapshot.changed({})]
             seen.clear()
-            if changed and self._is_mutating(key, given) and any(changed):
+            if changed and self._mark_mutating(key, given) and any(changed):
                 self._mutates.setdefault(key, "grad_output")
 
         node.register_prehook(before)
@@ -406,7 +406,7 @@ class AppliedFunctions:
         def before(_: Any) -> None:
             changed = " ".join(name for name, x, version in kept if x._version != version)
             kept.clear()
-            if changed and self._is_mutating(key, given):
+            if changed and self._mark_mutating(key, given):
                 self._mutates.setdefault(key, changed)
 
         if kept:
@@ -516,7 +516,7 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _argument_kind(x: Any, needs_grad: bool, given: Args) -> Any:
+def _verdict_key(x: Any, needs_grad: bool, given: Args) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad

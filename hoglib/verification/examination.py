@@ -84,6 +84,9 @@ class Applied:
     by_vmap: bool  # it ran under vmap, for which it has a rule
 
 
+NO_GRADIENT, CONSTANT = -1, -2
+
+
 def applied(
     function: type[Function],
     args: tuple[Any, ...],
@@ -109,9 +112,6 @@ def applied(
     kept = () if by_module else tuple(kept_names(graphed, copies, wanted))
     hiding = tuple(i for i, kinds in held.items() if not by_module and NO_GRADIENT in kinds)
     return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding, by_vmap)
-
-
-NO_GRADIENT, CONSTANT = -1, -2
 
 
 def held_kinds(x: Any, given: tuple[Any, ...]) -> tuple[int, ...]:

@@ -426,6 +426,9 @@ def offers_jvp(function: type[Function]) -> bool:
     return function.jvp is not Function.jvp and not is_stub(function.jvp)
 
 
+_NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
+
+
 def is_stub(rule: Any) -> bool:
     """Whether a rule is declared without a formula: its body is a docstring, `pass` or `return None`,
     or raises NotImplementedError, as that of torch.autograd.Function does."""
@@ -439,9 +442,6 @@ def is_stub(rule: Any) -> bool:
     first = instructions[0]
     raises = first.opname == "LOAD_GLOBAL" and first.argval == "NotImplementedError"
     return raises and does.isdisjoint({"RETURN_VALUE", "RETURN_CONST"})
-
-
-_NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
 
 
 def offers_vmap(function: type[Function]) -> bool:

@@ -1,7 +1,6 @@
 """What is verified: a call, the map that it is, and the custom Functions that it runs.
 
-Here is decided by which inputs it is differentiated, along which directions, and how it has to be
-called.
+This file decides by which inputs it is differentiated, along which directions, and how it is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,9 +95,9 @@ def _in_given_precision(x: Tensor) -> Tensor:
 
 
 def is_computed_so(x: Tensor, structure: Structure) -> bool:
-    """Whether a tensor is computed so that it has the structure for whatever it is computed from: no
-    gradient that vanishes along the directions which keep it reaches a leaf. Not so is a leaf, and what
-    has the structure at these values only, such as an identity matrix at the start of a training.
+    """Whether the computation of a tensor guarantees its structure: no gradient by directions that
+    leave the structure reaches a leaf. It is not guaranteed for a leaf, nor for what has the structure
+    at these values only, such as an identity matrix at the start of a training.
 
     True where that cannot be tried, because it would run code of the user's.
     """
@@ -446,8 +445,8 @@ class Subject:
             yield chosen
 
     def phase_fixings(self, *, real_too: bool) -> Iterator[None]:
-        """Fixes in turn what may be the phases of the outputs, or their signs if real outputs are meant
-        too; at the end none."""
+        """Fixes in turn what may be phases of the outputs, with real_too also signs of real outputs; at
+        the end none is fixed."""
         outputs = [self.outputs[i] for i in self.output_indices]
         if real_too or any(y.is_complex() for y in outputs):
             for fixing in phase_fixings_of(outputs):
@@ -574,7 +573,7 @@ def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) 
 
 
 class Lifted(NamedTuple):
-    """A module that applies the Function, the other arguments, and what to tell of it."""
+    """A module that applies the Function, the other arguments, and the row that says so."""
 
     fn: nn.Module
     inputs: tuple[Any, ...]

@@ -61,7 +61,7 @@ def nearest_in_classes(classes: Sequence[Class]) -> tuple[np.ndarray, np.ndarray
     begins = np.searchsorted(owner, np.arange(len(classes)))
     parts = []
     for part in np.array_split(np.arange(len(rows)), len(rows) // 500 + 1):
-        # some images at a time, since all pairs are hundreds of millions
+        # some images at a time, since all pairs are billions
         cosine = x[part] @ x.T
         # weights and widths of a family are near copies of one another
         cosine[family[part, None] == family[None]] = -1
