@@ -61,7 +61,7 @@ class NamedProblem(NamedTuple):
     batch: Any
 
 
-def problems(what: str, value: Any) -> list[NamedProblem]:
+def parse_problems(what: str, value: Any) -> list[NamedProblem]:
     """The problems in (loss, params, batch), in a list of such tuples, or in a dict of them by name.
 
     Raises ArgumentTypeError for anything else, ArgumentValueError for no problem at all.

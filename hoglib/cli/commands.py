@@ -16,7 +16,7 @@ from hoglib import ops as hog_ops
 from hoglib._core import validation
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
-from hoglib.auditing.problem import problems
+from hoglib.auditing.problem import parse_problems
 from hoglib.capture.runners import cache_dir, cpp_compiler
 from hoglib.cli import self_test
 from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
@@ -120,7 +120,7 @@ def audit(target: str, *, json: bool, verbose: bool, seed: int, **options: Any) 
 
 def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) -> Iterator[Check]:
     """A check of each loss of one factory."""
-    for one in problems(f"{name}()", factory()):
+    for one in parse_problems(f"{name}()", factory()):
         label = f"{name}[{one.name}]" if one.name else name
         yield label, partial(audit_loss, *one[1:], **options)
 

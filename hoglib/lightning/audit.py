@@ -10,7 +10,7 @@ from hoglib._core import validation
 from hoglib._core.source_location import error_text, warn
 from hoglib._core.swap import restore_buffers
 from hoglib.auditing.api import audit
-from hoglib.auditing.problem import NamedProblem, problems
+from hoglib.auditing.problem import NamedProblem, parse_problems
 from hoglib.auditing.routes import requested_routes
 from hoglib.curvature.data import gathered
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
@@ -195,5 +195,5 @@ def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedP
             f"{what}(batch): expected (loss, params, batch) for the first training batch, got "
             f"{error_text(error)}. It is called before the first step; correct it."
         ) from error
-    found = problems(f"{what}(batch)", made)
+    found = parse_problems(f"{what}(batch)", made)
     return [one._replace(name=f"{what}[{one.name}]" if one.name else what) for one in found]
