@@ -146,8 +146,8 @@ class LanguageModelLoss(FunctionalLoss):
         ignore_index: int,
         label_smoothing: float,
     ) -> None:
-        # no criterion: that of the features is below, and reads the head's parameters from the
-        # outputs
+        # no criterion of outputs and targets: `criterion` below takes features, and the head with
+        # them
         super().__init__(model, None, None if body is None else check_instance("body", body))
         self._head = _name_of_head(model, head)
         self._shift = _shifts_labels(model) if shift is None else validation.boolean("shift", shift)

@@ -157,13 +157,13 @@ class FewShotClassification(WithCompileChoice, Experiment):
             self.label,
             *mean_and_interval(accuracies[:, 0]),
             parameters=sum(p.numel() for p in self.parameters()),
-            # where a checkpoint is tested without training, the steps are those that it was saved
+            # of a checkpoint that is tested without training, the steps are those that it was saved
             # after
             steps=self.trainer.global_step or self._steps_before,
         )
         pixels = LearnerResult("nearest mean image", *mean_and_interval(accuracies[:, 1]), 0, 0)
         runs.write_summary(folder, {"task": task, **own._asdict()})
-        # runs on other tasks cannot be compared with
+        # runs on other tasks are not comparable
         others = [
             LearnerResult(*(summary[name] for name in LearnerResult._fields))
             for summary in runs.summaries(folder)

@@ -55,7 +55,7 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         text = f"--input belongs to one Function: expected {path}:Function, got {target!r}."
         raise ArgumentValueError(text)
     defined = _defined_in(module_of_file(path)).items()
-    # once each, under the own name: a class may have aliases
+    # once each, under their own names: a class may have aliases
     classes = [x for key, x in defined if isinstance(x, type) and x.__name__ == key]
     found = [x for x in classes if issubclass(x, Function)]
     with_samples = [f for f in found if callable(getattr(f, SAMPLES, None))]

@@ -281,7 +281,7 @@ class Learner(nn.Module, ABC):
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = autograd.clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
-                # once for a model, since the check evaluates both losses twice
+                # once for a model, since the check evaluates both losses
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())
                     check_derivatives(what, loop, start, task_sets.first_task(tasks), learned)
@@ -323,7 +323,7 @@ class Learner(nn.Module, ABC):
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
-        # what Dynamo would have to trace besides two losses of one task, or what a loss changes,
+        # Dynamo traces two losses of one task; what else a learner learns, or changes at a call,
         # runs uncompiled
         learned = [x for x in (self.criterion, self.inner_loss) if isinstance(x, nn.Module)]
         if (

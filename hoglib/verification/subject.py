@@ -461,7 +461,7 @@ class Subject:
         Returns a failed row if nothing can be compared.
         """
         call = self.call
-        # the inputs are put back: what a call wrote to them is none of the point that is judged
+        # put back: what a call wrote to the inputs does not belong to the point that is judged
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
         pairs = zip(before, self.x, strict=True)
@@ -487,7 +487,7 @@ class Subject:
                 grads = []
             return [y.detach() for y in values], [g.detach() for g in grads]
 
-        # two seeds, not the same one twice: a function that draws nothing does not notice
+        # two seeds: what draws nothing gives the same by both
         (a, da), (b, db) = drawn(1), drawn(2)
         generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(tuple(self.inputs)))
         self.draws = generators or not _nearly_same(a, b)
