@@ -568,6 +568,7 @@ def call_for(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> Dtyp
         _run_and_adapt(call)
         return _in_half(call) or DtypeChoice(call, "it runs code that is not torch's")
     reached, error = _stage_reached(call)
+    # float64 may be what stops it: its own dtypes are taken if they get further
     if error is not None and any(x.dtype != torch.float64 for x in Call(fn, inputs, None).point):
         own = Call(fn, inputs, None)
         if _stage_reached(own)[0] > reached:
@@ -581,6 +582,7 @@ def call_for(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> Dtyp
     watch = PrecisionWatch()
     with watch:
         _stage_reached(call)
+    # a narrow number somewhere is a fault only if results show it, by steps where float64 is smooth
     met = watch.rounded or watch.met or watch.foreign
     if not (met and _moves_in_steps(call)):
         return DtypeChoice(call)

@@ -280,15 +280,18 @@ class AppliedFunctions:
         pairs = zip(args, by, strict=True)
         kinds: Any = (forward, mapped, *(_verdict_key(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
+        # right for arguments of a structure, which these have not: they are a kind of their own
         if verdict is not None and verdict.domain and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
             verdict = verdicts.get(kinds)
         key = function, kinds
         is_right = verdict is not None and not verdict.is_reported
         watched = function in _MUTATING or function in _KEEPING
+        # nothing is left to find out: it is right, or was seen to be differentiated twice
         if (is_right and not watched) or self.differentiated.get(key) == 2:
             return None
         if (verdict is None or verdict.retries) and key not in self.unjudged:
+            # what runs in a recomputation has other graphs than the arguments had
             graphed = None if _runs_again() else given
             self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by

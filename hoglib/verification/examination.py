@@ -205,6 +205,8 @@ def _judge(given: Applied) -> Verdict:
     surrogate = function_rules.is_surrogate(function)
     options = Options(modes=modes, surrogate=surrogate, bounds=Bounds(natural=NATURAL))
     options = options.in_dtype(subject.dtype)
+    # what is found wrong along all directions may be right along those that arguments can take, or
+    # for a value that is computed elsewhere
     found = _compare_derivatives(function, subject, here, options)
     if found.is_reported:
         found = _restricted_verdict(given, subject, here, options, found)

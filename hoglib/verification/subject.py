@@ -393,6 +393,7 @@ class Subject:
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
         function = calls.as_function(fn)
         own_names = () if function is None else parameters(function, len(inputs))
+        # which inputs are constants a call has to show; with these marked, the call is another one
         constants = [] if asked else constants_of(self.call, own_names)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
