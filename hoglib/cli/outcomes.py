@@ -43,6 +43,7 @@ class Outcomes:
         report.name = found.label
         self.reports.append(report)
         if not self.as_json:
+            # lines that are readable, also in a wide terminal
             width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
             text = report.text(table=self.show_tables or not report.ok, width=width)
             print(text + "\n", flush=True)

@@ -55,6 +55,7 @@ def _run_check(name: str, check: Check, device: torch.device) -> Outcome:
     began, status, why = perf_counter(), "ok", ""
     try:
         with preserve_random_state():
+            # the same numbers on every machine, so that a failure can be repeated
             torch.manual_seed(0)
             check(device)
     except SkippedError as error:

@@ -141,6 +141,7 @@ def module_of_file(path: str) -> ModuleType:
         raise ArgumentValueError(
             f"{path}: expected an existing file, found {found}; check the path."
         )
+    # up to the folder that is in no package
     parts, folder = [file.stem], file.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)

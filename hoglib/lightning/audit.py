@@ -105,6 +105,7 @@ class SecondOrderAudit(pl.Callback):
         """Audit on the first batch."""
         if not self._due:
             return
+        # once in each fit, also where the audit raises
         self._due = False
         error: Exception | None = None
         try:

@@ -82,6 +82,7 @@ def sgd(
     """
     mu = check_number("momentum", momentum)
     tau = check_number("dampening", dampening)
+    # a tensor may be learned from 0, so that it has a slot
     has_momentum = isinstance(mu, Tensor) or mu != 0
     if validation.boolean("nesterov", nesterov) and not has_momentum:
         raise ArgumentValueError(
@@ -415,6 +416,7 @@ def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransfo
         )
     if is_transformation(rule):
         return GradientTransformation(rule.init, rule.update)
+    # a class can be called, and would be taken for a function of the rate
     if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
         raise ArgumentTypeError(
             f"rule: expected {EXPECTED}, got {rule.__name__} of torch.optim, which changes parameters "

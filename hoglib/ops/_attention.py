@@ -282,6 +282,7 @@ class _Form(NamedTuple):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
     ) -> "_Form":
+        # groups of different sizes have no common form
         if grouped and k.shape[-3] != v.shape[-3]:
             k, v, grouped = _repeat_heads(k, q), _repeat_heads(v, q), False
         heads = (k.shape[-3], _group_size(k, q)) if grouped else ()
@@ -321,6 +322,7 @@ def _mask_indices(own: tuple[int, ...], lead: torch.Size) -> tuple[int, ...] | N
         return None
     places = [0]
     for size, full in zip(own, lead, strict=True):
+        # row-major over the leading dimensions; of size 1 the mask is the same for all
         places = [i * size + (j if size > 1 else 0) for i in places for j in range(full)]
     return tuple(places)
 

@@ -95,6 +95,7 @@ def softmax_cross_entropy(
         rows = sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
         return reduce_loss(rows, number)
     counts = target != ignore_index
+    # rows that do not count need some class to gather by
     inputs = logits, torch.where(counts, target, 0).long().unsqueeze(axis), axis, smoothing
     try:
         rows = apply_function(_SOFTMAX, _softmax_forward, *inputs)
@@ -224,6 +225,7 @@ def linear_cross_entropy(
     size = chunk_size_of(options, classes)
     h = input.reshape(-1, input.shape[-1])
     count = positions.numel()
+    # a linear layer for each position of a loss of several dimensions
     W = linear_weight.reshape(classes, count, -1)
     b = None if linear_bias is None else linear_bias.reshape(classes, count)
     at = target.reshape(len(h), classes, count) if probabilities else target.reshape(len(h), count)
@@ -383,6 +385,7 @@ def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Te
         return tangent if db is None else tangent + db.to(like.dtype)
     tangent = upcast_half(F.linear(*pairs[0], db))
     for x, y in pairs[1:]:
+        # in place, one tensor of the logits' size less
         fits = overwrite and tangent.dtype == x.dtype
         tangent = tangent.addmm_(x, y.mT) if fits else tangent + upcast_half(F.linear(x, y))
     return tangent

@@ -110,6 +110,7 @@ class _Chain:
                 "jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to zero. "
                 "Use torch.func.grad or jacrev for one of the two, for instance torch.func.hessian."
             )
+        # one Function for each number of inputs, as its signature is fixed
         if len(inputs) not in self._functions:
             self._functions[len(inputs)] = _make_chain_link(self, len(inputs))
         return self._functions[len(inputs)].apply(tuple(which), *inputs)

@@ -225,6 +225,7 @@ class _Kernels:
 
     def __init__(self, x: Tensor, mu: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter) -> None:
         self.given, self.norm, self.r = (mu, r), norm, norm.along(r, x)
+        # in place, as nothing records this pass
         self.x, self.h = x, (x - norm.along(mu, x)).mul_(self.r)
         self.gh = dw
 
@@ -340,6 +341,7 @@ class _BatchNorm(_LayerNorm):
         return value.sum(self.dims(value))
 
     def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
+        # w is one number in each row, so that it stands before the sum
         found = self.along(self.sum_over_shares(value) if known is None else known, value)
         return found if weight is None else found * weight
 

@@ -641,7 +641,9 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
         tensor(False)
     """
     validation.torch_real("input", input)
+    # autograd saves x, which must not be what is written below
     x = upcast_half(input.clone() if inplace else input)
+    # hardtanh has a second derivative, of 0, and hardsigmoid's kernel none
     y = (F.hardtanh(x, -3.0, 3.0) / 6 + 0.5).to(input.dtype)
     return input.copy_(y) if inplace else y
 

@@ -297,10 +297,10 @@ def _row_status(rows: Iterable[Row], name: str) -> str:
 
 
 # Derivatives, and the rows of the first ones
-Restricted = tuple[Derivatives, list[Row]]
+Mended = tuple[Derivatives, list[Row]]
 
 
-def _structured_derivatives(without: Derivatives) -> Restricted | None:
+def _structured_derivatives(without: Derivatives) -> Mended | None:
     """The derivatives along directions that keep a structure of the arguments, if the first one, which
     is wrong along all directions, is right along these; the second one too, if there is such a
     structure."""
@@ -330,7 +330,7 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
     return without.again(), [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
-def _phase_fixed_derivatives(without: Derivatives, status: str) -> Restricted | None:
+def _phase_fixed_derivatives(without: Derivatives, status: str) -> Mended | None:
     """The derivatives with the signs or phases of the outputs fixed, if the first one is right then.
 
     One that depends on the signs that an algorithm chooses does not exist where they change, so that

@@ -313,7 +313,7 @@ def attribution_rows(subject: Subject, x: list[Tensor], found: Found) -> Rows:
                 continue
             mode = "over-forward" if in_jvp else "reverse-over-reverse"
             raised = any(name.endswith(mode) for name in raising)
-            rule = _Rule(app, in_jvp, len(apps) > 1)
+            rule = _RuleReport(app, in_jvp, len(apps) > 1)
             for row in rule.rows(moves, right_once=right_once, raises=raises, raised=raised):
                 named |= row.status == "fail"
                 yield row
@@ -349,7 +349,7 @@ def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Row
         if len(app.by) == len(x):
             by = tuple(app.by[j] for j in subset)
             moves = {i: move for i, move in (moves or {}).items() if i in by}
-            yield from _Rule(app._replace(by=by), False, False).rows(moves, right_once=True)
+            yield from _RuleReport(app._replace(by=by), False, False).rows(moves, right_once=True)
 
 
 def is_culprit(row: Row) -> bool:
@@ -492,7 +492,7 @@ FIXES = {
 }
 
 
-class _Rule(NamedTuple):
+class _RuleReport(NamedTuple):
     """A backward or a jvp that may lose a derivative, and the writer of the rows that say so."""
 
     app: Application

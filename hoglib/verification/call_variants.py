@@ -46,6 +46,7 @@ class Baseline:
         self.second: list[Tensor] | None = None
         with suppress(Exception):  # reported by the derivative checks
             self.second = self.second_derivative(self.f, self.all_inputs)
+        # half of the digits: two ways to one number round differently
         self.tolerance = float(subject.eps**0.5)
         # smaller differences may come from a sum whose terms cancel
         self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
@@ -336,6 +337,7 @@ def _stride_zero_gradients(base: Baseline) -> Row:
         graphed = any(g.requires_grad for g in first)
         return first, calls.grad(first, leaves, base.w) if graphed else None
 
+    # the product sends the same gradient back, written out in memory
     right = run(lambda y: (y * torch.ones_like(y)).sum())
     return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), right)
 
@@ -344,6 +346,7 @@ def strided(x: Tensor) -> Tensor:
     """x, stored with its dimensions reversed and gaps between elements."""
     order = tuple(reversed(range(x.dim())))
     turned = x.permute(order)
+    # every second element of a stack with zeros
     return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)
 
 
@@ -425,6 +428,7 @@ def vmap_fault(base: Baseline) -> str:
         ("the value under vmap over all inputs", f, [0] * n, batch, [f(*x) for x in points])
     ]
     for j, name in enumerate(base.names):
+        # one input with its batch dimension last, which a rule that ignores in_dims mistakes
         mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
         loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
         dims = [*alone[:j], -1, *alone[j + 1 :]]
@@ -543,6 +547,7 @@ def _off_from(
     if len(ours) != len(right):
         return inf, f"the reference gives {len(right)} outputs, the function {len(ours)}."
     size = max(map(max_abs, x[:n]), default=0.0)
+    # derivatives are small beside the values where terms cancel: the values count
     size = max(1e-3 * size, *map(max_abs, values)) if order else size
     worst = 0.0
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):

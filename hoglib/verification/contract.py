@@ -151,6 +151,7 @@ def needs_input_grad(app: Application) -> Rows:
         run = app._replace(by=tuple(j for j in app.by if j != i)).seeded()
         grads = run.incoming()
         grad = dict(enumerate(app.backward(run, grads))).get(i)
+        # an incoming gradient that is handed on cost nothing
         if isinstance(grad, Tensor) and not any(grad is g for g in grads):
             idle.append(i)
     text = idle and (
@@ -207,6 +208,7 @@ def in_place(app: Application) -> Rows:
     changed = {"inputs": inputs.changed(watch.places)}
     freed = [name for name, x in named.items() if isinstance(x, Tensor) and is_freed(x)]
     for name, x in named.items():
+        # changed and declared, as autograd allows
         if any(x is declared for declared in run.record.dirty):
             changed["inputs"].pop(name, None)
     grads = run.incoming()
