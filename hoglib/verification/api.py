@@ -296,7 +296,7 @@ def _row_status(rows: Iterable[Row], name: str) -> str:
     return next((row.status for row in rows if row.name == name), "")
 
 
-# Derivatives, and the rows of the first ones
+# Derivatives that are right under a restriction, and the rows of the first ones.
 Mended = tuple[Derivatives, list[Row]]
 
 
