@@ -204,27 +204,20 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         text = "declared a surrogate: it differs from the derivative on purpose."
         yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
-        known = list(derivatives.first_order())
-        status, found = _row_status(known, FIRST), None
-        if status == "fail":
-            found = _structured_derivatives(derivatives)
-        if status != "pass":
-            found = found or _phase_fixed_derivatives(derivatives, status)
         # orders above the first are differences of it, so that they keep the same directions
-        derivatives, known = found or (derivatives, known)
-        yield from known
-    for order in (2, 3, 4):
-        if order in options.orders:
-            judged = list(derivatives.higher_order(order))
-            yield from judged
-            # other values are tried only where the second derivative is right here: one that is
-            # wrong needs no more evidence
-            right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
-            if right and not options.surrogate:
-                if as_function(subject.fn) is not None:
-                    yield from _other_values(subject, options)
-                elif _rounds_values(subject):
-                    yield from _functions_alone(subject)
+        derivatives, rows = _first_derivatives(derivatives)
+        yield from rows
+    for order in (order for order in options.orders if order > 1):
+        rows = list(derivatives.higher_order(order))
+        yield from rows
+        # other values are tried only where the second derivative is right here: one that is wrong
+        # needs no more evidence
+        right = order == 2 and all(row.status in ("pass", "skip") for row in rows)
+        if right and not options.surrogate:
+            if as_function(subject.fn) is not None:
+                yield from _other_values(subject, options)
+            elif _rounds_values(subject):
+                yield from _functions_alone(subject)
     differences = derivatives.found
     # beside the inputs: a cause is measured by differences, which a kink would spoil
     yield from attribution.attribution_rows(subject, points[-1], differences)
@@ -292,12 +285,23 @@ def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
         yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
 
 
+# Derivatives, under a restriction or none, and the rows of the first ones.
+Mended = tuple[Derivatives, list[Row]]
+
+
+def _first_derivatives(derivatives: Derivatives) -> Mended:
+    """The derivatives, and the rows of the first ones; under a restriction that mends these, if any."""
+    rows = list(derivatives.first_order())
+    status, mended = _row_status(rows, FIRST), None
+    if status == "fail":
+        mended = _structured_derivatives(derivatives)
+    if status != "pass":
+        mended = mended or _phase_fixed_derivatives(derivatives, status)
+    return mended or (derivatives, rows)
+
+
 def _row_status(rows: Iterable[Row], name: str) -> str:
     return next((row.status for row in rows if row.name == name), "")
-
-
-# Derivatives that are right under a restriction, and the rows of the first ones.
-Mended = tuple[Derivatives, list[Row]]
 
 
 def _structured_derivatives(without: Derivatives) -> Mended | None:
