@@ -228,6 +228,7 @@ class _Drawing:
     def add_values(self, named: list[tuple[str, Tensor]], kind: str, order: int) -> list[Tensor]:
         """Add values, and the autograd nodes that they were computed by; those that have a graph."""
         values = [y for _, y in named]
+        # in two passes, as edges need the keys of nodes that come later in the walk
         new = [(node, parents) for node, parents in walk(values) if node not in self._keys]
         for grad_fn, _ in reversed(new):
             if hasattr(grad_fn, "variable"):
@@ -265,17 +266,11 @@ class _Drawing:
                 handles += self._watch(grad_fn, function, k)
         for u in incoming if drawn else ():
             self._add_leaf(u, "incoming", "incoming gradient", k)
+        options: Any = {"create_graph": drawn, "retain_graph": True, "allow_unused": True}
         try:
             # in this thread, where the Functions that backward applies are seen
             with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(
-                    values,
-                    variables,
-                    incoming,
-                    create_graph=drawn,
-                    retain_graph=True,
-                    allow_unused=True,
-                )
+                found = torch.autograd.grad(values, variables, incoming, **options)
             return found if drawn else []
         except Exception as error:
             node = self._nodes[self._keys[running[-1]]]
@@ -380,6 +375,8 @@ class _Drawing:
 
 def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: Any) -> bool:
     """Whether the gradients that a backward returned were computed from the incoming ones alone."""
+    # a leaf that is no incoming gradient, or a node that this backward did not make, is another way
+    # to the inputs
     ids = {id(u) for u in incoming}
     return not any(
         id(found.variable) not in ids

@@ -32,6 +32,7 @@ from hoglib.ops import _cross_entropy
 __all__ = ["LanguageModelLoss", "language_model_loss"]
 
 Vector = Sequence[Tensor]
+NAMES = _cross_entropy.NAMES  # of what the loss is computed from: h, W and b
 Product = Callable[[Vector], list[Tensor]]
 
 
@@ -145,6 +146,8 @@ class LanguageModelLoss(FunctionalLoss):
         ignore_index: int,
         label_smoothing: float,
     ) -> None:
+        # no criterion of outputs and targets: `criterion` below takes features, and the head with
+        # them
         super().__init__(model, None, None if body is None else check_instance("body", body))
         self._head = _name_of_head(model, head)
         self._shift = _shifts_labels(model) if shift is None else validation.boolean("shift", shift)
@@ -198,7 +201,7 @@ class LanguageModelLoss(FunctionalLoss):
         names = _varying_outputs(outputs)
 
         def product(vector: Vector) -> list[Tensor]:
-            given = _by_name(outputs, vector, names)
+            given = _parts_of(outputs, vector, names)
             with translate_batch_errors(batch, outputs):
                 found = _cross_entropy.gauss_newton_product(rows, g, given, names)
             return _as_outputs(outputs, found)
@@ -228,6 +231,7 @@ class LanguageModelLoss(FunctionalLoss):
         Returns:
             The product with a list of tensors like the outputs.
         """
+        # smoothed targets are no draws of a distribution, whose Fisher matrix would be asked for
         if self._smoothing and kind != "empirical":
             raise ArgumentValueError(
                 "language_model_loss: expected label_smoothing=0, for which the loss is a likelihood, "
@@ -239,15 +243,18 @@ class LanguageModelLoss(FunctionalLoss):
         share = counts.to(total.dtype)
         if kind == "mc":
             draws = list(_draw_labels(rows, num_samples, generator))
+            # a share is 0 or 1 here, so that both factors of it below are one
             scale = 1 / (num_samples * total)
             groups = None
         else:
             draws = [rows]
+            # d_n is of the mean loss, so that the share is in both factors of d_n d_n^T, and N in
+            # front
             share, groups = share / total, len(outputs.hidden)
             scale = total.new_tensor(float(groups))
 
         def product(vector: Vector) -> list[Tensor]:
-            given = _by_name(outputs, vector, names)
+            given = _parts_of(outputs, vector, names)
             result: Any = (None, None, None)
             with torch.no_grad(), translate_batch_errors(batch, outputs):
                 for own in draws:
@@ -279,12 +286,14 @@ class LanguageModelLoss(FunctionalLoss):
             with translate_batch_errors(batch, params or list(self.model.parameters())):
                 hidden = _until_head(lambda: self._run(batch), head)
             if not self._checked and value_checks_on() and not torch_internals.transforms_active():
+                # the check must not change what dropout draws in the loss
                 with preserve_random_state(), torch.no_grad():
                     self._check_logits(batch, head)
                 self._checked = True
         if not isinstance(hidden, Tensor) or hidden.dim() < 2:
             text = f"features: expected a tensor [B, T, D], got {validation.describe(hidden)}."
             raise ArgumentValueError(text)
+        # the last position has no next token in the batch
         hidden = hidden[..., :-1, :] if self._shift else hidden
         return Features(hidden, head.weight, head.bias)  # type: ignore[arg-type]
 
@@ -311,6 +320,7 @@ class LanguageModelLoss(FunctionalLoss):
                     f"{what}: expected logits that are its head's outputs, got others (by {off:.1g} of "
                     f"the largest): the model scales, shifts or bounds them afterwards; {_INSTEAD}"
                 )
+            # a second run with large logits: a bound such as tanh leaves small ones as they are
             scale = 100 / size if size else 1.0
 
     def _two_logits(self, batch: Any, head: Any, scale: float) -> tuple[Tensor | None, Tensor]:
@@ -318,6 +328,8 @@ class LanguageModelLoss(FunctionalLoss):
         seen: list[Tensor] = []
 
         def short(x: Tensor) -> Tensor:
+            # two positions of the features that the model has just computed, instead of logits of
+            # all
             seen.append(scale * F.linear(x[..., :2, :], head.weight, head.bias))
             return seen[-1].clone()  # models bound or scale them in place
 
@@ -381,24 +393,26 @@ def _draw_labels(
     drawn = []
     with torch.no_grad():
         for (part,) in _cross_entropy.row_chunks(rows):
+            # by chunks, as everywhere: probabilities of all rows would be as large as the logits
             p = torch.softmax(F.linear(*part[:3]).float(), 1)
             drawn.append(torch.multinomial(p, num_samples, True, generator=generator))
     for classes in torch.cat(drawn).unbind(1):
+        # a drawn label is one class, without smoothing
         yield rows._replace(targets=classes, smoothing=0.0)
 
 
 def _varying_outputs(outputs: Features) -> str:
-    """The names, of "hWb", of the outputs that depend on parameters; all if none says so."""
-    present = [(n, x) for n, x in zip("hWb", outputs, strict=True) if x is not None]
+    """The names, of NAMES, of the outputs that depend on parameters; all if none says so."""
+    present = [(n, x) for n, x in zip(NAMES, outputs, strict=True) if x is not None]
     varying = "".join(name for name, x in present if x.requires_grad)
     return varying or "".join(name for name, _ in present)
 
 
-def _by_name(outputs: Features, vector: Vector, names: str) -> Any:
+def _parts_of(outputs: Features, vector: Vector, names: str) -> Any:
     """The parts of a vector by h, W and b, None for what does not vary."""
     given = iter(vector)
     parts = [None if x is None else next(given) for x in outputs]
-    parts = [x if name in names else None for name, x in zip("hWb", parts, strict=True)]
+    parts = [x if name in names else None for name, x in zip(NAMES, parts, strict=True)]
     width = outputs.hidden.shape[-1]
     return (None if parts[0] is None else parts[0].reshape(-1, width), *parts[1:])
 
@@ -469,6 +483,7 @@ def _name_of_head(model: nn.Module, head: str | nn.Module | None) -> str:
                 f"{validation.describe(head)}, which is not in {type(model).__name__}."
             )
         name, layer = found[0], head
+    # a subclass, as of adapters, may compute other logits than W h + b
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ArgumentTypeError(
             f"head: expected a plain nn.Linear, got {type(layer).__name__} ({name}). Adapters of the "
@@ -481,6 +496,7 @@ def _shifts_labels(model: nn.Module) -> bool:
     """Whether the labels of a class of transformers are the next tokens."""
     inner = getattr(model, "get_base_model", None)
     name = type(inner() if callable(inner) else model).__name__
+    # GPT2LMHeadModel is causal; XLMWithLMHeadModel may have learned masked tokens
     if "ForCausalLM" in name or (name.endswith("LMHeadModel") and "WithLMHead" not in name):
         return True
     if any(part in name for part in ("ForMaskedLM", "ForConditionalGeneration", "Seq2Seq")):
@@ -503,7 +519,7 @@ def _labels_of(batch: Any, shift: bool, ignore_index: int) -> Tensor:
         labels = batch[-1]
     else:
         labels = batch if shift else None
-    if not isinstance(labels, Tensor) or not _is_whole(labels) or labels.dim() < 1:
+    if not isinstance(labels, Tensor) or not _is_integer(labels) or labels.dim() < 1:
         raise ArgumentValueError(
             'labels: expected a batch with integers as "labels", or (input_ids, labels), got '
             f"{validation.describe(batch if labels is None else labels)}."
@@ -511,7 +527,7 @@ def _labels_of(batch: Any, shift: bool, ignore_index: int) -> Tensor:
     return labels.long()
 
 
-def _is_whole(x: Tensor) -> bool:
+def _is_integer(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
 
 
@@ -529,6 +545,7 @@ def _model_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dic
     """The arguments of the model, without labels, of which it would compute its own loss."""
     if isinstance(batch, Mapping):
         keywords = {name: value for name, value in batch.items() if name != "labels"}
+        # without labels a sequence-to-sequence model does not make the decoder's inputs itself
         prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
         given = any(name in batch for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if callable(prepare) and not given and batch.get("labels") is not None:

@@ -49,6 +49,7 @@ def picture(draw: Callable[[Any, Any], int | None]) -> Callable[[Any, Any], Any]
         if ax is None:
             with pyplot.rc_context(STYLE):
                 figure, ax = pyplot.subplots(figsize=(7, 3.4))
+                # drawn first, as only then the number of names beside the axes is known
                 figure.set_figheight(max(3.4, 1 + 0.22 * (draw(result, ax) or 0)))
         elif isinstance(ax, pyplot.Axes):
             draw(result, ax)
@@ -207,6 +208,7 @@ def _scale_by_size(ax: Any, axis: str, values: Iterable[float]) -> None:
     known = [x for x in values if isfinite(x) and x]
     largest, least = (f(map(abs, known), default=1.0) for f in (max, min))
     if largest > 100 * least:
+        # three decades at most: noise around zero would fill the axis otherwise
         linear = 10 ** ceil(log10(max(least, 1e-3 * largest)))
         scale = {"value": "log"} if min(known) > 0 else {"value": "symlog", "linthresh": linear}
         getattr(ax, f"set_{axis}scale")(**scale)

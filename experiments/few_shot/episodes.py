@@ -123,6 +123,7 @@ class Episodes(pl.LightningDataModule):
                 stacklevel=2,
             )
         self.train, self.val, self.test = (
+            # only training has more classes than were drawn
             Source(kept[split], ways, shots, self._queries(split), rotations)
             for split, rotations in (("train", 4 if augment else 1), ("val", 1), ("test", 1))
         )
@@ -164,7 +165,9 @@ class Episodes(pl.LightningDataModule):
             or self.test_tasks > FIXED
         ):
             return self.test.picks(self.test_tasks, TEST_SEED)
+        # from a file, so that they do not depend on a version of torch and its random numbers
         classes, images = fixed_tasks()[kind]
+        # fewer queries are the first of those in the file
         images = images[..., : self.shots + self.test_queries]
         return Picks(classes[: self.test_tasks], images[: self.test_tasks])
 
@@ -213,6 +216,7 @@ def episode(data: ImageClasses, picks: Picks, shots: int) -> tuple[Batch, Batch]
         ]
     )
     x = data.images[numbers].float() / 255
+    # a rotated class has the number of its class and a multiple of their number more
     turns = picks.classes // count
     for turn in range(1, 4):
         if (turned := turns == turn).any():
@@ -286,6 +290,7 @@ def write_fixed_tasks(counts: Tensor, file: Path) -> None:
     for (ways, shots), queries in KINDS.items():
         generator = seeded(TEST_SEED)
         picks = draw_tasks(counts, FIXED, ways, shots + queries, generator)
+        # small integers: some hundred classes, of at most 28 images each
         arrays[f"classes_{ways}_{shots}"] = picks.classes.numpy().astype(np.uint16)
         arrays[f"images_{ways}_{shots}"] = picks.images.numpy().astype(np.uint8)
     np.savez_compressed(file, **arrays)  # type: ignore[arg-type]

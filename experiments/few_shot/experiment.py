@@ -88,6 +88,7 @@ class FewShotClassification(WithCompileChoice, Experiment):
             inner = {"inner_lr": inner_lr, "inner_steps": inner_steps, **(options or {})}
             if first_order:
                 inner["first_order"] = True  # an argument of MAML alone
+            # inner loops normalise by the batch: running statistics would be of other parameters
             network = conv4(ways, channels, inputs, size, statistics=False)
             self.learner = make_learner(algorithm, network, hog.ops.softmax_cross_entropy, inner)
         maml = self.learner if isinstance(self.learner, hog.MAML) else None
@@ -129,10 +130,11 @@ class FewShotClassification(WithCompileChoice, Experiment):
         if self.algorithm != PROTOTYPES:
             return self.learner.inner_objective, hog.trainable_params(model), (x[0], y[0])
 
-        loss = hog.functional_loss(self.learner, _identity, forward=_loss_of_tasks)
+        loss = hog.functional_loss(self.learner, forward=_loss_of_tasks)
         return loss, dict(self.learner.named_parameters()), batch
 
     def validation_step(self, batch: Tasks, batch_idx: int) -> None:
+        # of this model: that of pixels is the same at each validation
         accuracies = self.accuracies(batch)[:, 0]
         self.log("val/accuracy", accuracies.mean(), prog_bar=True, batch_size=len(accuracies))
 
@@ -155,10 +157,13 @@ class FewShotClassification(WithCompileChoice, Experiment):
             self.label,
             *mean_and_interval(accuracies[:, 0]),
             parameters=sum(p.numel() for p in self.parameters()),
+            # of a checkpoint that is tested without training, the steps are those that it was saved
+            # after
             steps=self.trainer.global_step or self._steps_before,
         )
         pixels = LearnerResult("nearest mean image", *mean_and_interval(accuracies[:, 1]), 0, 0)
         runs.write_summary(folder, {"task": task, **own._asdict()})
+        # runs on other tasks are not comparable
         others = [
             LearnerResult(*(summary[name] for name in LearnerResult._fields))
             for summary in runs.summaries(folder)
@@ -184,6 +189,8 @@ class FewShotClassification(WithCompileChoice, Experiment):
         """Query accuracy in each task [tasks, 2]: of this model, and of the nearest mean image."""
         (x, y), (query_x, query_y) = batch
         rows = []
+        # task by task: without running statistics batch norm normalises by all images of a batch,
+        # and the prediction for a task must not depend on the others
         for i in range(len(x)):
             support = x[i], y[i]
             predictions = (
@@ -203,7 +210,3 @@ class FewShotClassification(WithCompileChoice, Experiment):
 
 def _loss_of_tasks(learner: Any, tasks: Tasks) -> Any:
     return learner.loss(tasks)
-
-
-def _identity(loss: Tensor, tasks: Tasks) -> Tensor:
-    return loss

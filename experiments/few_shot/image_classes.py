@@ -39,6 +39,7 @@ class ImageClasses(NamedTuple):
 
 def by_class(images: Tensor, label: Tensor, names: Sequence[str]) -> ImageClasses:
     """Images [n, ...] with labels [n], sorted into classes."""
+    # stable: tasks name images by their place in a class
     order = label.argsort(stable=True)
     counts = torch.bincount(label, minlength=len(names)).tolist()
     return ImageClasses(images, tuple(names), order.split(counts))
@@ -106,6 +107,7 @@ def folder_splits(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
             )
         return {split: folder_classes(root / split) for split in SPLITS}
     classes = folder_classes(root)
+    # sorted, since a file system lists folders in any order
     groups = sorted({name.split("/")[0] for name in classes})
     if len(groups) < len(SPLITS):
         raise ArgumentValueError(
@@ -113,6 +115,7 @@ def folder_splits(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
             f"test, got {len(groups)}; add some."
         )
     order = torch.randperm(len(groups), generator=seeded(seed)).tolist()
+    # of few groups, one each for validation and test all the same
     held = [max(1, round(share * len(groups))) for share in SHARES[1:]]
     ends = (len(groups) - sum(held), len(groups) - held[1], len(groups))
     begins = (0, *ends[:2])
@@ -140,6 +143,7 @@ def read_image(path: Path, size: int, channels: int) -> np.ndarray:
             f"source: expected an image that Pillow can read, got {str(path)!r} ({error}); repair it "
             "or remove it."
         ) from error
+    # BOX averages the pixels that fall into one
     fitted = ImageOps.fit(image, (size, size), Image.Resampling.BOX)
     return np.asarray(fitted, dtype=np.uint8).reshape(size, size, channels).transpose(2, 0, 1)
 
@@ -149,6 +153,7 @@ def folder_images(classes: dict[str, list[Path]], size: int, channels: int) -> I
     at_least("size", size, 1)
     one_of("channels", str(channels), [str(n) for n in MODES])
     files = [(n, path) for n, paths in enumerate(classes.values()) for path in paths]
+    # size and time of change, as reading the pixels is what the cache saves
     fingerprint = [(str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns) for _, p in files]
     key = hashlib.sha256(repr((fingerprint, size, channels)).encode()).hexdigest()[:16]
     cached = CACHE / f"{key}.npy"

@@ -102,6 +102,7 @@ class FewShotRegression(WithCompileChoice):
     def validation_step(self, batch: Tasks, batch_idx: int) -> None:
         errors = errors_after(self.maml, batch, self.eval_steps)
         for count, row in zip(self.eval_steps, errors, strict=True):
+            # a single task that diverged would make the mean infinite; the table counts them
             converged = row[torch.isfinite(row)]
             self.log(f"val/mse_after_{count}", converged.mean(), batch_size=len(row))
 
@@ -151,6 +152,7 @@ class JointRegression(FewShotRegression):
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
         tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
         (support_x, support_y), (query_x, query_y) = tasks
+        # without adaptation support and query points are training data alike
         x, y = torch.cat([support_x, query_x], 1), torch.cat([support_y, query_y], 1)
         loss = weight * F.mse_loss(self.maml(x), y)
         finite("training loss", loss, "Lower lr, or look for NaN in the data.")
@@ -164,6 +166,7 @@ def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
     def of_task(support: Batch, query: Batch) -> Tensor:
         params, done, errors = hog.trainable_params(maml.model), 0, []
         for count in steps:
+            # from where the last count ended; the state of a rule, if it has one, starts again
             params, done = maml.adapt(support, params=params, steps=count - done), count
             errors.append(maml.objective(params, query))
         return torch.stack(errors)

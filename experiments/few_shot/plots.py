@@ -104,6 +104,7 @@ def plot_episode(
             if guess != way:
                 _frame(axis, (shots + i) * pitch, way * pitch, pitch, _letter(guess))
     image = torch.cat(rows, -2).movedim(0, -1).squeeze(-1).numpy()
+    # ink on paper: the images are white on black
     axis.imshow(1 - image, cmap="gray", vmin=0, vmax=1)
     axis.axvline(shots * pitch - 0.5, color=BLUE, lw=2, ls="-")
     axis.set_yticks([pitch * (i + 0.5) for i in range(ways)], [_letter(i) for i in range(ways)])

@@ -49,6 +49,7 @@ class Prototypes(nn.Module):
 
 def class_means(features: Tensor, label: Tensor) -> Tensor:
     """The mean [ways, features] of the features [n, features] of each label [n]."""
+    # sums by class as one product
     one_hot = F.one_hot(label).to(features)
     return one_hot.T @ features / one_hot.sum(0)[:, None]
 

@@ -90,6 +90,7 @@ def sample_waves(tasks: int, shots: int, queries: int, seed: int) -> Waves:
         low, high = bounds
         return low + (high - low) * torch.rand(shape, generator=generator)
 
+    # drawn before the points: a seed has the same waves for all numbers of shots
     amplitude, phase = uniform(AMPLITUDE, tasks, 1, 1), uniform(PHASE, tasks, 1, 1)
 
     def points(count: int) -> Batch:

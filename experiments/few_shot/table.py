@@ -74,6 +74,7 @@ def classification_table(
     tasks: int,
 ) -> str:
     """A run, the newest run of each other method on the same tasks, and a comparison of pixels."""
+    # this run first, so that it stands for its method
     results = newest_of_each([own, *others], lambda r: r.method)
     rows = [["method", "accuracy", "parameters", "meta-steps", ""]]
     for r in [*sorted(results, key=lambda r: -r.accuracy), pixels]:
@@ -90,6 +91,7 @@ def describe_learner(algorithm: str, options: dict[str, Any]) -> str:
     for name, value in options.items():
         if isinstance(value, bool):
             words += [name.replace("_", " ")] if value else []
+        # a bool is an int, and is taken above
         elif isinstance(value, int | float) and name.startswith("inner_"):
             words.append(f"{name.removeprefix('inner_')} {value:g}")
         else:

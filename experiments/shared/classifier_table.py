@@ -28,6 +28,7 @@ class Detection(NamedTuple):
 def detect_wrong_labels(weights: Tensor, wrong: Tensor) -> Detection:
     """The detection by weights [n] of the labels that are wrong, a mask [n]."""
     of_right, of_wrong = weights[~wrong].double(), weights[wrong].double()
+    # all pairs of a wrong and a right label: their mean is the area under the ROC curve
     lower = of_wrong[:, None] < of_right
     equal = of_wrong[:, None] == of_right
     auc = (lower + 0.5 * equal).mean().item() if lower.numel() else nan
@@ -56,6 +57,7 @@ def reweighting_table(
             row[4:] = [f"{value:.2f}" for value in detection]
         else:
             row[2] = percentage(first.double() - flags.double())
+        # where there are no wrong labels there is nothing to detect
         rows.append(["-" if "nan" in cell else cell for cell in row])
     return "\n".join(
         [
@@ -102,6 +104,7 @@ def robustness_table(
             rows.append([label, attack, *map(percentage, flags)])
     for label in others:
         for attack, flags in correct[label].items():
+            # by the same digits, so that what is hard for both cancels from the interval
             gains = flags.double() - correct[first][attack].double()
             rows.append([f"{label}: gain", attack, *map(percentage, gains)])
     count = next(iter(correct[first].values())).shape[1]

@@ -19,6 +19,7 @@ def spectrum_table(
     """Evenly spaced measurements of a fit, with training loss and test accuracy by step."""
     rows = [["step", "train loss", "test accuracy", "largest", "smallest", "trace"]]
     gaps = max(1, min(len(history), MOST_ROWS) - 1)
+    # evenly spaced, the first and the last among them
     picks = sorted({round(i * (len(history) - 1) / gaps) for i in range(gaps + 1)})
     for measurement in (history[pick] for pick in picks):
         spectrum = measurement.spectrum

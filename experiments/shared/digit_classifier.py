@@ -58,9 +58,8 @@ class Classifier(nn.Module):
 @cache
 def load_classifier(file: Path = FILE) -> Classifier:
     """The saved classifier of images from -1 to 1, on the CPU, in eval mode and without gradients."""
-    with torch.random.fork_rng(
-        []
-    ):  # its initial weights, which are replaced, are drawn from no run
+    # its initial weights, which are replaced, must not use up random numbers of a run
+    with torch.random.fork_rng([]):
         network = Classifier()
     with np.load(file, allow_pickle=False) as saved:
         network.load_state_dict({name: torch.from_numpy(saved[name]) for name in saved.files})
@@ -83,6 +82,8 @@ def train(images: Images, steps: int, progress: bool = False) -> Classifier:
     Returns:
         The classifier.
     """
+    # weights by torch's own generator, batches by another: a change of the network leaves the
+    # batches
     torch.manual_seed(SEED)
     generator = torch.Generator().manual_seed(SEED)
     network = Classifier()
@@ -104,6 +105,7 @@ def random_shift(x: Tensor, generator: torch.Generator) -> Tensor:
     padded = nn.functional.pad(x, (SHIFT,) * 4, value=-1.0)[:, 0]
     down, right = torch.randint(2 * SHIFT + 1, (2, n, 1, 1), generator=generator)
     rows, columns = torch.arange(height)[:, None] + down, torch.arange(width) + right
+    # indices [n, 1, 1], [n, h, 1] and [n, 1, w]: all images by one call
     return padded[torch.arange(n)[:, None, None], rows, columns].unsqueeze(1)
 
 

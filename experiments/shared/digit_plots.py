@@ -30,6 +30,7 @@ def plot_reweighting(
     labelled_digits(highest, "highest average weights", examples, order.flip(0)[:SHOWN])
     left, right = below.subplots(1, 2)
     wrong = examples.label != examples.truth
+    # the same bins for both histograms, or heights would not compare
     bins = torch.linspace(0, weights.max().item() if len(weights) else 1, 41).numpy()
     left.hist(weights[~wrong].numpy(), bins, color=BLUE, alpha=0.45, label="right labels")
     left.hist(

@@ -63,6 +63,7 @@ class Digits(pl.LightningDataModule):
         self.batch = batch
         order = torch.randperm(IMAGES, generator=seeded(self.seed))
         rest = IMAGES - test - train - val
+        # the test images first: they are the same for every number of others
         test_picks, train_picks, val_picks, _ = order.split([test, train, val, rest])
         self.held_out, self.train = select(images(), test_picks), select(images(), train_picks)
         self.validation = select(images(), val_picks) if val else self.held_out

@@ -32,6 +32,7 @@ class CharacterGPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for weight in (self.embedding.weight, self.head.weight):
+            # as GPT-2; torch's embeddings start with a standard deviation of 1
             nn.init.normal_(weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -57,6 +58,7 @@ class Block(nn.Module):
             x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for x in self.attention(self.norm_1(h)).chunk(3, -1)
         )
+        # torch's fused kernels have no second derivative
         attended = hog.ops.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         h = h + self.projection(attended.transpose(-2, -3).flatten(-2))
         return h + self.output(F.gelu(self.hidden(self.norm_2(h))))
@@ -88,6 +90,7 @@ class LowRank(nn.Module):
 def add_adapters(model: CharacterGPT, rank: int) -> CharacterGPT:
     """Freeze a model, and give each linear layer of its blocks an adapter of this rank."""
     model.requires_grad_(False)
+    # listed first, as each registration adds modules to those that are walked
     for layer in [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]:
         parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
     return model

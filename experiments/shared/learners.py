@@ -32,6 +32,7 @@ def make_learner(
         The learner.
     """
     kind = ALGORITHMS[one_of("algorithm", algorithm, ALGORITHMS)]
+    # the signature has the shared options as one, **options
     parameters = (*inspect.signature(kind).parameters, *LearnerOptions.__annotations__)
     known = [name for name in parameters if name not in SET_BY_EXPERIMENTS]
     if not options.keys() <= set(known):

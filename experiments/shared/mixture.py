@@ -109,6 +109,7 @@ def sample_points(kind: str, count: int, seed: int) -> Tensor:
     """The points [count, 2] that belong to a seed, on the CPU whatever the device of the run."""
     generator = seeded(seed)
     if kind == "swiss_roll":
+        # anywhere on the roll, and not at the points that stand for it in scores
         clean, sigma = _on_roll(torch.rand(count, generator=generator)), ROLL_SIGMA
     else:
         target = gaussians()
@@ -135,4 +136,5 @@ class PointStream(Stream):
 
 def two_samples(kind: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """A sample to compare generated points with, and another, whose distance to it is the floor."""
+    # what two samples of the truth are apart is what a generator cannot go below
     return sample_points(kind, count, seed), sample_points(kind, count, seed + 1)

@@ -91,9 +91,11 @@ def split() -> tuple[Images, Images]:
     every = images()
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     order = torch.randperm(len(every.label), generator=generator)
+    # random within each class, from which as many are held out
     by_class = order[every.label[order].argsort(stable=True)].reshape(CLASSES, -1)
     held_out = by_class[:, : HELD_OUT // CLASSES].flatten()
     train = by_class[:, HELD_OUT // CLASSES :].flatten()
+    # out of the order of classes again: a smaller part is to have all of them
     parts = [part[torch.randperm(len(part), generator=generator)] for part in (train, held_out)]
     first, second = (select(every, part) for part in parts)
     return first, second

@@ -71,8 +71,10 @@ def conv4(
     """
     layers: list[nn.Module] = []
     for number in range(4):
+        # no bias, which batch norm would subtract again
         conv = Conv(channels if number else inputs, channels, 3, stride=2, padding=1, bias=False)
         layers += [conv, nn.BatchNorm2d(channels, track_running_stats=statistics), ReLU()]
+        # a kernel of 3 with stride 2 and padding 1 halves, and rounds up
         size = (size + 1) // 2
     layers.append(nn.Flatten())
     if outputs is not None:

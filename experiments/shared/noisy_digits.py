@@ -105,6 +105,7 @@ def split(kind: str, noise: float, clean: int, test: int, seed: int) -> Split:
     generator = seeded(seed)
     x, truth = images()
     order = torch.randperm(IMAGES, generator=generator)
+    # test images come first, so that they are the same for any noise and number of clean ones
     rest = order[at_least("test", test, 2) :]
     by_digit = [rest[truth[rest] == digit][: clean // CLASSES] for digit in range(CLASSES)]
     correct = torch.cat(by_digit)
@@ -129,6 +130,7 @@ def split(kind: str, noise: float, clean: int, test: int, seed: int) -> Split:
 def uniform(truth: Tensor, wrong: int, generator: torch.Generator) -> Tensor:
     """Labels [n] of which `wrong` ones name another class, each of these equally likely."""
     labels, chosen = truth.clone(), torch.randperm(len(truth), generator=generator)[:wrong]
+    # 1 to 9 further, modulo 10: any class but its own
     labels[chosen] += torch.randint(1, CLASSES, (wrong,), generator=generator)
     return labels % CLASSES
 

@@ -51,6 +51,7 @@ class InProcesses(pl.LightningModule):
         if trainer.world_size == 1 or not trainer.training or self.shared != BATCHES:
             return batch
         part = part_of(batch, trainer.global_rank, trainer.world_size)
+        # DDP averages over processes, whose parts may differ by an example
         self._share = trainer.world_size * count_of(part) / count_of(batch)
         return part
 
@@ -67,6 +68,7 @@ class InProcesses(pl.LightningModule):
 def count_of(batch: Any) -> int:
     """The number of examples in a batch."""
     counts: list[int] = []
+    # as Lightning finds the tensors of a batch that it moves
     apply_to_collection(batch, Tensor, lambda x: counts.append(len(x)))
     return counts[0]
 

@@ -43,6 +43,7 @@ def score_points(points: Tensor, target: Target) -> PointQuality:
     distance, nearest = torch.cdist(points, target.points.to(points)).min(1)
     high = distance <= 3 * target.sigma
     counts = torch.bincount(target.part.to(points.device)[nearest[high]], minlength=PARTS)
+    # without any sample of high quality it is 0
     rarest = counts.min().item() * PARTS / max(int(high.sum()), 1)
     return PointQuality(int((counts > 0).sum()), high.float().mean().item(), rarest)
 
@@ -125,6 +126,7 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
             f"{tuple(a.shape)} and {tuple(b.shape)}."
         )
     a, b = a.double(), b.double()
+    # of one feature torch gives a number, not a matrix
     C_a, C_b = (torch.cov(x.mT).reshape(x.shape[1], -1) for x in (a, b))
     root = _matrix_root(C_a)
     cross = torch.linalg.eigvalsh(root @ C_b @ root).clamp(min=0).sqrt().sum()

@@ -41,6 +41,8 @@ def sum_by_parameters_and_inputs(
     """
 
     def loss(params: dict[str, Tensor], _: None) -> Tensor:
+        # the inputs stand beside the parameters, so that d^2 s / dtheta dx is a block of one
+        # Hessian
         own = {name: value for name, value in params.items() if name != INPUTS}
         return reduce(torch.func.functional_call(network, own, (params[INPUTS],)))
 

@@ -113,6 +113,7 @@ def eigenvalues_per_decade(spectra: Sequence[Spectrum]) -> tuple[Any, Any, float
         Edges of rows [n + 1], eigenvalues in a decade there [n, spectra], and the linear width.
     """
     ends = torch.stack([torch.stack([s.smallest[0], s.largest[-1]]).double() for s in spectra])
+    # 1 for a Hessian of zeros, which has no scale
     linear = 1e-2 * float(ends.abs().max()) or 1.0
     low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
     rows = torch.linspace(
@@ -124,6 +125,7 @@ def eigenvalues_per_decade(spectra: Sequence[Spectrum]) -> tuple[Any, Any, float
         z = (centres[:, None] - torch.asinh(s.density.nodes / linear).reshape(-1)) / WIDTH
         gaussians = torch.exp(-z.square() / 2) / (WIDTH * (2 * torch.pi) ** 0.5)
         weights = s.density.weights.reshape(-1) / len(s.density.nodes)
+        # beyond the linear part asinh grows as the natural logarithm: ln 10 of it is a decade
         counts.append(s.size * log(10) * gaussians @ weights)
     return (torch.sinh(edges) * linear).numpy(), torch.stack(counts, 1).numpy(), linear
 
@@ -131,4 +133,5 @@ def eigenvalues_per_decade(spectra: Sequence[Spectrum]) -> tuple[Any, Any, float
 def _edges_between(steps: list[int]) -> list[float]:
     """Edges of columns around steps, half-way between them."""
     inner = [(a + b) / 2 for a, b in pairwise(steps)]
+    # a single column gets a width of one step
     return [steps[0], *inner, steps[-1] + (not inner)]

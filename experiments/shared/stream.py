@@ -19,6 +19,7 @@ def seeded(seed: int) -> torch.Generator:
 
 def run_seed(seed: int | None) -> int:
     """The seed of a data set: that of the run by default."""
+    # less than 2^20, so that no batch has the seed of held-out data, 2^40 and more
     return torch.initial_seed() % 2**20 if seed is None else seed
 
 
@@ -52,7 +53,10 @@ class Stream(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self.position % self.batches, self.batches):
+            # counted before the batch is handed out: a checkpoint written then goes on with the
+            # next one
             number, self.position = self.position, self.position + 1
+            # runs of fewer than 2^20 batches share none with a run of another seed
             yield self.batch_of(self.seed * 2**20 + number)
 
     def state_dict(self) -> dict[str, int]:

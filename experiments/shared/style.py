@@ -53,6 +53,7 @@ def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Path]:
     def save(file: Path, /, *args: P.args, **kwargs: P.kwargs) -> Path:
         if not is_rank_zero():
             return file
+        # inside, when a figure reads its style, and nowhere else
         with mpl.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             file.parent.mkdir(parents=True, exist_ok=True)

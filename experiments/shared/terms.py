@@ -66,6 +66,7 @@ class SumOfTerms:
         return Evaluation(torch.stack(products).sum(), sum(terms[1:], terms[0]), list(terms))
 
     def _terms_and_gradients(self, *batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+        # the graph is captured under no_grad, in which the whole is called
         with torch.enable_grad():
             terms = self.terms(*batch)
             loss = sum(terms[1:], terms[0])

@@ -61,7 +61,7 @@ class NamedProblem(NamedTuple):
     batch: Any
 
 
-def problems(what: str, value: Any) -> list[NamedProblem]:
+def parse_problems(what: str, value: Any) -> list[NamedProblem]:
     """The problems in (loss, params, batch), in a list of such tuples, or in a dict of them by name.
 
     Raises ArgumentTypeError for anything else, ArgumentValueError for no problem at all.
@@ -259,6 +259,7 @@ class ReproducibleLoss:
     @contextmanager
     def _initial_state(self, module: nn.Module | None = None) -> Iterator[None]:
         """The context in which the loss runs, or one of its modules by itself."""
+        # of one module alone where it runs by itself: the state of all takes longer to put back
         self._state.begin(of=module)
         with ExitStack() as stack:
             if self._double:
@@ -269,6 +270,7 @@ class ReproducibleLoss:
     def perturb(self) -> None:
         """Move to a perturbed point, if the loss is finite there."""
         random = torch.Generator("cpu").manual_seed(0)
+        # a tensor of zeros has no size of its own
         sizes = [scale(x) if x.any() else 1.0 for x in self.leaves]
         pairs = zip(self.leaves, sizes, strict=True)
         moved = [x + PERTURBATION * size * random_like(x, random) for x, size in pairs]
@@ -373,6 +375,7 @@ def observe(problem: Problem) -> Observations:
     names, notes, failures = problem.names, Notes(dict), list[Row]()
     with StateGuard(names.modules(), problem.generators) as state:
         if has_dynamo():
+            # before the observed run, in which compiled code runs uncompiled
             failures += _compiled_failures(problem, state, notes)
         state.begin()
         random = RandomState(problem.generators, names.modules())
@@ -460,6 +463,7 @@ def _repetition_failures(problem: Problem, state: StateGuard, value: Tensor, not
         state.begin(attributes=restore_attributes)
         with keep_swapped(), eagerly():
             again = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
+        # not bit for bit: threads may add in another order
         if torch.allclose(again, value, rtol=1e-5, atol=0.0, equal_nan=True):
             if restore_attributes:
                 names = [f"{problem.names.of(m)}.{name}".lstrip(".") for m, name in changed]

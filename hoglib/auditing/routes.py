@@ -101,7 +101,8 @@ class StopGradientReplay(CallMode):
     def __init__(self) -> None:
         super().__init__(frozenset({"detach"}))
         self.found: list[StopGradient] = []
-        self.beyond = False  # whether there is one inside a transform, which cannot be replayed
+        # whether there is one inside a transform, which cannot be replayed
+        self.in_transform = False
         self._recorded, self._next = False, 0
 
     @contextmanager
@@ -139,7 +140,7 @@ class StopGradientReplay(CallMode):
     def _hold(self, how: str, result: Any) -> Any:
         """Record the result in the first run; return the recorded one in the others."""
         if transforms_active():
-            self.beyond = True
+            self.in_transform = True
             return result
         if not self._recorded:
             line, module = source_location.torch_call_line(), source_location.running_module()
@@ -307,12 +308,13 @@ ROUTES = (
 # and two differences agree with each other and their one-sided slopes; otherwise (at a kink, or where
 # numbers cancel) nothing is known. Values that f takes out of its graph are held constant.
 
-RIGHT = {torch.float64: 1e-5, torch.float32: 1e-2}
-CLEARLY = 10  # a wrong result is that many times further from a difference than its uncertainty
+RIGHT_WITHIN = {torch.float64: 1e-5, torch.float32: 1e-2}
+# A wrong result is that many times further from a difference than its uncertainty.
+CLEARLY_WRONG = 10
 # Largest uncertainty of a difference to call a vector wrong, to call a number wrong.
-OF_VECTOR, OF_NUMBER = 1e-2, 1e-3
+DOUBT_OF_VECTOR, DOUBT_OF_NUMBER = 1e-2, 1e-3
 AGREE = 0.1  # relative difference below which differences along several directions or steps agree
-SHARE = 1e-3  # tensors smaller than this share of all are compared relative to all
+SMALL_SHARE = 1e-3  # tensors smaller than this share of all are compared relative to all
 
 
 class CheckResult(NamedTuple):
@@ -371,10 +373,10 @@ class Checker:
         return self._compare(route, found) if compare else CheckResult(False, product=found)
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:
-        quantity, limit = route.quantity, OF_VECTOR
+        quantity, limit = route.quantity, DOUBT_OF_VECTOR
         size = None  # what the error of a number is relative to
         if quantity == "first":
-            size, limit = float(pytree.norm(_times(found, self._scales))), OF_NUMBER
+            size, limit = float(pytree.norm(_times(found, self._scales))), DOUBT_OF_NUMBER
             found = [pytree.dot(found, self._v)]
         elif quantity != "curvature":
             found = _times(found, self._scales)
@@ -387,16 +389,16 @@ class Checker:
         for slope in filter(None, slopes):
             central, one_sided = slope
             if quantity == "curvature":
-                size, limit = float(pytree.norm(central)), OF_NUMBER
+                size, limit = float(pytree.norm(central)), DOUBT_OF_NUMBER
                 w = [part / unit for part, unit in zip(self._w, self._scales, strict=True)]
                 central, one_sided = ([pytree.dot(part, w)] for part in slope)
             error = _relative_distance(found, central, size)
-            if error < RIGHT.get(self._dtype, RIGHT[torch.float32]):
+            if error < RIGHT_WITHIN.get(self._dtype, RIGHT_WITHIN[torch.float32]):
                 return self._compare_zero(error) if zero else CheckResult(False, error)
             best, bend = min(best, error), _relative_distance(one_sided, central, size)
             for other, bent in tried:
                 doubt = min(doubt, max(_relative_distance(other, central, size), min(bend, bent)))
-            if doubt < limit and best > CLEARLY * doubt:
+            if doubt < limit and best > CLEARLY_WRONG * doubt:
                 return CheckResult(True, best)
             tried.append((central, bend))
         return self._compare_zero(None) if zero else CheckResult(None)
@@ -433,7 +435,7 @@ class Checker:
             with suppress(Exception):  # the function need not accept another point
                 if kind not in self._here:  # the first run records the values to hold
                     self._here[kind] = self._function(kind, self._leaves)
-                if self._stops is None or not self._stops.beyond:
+                if self._stops is None or not self._stops.in_transform:
                     self._known[kind, step] = self._difference(kind, along, step)
         return self._known[kind, step]
 
@@ -464,7 +466,7 @@ def _relative_distance(found: Vector, truth: Vector, size: float | None) -> floa
     one."""
     pairs = list(zip(found, truth, strict=True))
     sizes = [max(float(a.norm()), float(b.norm())) if size is None else 0.0 for a, b in pairs]
-    floor = SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
+    floor = SMALL_SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
     sized = zip(pairs, sizes, strict=True)
     gaps = [float((a - b).norm()) / max(one + floor, 1e-300) for (a, b), one in sized]
     return inf if any(gap != gap for gap in gaps) else max(gaps)

@@ -16,7 +16,7 @@ from hoglib import ops as hog_ops
 from hoglib._core import validation
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
-from hoglib.auditing.problem import problems
+from hoglib.auditing.problem import parse_problems
 from hoglib.capture.runners import cache_dir, cpp_compiler
 from hoglib.cli import self_test
 from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
@@ -59,6 +59,7 @@ def verify(
     with stdout_for(json):
         targets, without_samples = functions(target, inputs)
         make = partial(_verify_targets, target, tuple(inputs), reference, options)
+        # here too, though a child judges: a wrong reference raises before one is started
         here = make()
         names = [one.name for one in targets]
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
@@ -84,10 +85,12 @@ def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
     A list of tuples is several samples, anything else is one.
     """
     made = target.inputs()
+    # an empty list, and a list of tensors, are the arguments of one sample
     several = isinstance(made, list) and made and all(isinstance(one, tuple) for one in made)
     samples = made if several else [made]
     own = getattr(target.fn, "reference", None) if isinstance(target.fn, type) else None
     if callable(own):
+        # one that the command line names takes precedence
         options = {"reference": own} | options
     for i, sample in enumerate(samples):
         label = f"{target.name}[{i}]" if len(samples) > 1 else target.name
@@ -117,7 +120,7 @@ def audit(target: str, *, json: bool, verbose: bool, seed: int, **options: Any) 
 
 def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) -> Iterator[Check]:
     """A check of each loss of one factory."""
-    for one in problems(f"{name}()", factory()):
+    for one in parse_problems(f"{name}()", factory()):
         label = f"{name}[{one.name}]" if one.name else name
         yield label, partial(audit_loss, *one[1:], **options)
 
@@ -242,6 +245,7 @@ _ORDERS = {
 
 def op_rows() -> list[tuple[str, str, str]]:
     """Each op by its name, the first line of its equations, and the orders of its derivatives."""
+    # read off the docstrings, so that the table cannot say anything else
     names = hog_ops.__all__
     return [(name, *_of_docstring(getdoc(getattr(hog_ops, name)) or "")) for name in names]
 

@@ -88,10 +88,12 @@ def found_in_child(make: Make, seed: int, names: list[str], limit: float) -> Ite
 
 def _of_child(make: Make, seed: int, at: Found, limit: float) -> Iterator[Found]:
     """Until all targets are done, or the child is."""
+    # not a fork: a copy of this process would have the locks of its threads, as they were
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_run_child, args=(theirs, make, seed, at.place), daemon=True)
     child.start()
+    # else the end of the child would not end the pipe
     theirs.close()
     allowed = START
     try:
@@ -107,6 +109,7 @@ def _of_child(make: Make, seed: int, at: Found, limit: float) -> Iterator[Found]
                 return
             if found is None:
                 return
+            # the child tells when a check begins, so that the limit is of one check
             at, allowed = found, limit
             yield found
     finally:  # also at Ctrl-C
@@ -140,6 +143,7 @@ def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
             os._exit(0)
 
     if hasattr(os, "fork"):  # not on Windows
+        # a group of its own, in which what it forks is killed with it
         os.setpgid(0, 0)
         os.register_at_fork(after_in_child=count_copies)
     Thread(target=_end_with_parent, daemon=True).start()

@@ -32,6 +32,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if not words:
         parser.print_help()
         return 2
+    # not parse_args, whose error would not say how to name a Function of a file
     given, rest = parser.parse_known_args(words)
     if rest:
         target = getattr(given, "target", ":")
@@ -42,14 +43,17 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         options = vars(given)
         try:
+            # a command is the function of its name, whose keyword arguments are the options
             status: int = getattr(commands, options.pop("command"))(**options)
         except HoglibError as error:
             print_error(error)
             status = NOT_RUN
+        # here, where a full disk or a closed pipe can still be told
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        # as shells have it for SIGINT
         return 130
     except BrokenPipeError:  # the reader, such as `| head`, has ended
         _discard_stdout()
@@ -144,6 +148,7 @@ def _parse_orders(text: str) -> tuple[Any, ...]:
 
 
 def _parse_seed(text: str) -> int:
+    # what torch.manual_seed takes
     if text.strip("-").isdigit() and -(2**63) <= int(text) < 2**64:
         return int(text)
     raise argparse.ArgumentTypeError(f"expected an integer of 64 bits, got {text!r}")

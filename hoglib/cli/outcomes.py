@@ -30,6 +30,7 @@ class Outcomes:
 
     def take(self, found: Found, doing: str) -> None:
         """Print a report, or why there is none."""
+        # a check that begins, which the next message replaces
         if found.report is None and not found.why:
             _show_progress(f"{doing} {found.label} ...")
             return
@@ -42,6 +43,7 @@ class Outcomes:
         report.name = found.label
         self.reports.append(report)
         if not self.as_json:
+            # lines that are readable, also in a wide terminal
             width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
             text = report.text(table=self.show_tables or not report.ok, width=width)
             print(text + "\n", flush=True)
@@ -51,6 +53,7 @@ class Outcomes:
         """The exit status."""
         if any(report.ran and not report.ok for report in self.reports):
             return WRONG
+        # nothing that was not judged counts as right
         unclear = any(not (report.ran and report.judged) for report in self.reports)
         return NOT_RUN if unclear or self.failures or not self.reports else RIGHT
 
@@ -94,5 +97,6 @@ def print_error(why: object) -> None:
 
 def _show_progress(text: str) -> None:
     """A line on a terminal, which the next one overwrites."""
+    # a log would keep every line of it
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -55,6 +55,7 @@ def _run_check(name: str, check: Check, device: torch.device) -> Outcome:
     began, status, why = perf_counter(), "ok", ""
     try:
         with preserve_random_state():
+            # the same numbers on every machine, so that a failure can be repeated
             torch.manual_seed(0)
             check(device)
     except SkippedError as error:
@@ -82,6 +83,8 @@ def hessian_vector_product(device: torch.device) -> None:
 
     def gradient(step: float) -> dict[str, Tensor]:
         moved = {name: (p.detach() + step * v[name]).requires_grad_() for name, p in params.items()}
+        # torch's own operations: the first derivative, which is differenced, is right without
+        # stand-ins
         value = F.mse_loss(torch.func.functional_call(model, moved, (x,)), y)
         return dict(zip(moved, torch.autograd.grad(value, list(moved.values())), strict=True))
 
@@ -116,6 +119,7 @@ def gradient_penalty(device: torch.device) -> None:
 def meta_gradient(device: torch.device) -> None:
     """Of w' = w - 2 lr (w - a), the step for (w - a)^2, and (w' - b)^2: 2 (w' - b) (1 - 2 lr)."""
     model, lr, a, b = nn.Linear(1, 1, bias=False).to(device), 0.1, 2.0, -1.0
+    # one task of one example: input 1, so that the output is the weight
     one = torch.ones(1, 1, 1, device=device)
     maml = hog.MAML(model, F.mse_loss, inner_lr=lr, inner_steps=1)
     maml.loss(((one, a * one), (one, b * one))).backward()

@@ -55,6 +55,7 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         text = f"--input belongs to one Function: expected {path}:Function, got {target!r}."
         raise ArgumentValueError(text)
     defined = _defined_in(module_of_file(path)).items()
+    # once each, under their own names: a class may have aliases
     classes = [x for key, x in defined if isinstance(x, type) and x.__name__ == key]
     found = [x for x in classes if issubclass(x, Function)]
     with_samples = [f for f in found if callable(getattr(f, SAMPLES, None))]
@@ -77,6 +78,7 @@ def _defined_in(module: ModuleType) -> dict[str, Any]:
 def _evaluate(expression: str) -> Any:
     """The value of an expression over torch's functions: randn(3, 4), torch.eye(3), 0.5, None."""
     try:
+        # the expression is the user's own, as any code in the file that is named is
         return eval(expression, {**vars(torch), "torch": torch, "math": math})
     except (Exception, SystemExit) as error:
         raise ArgumentValueError(
@@ -139,6 +141,7 @@ def module_of_file(path: str) -> ModuleType:
         raise ArgumentValueError(
             f"{path}: expected an existing file, found {found}; check the path."
         )
+    # up to the folder that is in no package
     parts, folder = [file.stem], file.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
@@ -149,6 +152,7 @@ def module_of_file(path: str) -> ModuleType:
         if len(parts) > 1:
             return importlib.import_module(name)
         spec: Any = importlib.util.spec_from_file_location(name, file)
+        # registered before it runs, as dataclasses and pickle look it up by its name
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -157,6 +161,7 @@ def module_of_file(path: str) -> ModuleType:
 
 
 def _import(what: str, folder: str, load: Callable[[], ModuleType]) -> ModuleType:
+    # while it is imported: what it imports lies beside it or in the working folder
     sys.path.insert(0, folder)
     try:
         return load()

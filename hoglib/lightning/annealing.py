@@ -56,6 +56,7 @@ class MetaAnnealing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Set the options for this epoch."""
+        # read off the trainer, which a checkpoint restores, and not counted here
         epoch = trainer.current_epoch if self.every is None else trainer.global_step // self.every
         for maml in _learners(pl_module):
             maml.first_order = epoch < self.first_order

@@ -10,7 +10,7 @@ from hoglib._core import validation
 from hoglib._core.source_location import error_text, warn
 from hoglib._core.swap import restore_buffers
 from hoglib.auditing.api import audit
-from hoglib.auditing.problem import NamedProblem, problems
+from hoglib.auditing.problem import NamedProblem, parse_problems
 from hoglib.auditing.routes import requested_routes
 from hoglib.curvature.data import gathered
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
@@ -105,9 +105,11 @@ class SecondOrderAudit(pl.Callback):
         """Audit on the first batch."""
         if not self._due:
             return
+        # once in each fit, also where the audit raises
         self._due = False
         error: Exception | None = None
         try:
+            # the run draws the numbers that it would draw without the audit
             with isolate_rng():
                 for name, *problem in second_order_problems(pl_module, batch):
                     report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
@@ -117,6 +119,7 @@ class SecondOrderAudit(pl.Callback):
             error = caught
         why = "" if error is None else error_text(error)
         own = why, "\n\n".join(r.text(table=self.verbose) for r in self.reports if not r.ok)
+        # before any process raises: the others would wait for it in the first step
         everywhere: list[tuple[str, str]] = gathered(own)
         if error is not None:
             raise error
@@ -193,5 +196,5 @@ def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedP
             f"{what}(batch): expected (loss, params, batch) for the first training batch, got "
             f"{error_text(error)}. It is called before the first step; correct it."
         ) from error
-    found = problems(f"{what}(batch)", made)
+    found = parse_problems(f"{what}(batch)", made)
     return [one._replace(name=f"{what}[{one.name}]" if one.name else what) for one in found]

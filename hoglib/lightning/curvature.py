@@ -280,38 +280,13 @@ class CurvatureMonitor(pl.Callback):
     def _measure(self, module: pl.LightningModule, done: int, batch: Any) -> None:
         if self.history and self.history[-1].batch == done:
             return  # measured already
-        own = f"{type(module).__name__}.{METHOD}"
-        generator = torch.Generator()
-        seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
-        when = f"CurvatureMonitor, {own} after {done} batches"
-        found, began = [], monotonic()
+        when = f"CurvatureMonitor, {type(module).__name__}.{METHOD} after {done} batches"
+        began = monotonic()
         try:
+            # a measurement leaves nothing in the fit
             with isolate_rng(), restore_buffers(), torch.enable_grad():
-                batch = self._batch if self.fixed_batch else batch
-                for name, loss, params, given in second_order_problems(module, batch):
-                    shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
-                    alone = shared or world_size() == 1
-                    processes = None if alone else "sharded"
-                    options: Any = {"stand_ins": self.stand_ins, "processes": processes}
-                    spectrum = hessian_spectrum(
-                        loss,
-                        params,
-                        given,
-                        k=self.k,
-                        num_samples=self.num_samples,
-                        steps=self.steps,
-                        generator=generator.manual_seed(seed),
-                        max_iter=self.max_iter,
-                        **options,
-                    )
-                    short = name.removeprefix(own).removeprefix("[").removesuffix("]")
-                    critical = None
-                    if self.critical:
-                        with suppress(errors.ArgumentValueError):  # of a gradient that is zero
-                            step = critical_sharpness(loss, params, given, **options)
-                            critical = step.value if isfinite(step.value) else None
-                    edge = _times_learning_rate(module.trainer, params, float(spectrum.largest[-1]))
-                    found.append(Measurement(done, short, spectrum, edge, critical))
+                problems = second_order_problems(module, self._batch if self.fixed_batch else batch)
+                found = [self._measure_problem(module, done, *problem) for problem in problems]
         except errors.NondeterministicError as error:
             raise errors.NondeterministicError(
                 f"{when}: expected a loss that is the same at each call, got one that is not ({error}) "
@@ -324,6 +299,34 @@ class CurvatureMonitor(pl.Callback):
             ) from error
         self.history += found  # of all problems or none
         self._slow_down(monotonic() - began)
+
+    def _measure_problem(
+        self, module: pl.LightningModule, done: int, name: str, loss: Any, params: Any, batch: Any
+    ) -> Measurement:
+        shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
+        alone = shared or world_size() == 1
+        options: Any = {"stand_ins": self.stand_ins, "processes": None if alone else "sharded"}
+        # seeded by the batch, so that a resumed fit measures with the same vectors
+        seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
+        spectrum = hessian_spectrum(
+            loss,
+            params,
+            batch,
+            k=self.k,
+            num_samples=self.num_samples,
+            steps=self.steps,
+            generator=torch.Generator().manual_seed(seed),
+            max_iter=self.max_iter,
+            **options,
+        )
+        critical = None
+        if self.critical:
+            with suppress(errors.ArgumentValueError):  # of a gradient that is zero
+                step = critical_sharpness(loss, params, batch, **options)
+                critical = step.value if isfinite(step.value) else None
+        edge = _times_learning_rate(module.trainer, params, float(spectrum.largest[-1]))
+        _, _, key = name.partition("[")
+        return Measurement(done, key.removesuffix("]"), spectrum, edge, critical)
 
     def _at(self, done: int) -> Iterator[Measurement]:
         return (one for one in self.history if one.batch == done)
@@ -366,6 +369,8 @@ def _times_learning_rate(trainer: pl.Trainer, params: Any, largest: float) -> fl
             own = left & {id(p) for p in group["params"]}
             left -= own
             if own and type(optimizer) is torch.optim.SGD and not group["maximize"]:
+                # of momentum b, steps diverge beyond lr (largest + w) = 2 (1 + b), and with
+                # Nesterov's 2 (1 + b) / (1 + 2 b)
                 b, damped = group["momentum"], 1 - group["dampening"] * bool(group["momentum"])
                 factor = (1 + 2 * b * group["nesterov"]) / (1 + b) * damped
                 found.add(float(group["lr"]) * (largest + group["weight_decay"]) * factor)

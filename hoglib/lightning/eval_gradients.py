@@ -51,6 +51,8 @@ class EvalGradients:
             if name in vars(cls):
                 setattr(cls, name, _with_gradients(vars(cls)[name]))
             elif step is not None and not default and not hasattr(step, "_enables_gradients"):
+                # one that was inherited is wrapped in the subclass, as the class that has it is not
+                # ours to change
                 setattr(cls, name, _with_gradients(_inherited(cls, name, step)))
 
 

@@ -54,6 +54,7 @@ class RNGState(pl.Callback):
             return
         every = [state, *state.get("others", ())]
         if len(every) == trainer.world_size:
+            # each process goes on with its own numbers, where there are as many as before
             state = {**every[trainer.global_rank], "middle_of_epoch": state["middle_of_epoch"]}
         _set_random_state(state)
         self._middle_of_epoch = state if state["middle_of_epoch"] else None

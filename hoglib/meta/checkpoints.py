@@ -110,6 +110,7 @@ class OnDisk:
             known: dict[str, Any] | None = {} if manifest.exists() else None
             with suppress(FileNotFoundError, ValueError):  # a damaged one is that of no call
                 known = json.loads(manifest.read_text())
+        # as JSON gives it back: tuples are lists
         wanted = json.loads(json.dumps(self._call))
         if known is not None:
             check_same_call("directory", self.directory, known, wanted)

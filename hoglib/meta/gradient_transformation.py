@@ -93,6 +93,7 @@ def transformation(
             rows = zip(leaves.real, gs, lrs, decays, *kinds, strict=False)
             for p, g, rate, decay, *memory in rows:
                 if isinstance(decay, Tensor) or decay != 0:
+                    # as torch.optim.AdamW, from theta before the step
                     if decoupled:
                         p = p * (1 - rate * decay)
                     else:
@@ -111,12 +112,16 @@ def transformation(
 
 def plus(x: Tensor, a: Option, y: Tensor) -> Tensor:
     """x + a y."""
+    # alpha= takes Python numbers alone, addcmul has a derivative by the factor too
     return torch.addcmul(x, y, a) if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
 
 
 def minus(x: Tensor, a: Option, y: Tensor) -> Tensor:
     """x - a y."""
     return torch.addcmul(x, y, a, value=-1) if isinstance(a, Tensor) else torch.add(x, y, alpha=-a)
+
+
+_SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
 
 
 def root(v: Tensor) -> Tensor:
@@ -131,9 +136,6 @@ def root(v: Tensor) -> Tensor:
     if v.dtype is torch.float16:
         return root(v.float()).half()
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
-
-
-_SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
 
 
 def as_real(x: Tensor) -> Tensor:

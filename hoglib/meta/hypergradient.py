@@ -29,8 +29,8 @@ from hoglib.ring import ring
 Method = Literal["unrolled", "cg", "neumann"]
 TrainingMemory = Literal["store", "remat", "checkpoint", "disk", "mixed"]
 Schedule = Literal["sqrt", "log"]
-MOVES = 1e-5  # of the outer loss: what rounding of the parameters may move it by
-EXACT = 1e-12  # rounding of float64, which amplified likewise does no harm
+TOO_MUCH = 1e-5  # of the outer loss: what rounding of the parameters may move it by
+EXACT_EPS = 1e-12  # rounding of float64, which amplified likewise does no harm
 
 
 @validation.short_repr
@@ -169,6 +169,8 @@ def hypergradient(
             found = _unrolled(training, at)
         else:
             at_every_step = memory in ("remat", "mixed")
+            # one for each training: it learns from the first steps what torch needs for forward
+            # mode
             replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
             found = _replayed(replayed, at, "remat" if at_every_step else schedule, where)
         leaves, form = pytree.flatten(at)
@@ -185,17 +187,17 @@ def hypergradient(
 
 def _unrolled(training: Training, hyper: Any) -> Hypergradient:
     """The gradient through the graph of all steps."""
-    given, own, at = _own(hyper)
+    given, own, at = _own_leaves(hyper)
     params, losses = training.unrolled(at)
     value = training.outer_value(params, at)
     training.check_finite(losses, value)
-    grads = _slopes(value, own, given)
+    grads = _outer_grads(value, own, given)
     return Hypergradient(value.detach(), _gradient(grads, own, hyper), detached(params), None)
 
 
 def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) -> Hypergradient:
     """The gradient through a replay of the steps, from the last to the first."""
-    given, own, at = _own(hyper)
+    given, own, at = _own_leaves(hyper)
     bar = ProgressBar("hypergradient", training.progress, unit="step")
     params = training.initial(at)
     start = params, training.steps.rule(0, at).init(params)
@@ -205,6 +207,7 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
     with nullcontext() if files is None else files.held(), bar.over("steps, forward and backward"):
         if files is not None:
             training.batches.begin(files)
+        # one evaluation before a training of hours: whether inner reads hyper from its argument
         if any(leaf.requires_grad for leaf in given):
             with preserve_random_state(*training.generators()):
                 first = training.value(params, at, training.batches.at(0))
@@ -216,7 +219,8 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
         final = [x.detach().requires_grad_() for x in leaves]
         value = training.outer_value(pytree.unflatten(final, form), at)
         training.check_finite(losses, value)
-        slopes = _slopes(value, [*final, *own], given)
+        slopes = _outer_grads(value, [*final, *own], given)
+        # the outer loss reads the parameters at the end, and nothing of the rule's state
         end = pytree.unflatten(slopes[: len(final)], form), pytree.map(lambda _: None, state)
         pulled = replay.pull(end, slopes[len(final) :])
         _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
@@ -225,7 +229,7 @@ def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) 
     return Hypergradient(value.detach(), gradient, found, None)
 
 
-def _slopes(value: Tensor, inputs: autograd.Vector, given: autograd.Vector) -> list[Tensor | None]:
+def _outer_grads(value: Tensor, inputs: list[Tensor], given: list[Tensor]) -> list[Tensor | None]:
     """d value / d inputs, of an outer loss; given: the leaves of hyper, which it must not use."""
     autograd.check_uses_given_params(graph_summary(value), given, "hypergradient")
     return autograd.vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
@@ -246,7 +250,7 @@ def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dic
     }  # fmt: skip
 
 
-def _own(hyper: Any) -> tuple[autograd.Vector, autograd.Vector, Any]:
+def _own_leaves(hyper: Any) -> tuple[autograd.Vector, autograd.Vector, Any]:
     """The leaves of hyper, leaves of a graph in their place, and these in the structure of hyper."""
     given, structure = pytree.flatten(hyper)
     own = [leaf.detach().requires_grad_() for leaf in given]
@@ -262,6 +266,7 @@ def _implicit(training: Training, hyper: Any, solver: Solver, graph: bool) -> Hy
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
+    # the minimum is of one loss: that of the last batch
     params, batch = detached(params), training.batches.last(training.count)
     inner = partial(training.value, batch=batch)
     given = training.outer_value, inner, params, hyper, solver
@@ -304,10 +309,10 @@ def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> No
     """
     eps = max(torch.finfo(x.dtype).eps for x in params)
     size = float(change) / max(float(value.abs()), torch.finfo(torch.float32).tiny)
-    if eps > EXACT and not size <= MOVES:
+    if eps > EXACT_EPS and not size <= TOO_MUCH:
         warn(
             "hypergradient: rounding of the parameters, over all steps, moves the outer loss by about "
-            f"{size:.2g} of its value, to first order; stable trainings stay below {MOVES:g}. Its "
+            f"{size:.2g} of its value, to first order; stable trainings stay below {TOO_MUCH:g}. Its "
             "gradient may be far off. Use float64 for params, hyper, data and modules, or make the "
             "training smoother: a lower learning rate, larger batches, smooth activations, a larger "
             "eps of Adam."
@@ -340,7 +345,7 @@ class LeaveKOut(NamedTuple):
         return (
             f"leave {k} out, {count} random subsets: rank correlation {self.correlation:.3f} "
             "(Spearman) of predicted and actual changes of the outer loss\n"
-            f"predicted {_range(self.predicted)}, actual {_range(self.actual)}"
+            f"predicted {_format_range(self.predicted)}, actual {_format_range(self.actual)}"
         )
 
 
@@ -407,7 +412,7 @@ def leave_k_out(
     validation.at_least("subsets", subsets, 3)
     validation.number("factor", factor)
     validation.generator(generator)
-    place = _place(hyper, weights)
+    place = _weights_index(hyper, weights)
     leaf: Tensor = pytree.leaves(hyper)[place]
     if k > leaf.numel():
         text = f"k: expected at most the number of weights, {leaf.numel()}, got {k}; take fewer."
@@ -423,8 +428,9 @@ def leave_k_out(
         at = detached(autograd.clone_inference_tensors(hyper))
         before = RandomState(training.generators())
         for subset in chosen:
+            # the same random numbers in each training, so that only the subset makes a difference
             before.restore()
-            changed = _changed(at, place, subset, factor)
+            changed = _with_scaled_weights(at, place, subset, factor)
             trained, losses = training.unrolled(changed)
             training.check_finite(losses)
             values.append(training.outer_value(trained, changed))
@@ -444,11 +450,12 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 
 def _ranks(values: Tensor) -> Tensor:
+    # equal numbers share the mean of the ranks that they take up together
     _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
 
 
-def _place(hyper: Any, weights: str | None) -> int:
+def _weights_index(hyper: Any, weights: str | None) -> int:
     """The place of the leaf with the weights."""
     paths = pytree.paths(hyper)
     name = "" if weights is None else weights
@@ -460,12 +467,12 @@ def _place(hyper: Any, weights: str | None) -> int:
     return paths.index(name)
 
 
-def _changed(hyper: Any, place: int, subset: Tensor, factor: float) -> Any:
+def _with_scaled_weights(hyper: Any, place: int, subset: Tensor, factor: float) -> Any:
     leaves, structure = pytree.flatten(hyper)
     leaf = leaves[place].clone()
     leaf.view(-1)[subset.to(leaf.device)] *= factor
     return pytree.unflatten([*leaves[:place], leaf, *leaves[place + 1 :]], structure)
 
 
-def _range(values: Tensor) -> str:
+def _format_range(values: Tensor) -> str:
     return f"{float(values.min()):.3g} to {float(values.max()):.3g}"

@@ -66,7 +66,7 @@ class Solver:
         validation.positive("step_size", self.step_size)
 
 
-class _Words(NamedTuple):
+class _Equation(NamedTuple):
     """How an equation is evaluated, and what messages call it."""
 
     policy: Policy
@@ -77,9 +77,9 @@ class _Words(NamedTuple):
 
 
 _ALLOW = "or allow it by accuracy=, with derivatives as wrong."
-_ROOT = _Words(Policy("root"), "residual", "inputs", f"Let the solver take more steps, {_ALLOW}")
+_ROOT = _Equation(Policy("root"), "residual", "inputs", f"Let the solver take more steps, {_ALLOW}")
 _MORE = f"Give more max_iter=, another z0 or solver=, {_ALLOW}"
-_FIXED_POINT = _Words(Policy("fixed_point"), "f", "inputs (f may be a module)", _MORE)
+_FIXED_POINT = _Equation(Policy("fixed_point"), "f", "inputs (f may be a module)", _MORE)
 
 
 class _Flat:
@@ -124,6 +124,7 @@ def implicit_gradient(
     v, direct = materialize_grads(found[:count], own[:count]), found[count:]
     x, system = _solve(inner, params, hyper, pytree.unflatten(v, pytree.flatten(params)[1]), solver)
     _, own, gradient, _ = gradient_with_graph(of_leaves(inner), leaves, "the inner loss", False)
+    # (d^2 inner / d hyper d params) x is the gradient by hyper of <d inner / d params, x>
     mixed = vjp(gradient[:count], own[count:], x, "the inner loss")
     stationarity = pytree.norm([part.detach() for part in gradient[:count] if part is not None])
     check_used([*direct, *mixed], implicit=True)
@@ -157,9 +158,9 @@ def implicit_graph(
         return x
 
     advice = "F is d inner / d params, and derivatives are as wrong: give more steps."
-    words = _Words(policy, "inner", "hyper", advice, warns=True)
+    spec = _Equation(policy, "inner", "hyper", advice, warns=True)
     own = fresh_leaves(leaves, create_graph=True)
-    theta, stationarity = _root(words, inner, slope, params, own, accuracy=ACCURACY, solve=solve)
+    theta, stationarity = _root(spec, inner, slope, params, own, accuracy=ACCURACY, solve=solve)
     value = outer(theta, pytree.unflatten(own, of_hyper))
     total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)
     check_used(total, implicit=True)
@@ -185,10 +186,12 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     point = pytree.map_tensors(Tensor.detach, params)
     leaf = pytree.leaves(point)[0]
     loss = lambda params, _: inner(params, fixed)  # noqa: E731
+    # the caller's ring stands around the products already
     options: Any = {"check_deterministic": False, "stand_ins": False}
     operator: Any = HessianOperator(loss, point, leaf.new_zeros(1), **options)
     if solver.damping:
         operator = operator.damped(solver.damping)
+    # nothing to solve for, and a residual would be relative to 0
     if not bool(pytree.norm(v) > 0):
         return pytree.leaves(v), leaf.new_zeros(())
     solve = _solve_by_cg if solver.name == "cg" else _sum_neumann
@@ -233,7 +236,9 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
         if solver.at_negative_curvature == "raise":
             raise errors.NotPositiveDefiniteError(why) from error
         warn(f"{why} The solution found before that direction is used; see `residual`.")
+        # again, up to the last direction of positive curvature
         x, solution = solve(error.iterations - 1)
+    # as many iterations as were asked for are no failure
     if solver.iterations is None and not bool(solution.converged):
         warn(
             "the implicit gradient: its linear system was solved to a relative residual of "
@@ -391,10 +396,12 @@ def _anderson(f: Any, z0: Any, tol: float | None, max_iter: int, depth: int) -> 
     for _ in range(max_iter):
         image = flat.join(f(flat.split(z)))
         r = image - z
+        # not `<=`, so that NaN ends the iteration too
         if not r.norm() > tol * image.norm():
             break
         F, R = (torch.cat([M, x[None]])[-depth - 1 :] for M, x in ((F, image), (R, r)))
         dF, dR = F.diff(dim=0), R.diff(dim=0)
+        # in float64, as a Gram matrix has the square of the condition number
         gram = (dR @ dR.T).double()
         # singular where differences are multiples of each other, or 0
         rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()
@@ -409,7 +416,7 @@ def _tolerance(z: Tensor, tol: float | None) -> float:
 
 
 def _root(
-    words: _Words,
+    spec: _Equation,
     owner: Any,
     residual: Callable[[Any, Sequence[Tensor]], Any],
     solution: Any,
@@ -430,27 +437,27 @@ def _root(
     least = 100 * tol if accuracy is None else validation.number("accuracy", accuracy, minimum=0)
 
     def F(z: Tensor, *h: Tensor) -> Tensor:
-        with ring(words.policy, owner, examine=False):
+        with ring(spec.policy, owner, examine=False):
             found = residual(flat.split(z), h)
-        return flat.join([validation.real(words.function, x) for x in pytree.leaves(found)])
+        return flat.join([validation.real(spec.function, x) for x in pytree.leaves(found)])
 
-    with ring(words.policy, owner):
-        value, terms = _check_root(words, owner, F, fresh_leaves([flat.value, *leaves], False))
+    with ring(spec.policy, owner):
+        value, terms = _check_root(spec, owner, F, fresh_leaves([flat.value, *leaves], False))
         size = value.norm()
         if value.shape != flat.value.shape or not size <= least * terms:
             text = (
-                f"{words.policy.caller}: expected a solution, with {len(flat.value)} residuals that "
+                f"{spec.policy.caller}: expected a solution, with {len(flat.value)} residuals that "
                 f"are 0, got {len(value)} with |F| = {size:.2g}, where its terms are of size "
-                f"{terms:.2g}. {words.advice}"
+                f"{terms:.2g}. {spec.advice}"
             )
-            if not words.warns:
+            if not spec.warns:
                 raise errors.ConvergenceError(text)
             warn(text)
     return flat.split(apply(_Root, F, solve or partial(_gmres, tol=tol), flat.value, *leaves)), size
 
 
 def _check_root(
-    words: _Words, owner: Any, F: Callable[..., Tensor], own: Vector
+    spec: _Equation, owner: Any, F: Callable[..., Tensor], own: Vector
 ) -> tuple[Tensor, Tensor]:
     """F at own = (z, *h), and what it would change by, to first order, if z or h were doubled.
 
@@ -461,25 +468,25 @@ def _check_root(
     value = F(*own)
     if not torch.equal(before, generator_state(own[0].device)):
         raise errors.NondeterministicError(
-            f"{words.function}: expected one that draws no random numbers, got one that does: each "
+            f"{spec.function}: expected one that draws no random numbers, got one that does: each "
             "product would be of another function. Call model.eval(), or pass what is drawn in "
-            f"{words.inputs}."
+            f"{spec.inputs}."
         )
     graph = graph_summary(value)
     others = [x for key, x in graph.leaves.items() if key not in given]
     if others:
         raise errors.NoSecondDerivative(
-            f"{words.function}: expected one that takes all that requires grad from its arguments, got "
+            f"{spec.function}: expected one that takes all that requires grad from its arguments, got "
             f"tensors of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, "
-            f"whose gradients would be missing. Pass them in {words.inputs}, the parameters of a "
+            f"whose gradients would be missing. Pass them in {spec.inputs}, the parameters of a "
             "module by `torch.func.functional_call(module, params, ...)`, or detach() what is a "
             "constant."
         )
     changes = _changes(F, own, value, 1e-3)
-    key = words.function, *(x.shape for x in own)
-    found_once(owner_of(owner), key, partial(_check_derivatives, words, F, own, value, changes))
+    key = spec.function, *(x.shape for x in own)
+    found_once(owner_of(owner), key, partial(_check_derivatives, spec, F, own, value, changes))
     if graph.functions:  # a wrong one is reported at the end, if it was differentiated
-        vjp([value], own, [torch.ones_like(value)], words.policy.caller, create_graph=True)
+        vjp([value], own, [torch.ones_like(value)], spec.policy.caller, create_graph=True)
     return value.detach(), changes.norm(dim=1).max()
 
 
@@ -492,12 +499,12 @@ def _changes(F: Callable[..., Tensor], own: Vector, value: Tensor, step: float) 
 
 
 def _check_derivatives(
-    words: _Words, F: Callable[..., Tensor], own: Vector, value: Tensor, changes: Tensor
+    spec: _Equation, F: Callable[..., Tensor], own: Vector, value: Tensor, changes: Tensor
 ) -> bool:
     """Warn where autograd has other changes than differences, along the larger one, w."""
     size, largest = changes.norm(dim=1).max(0)
     w = changes[largest] / size
-    slopes = materialize_grads(vjp([value], own, [w], words.policy.caller, True), own)
+    slopes = materialize_grads(vjp([value], own, [w], spec.policy.caller, True), own)
     of_z, *of_h = [(slope * x).sum().detach() for slope, x in zip(slopes, own, strict=True)]
     by_autograd = torch.stack([of_z, sum(of_h, torch.zeros_like(of_z))])
     off = (changes @ w - by_autograd).abs().max()
@@ -505,10 +512,10 @@ def _check_derivatives(
     uncertain = ((_changes(F, own, value, 2e-3) - changes) @ w).abs().max()
     if bool((off > 0.05 * size) & (uncertain < 0.2 * off)):
         warn(
-            f"{words.policy.caller}: expected derivatives of {words.function} by autograd as by "
+            f"{spec.policy.caller}: expected derivatives of {spec.function} by autograd as by "
             f"differences, got {by_autograd.tolist()} and {(changes @ w).tolist()} along the solution "
-            f"and along {words.inputs}; those of the solution are as wrong. Look for detach(), .data, "
-            f".item(), NumPy and no_grad() in {words.function}."
+            f"and along {spec.inputs}; those of the solution are as wrong. Look for detach(), .data, "
+            f".item(), NumPy and no_grad() in {spec.function}."
         )
     return True
 

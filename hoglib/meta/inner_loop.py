@@ -219,6 +219,8 @@ class InnerSteps(NamedTuple):
             return self.loss(i, params, constants)
 
         if self.mixed is not None and not self.constant(i):
+            # a constant gradient is not differentiated, so that there is nothing to take forward
+            # over reverse
             loss, alone = partial(self._mixed_loss, i, constants), False
         grad = _grad_by_transform if torch_internals.transforms_active() else _grad
         constant = self.constant(i)
@@ -241,6 +243,8 @@ class InnerSteps(NamedTuple):
     def run(self, start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
         """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
         params, state, total = carry
+        # backward follows at once on one step that is run again by itself, while the model still
+        # holds its parameters
         alone = end - start == 1 and self.outer is None and inside_recomputation()
         found = []
         for i in range(start, end):
@@ -261,6 +265,7 @@ def unroll(inner: InnerSteps, steps: int, params: Params, constants: Any, memory
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
     constant = inner.constant
+    # a chunk holds steps of one kind: of constant gradients there is nothing to recompute
     changes = (i for i in range(1, steps) if constant(i) != constant(i - 1))
     found: list[tuple[Tensor, Any]] = []
     begin = 0
@@ -311,12 +316,14 @@ def _grad(
                 value, notes = loss(pytree.unflatten(own, structure))
             if not value.requires_grad:
                 raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+            # not beyond the parameters: the steps that made these were looked at in their turn
             graph = graph_summary(value, since=own)
             if check and create_graph:
                 check_custom_functions(graph, "the inner step")
             with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
                 g = torch_internals.gradients([value], own, create_graph=create_graph)
             grads = autograd.materialize_grads(g, own)
+        # the loss of every step is reported, and must not hold the graph of its step
         return pytree.unflatten(grads, structure), (value.detach(), notes)
 
 
@@ -337,6 +344,8 @@ def _grad_by_transform(
             check_custom_functions(graph_summary(value), "the inner step")
         return value, (value, notes)
 
+    # detached and under no_grad, as torch.func.grad alone would let the transform outside
+    # differentiate the constant
     at = pytree.map_tensors(Tensor.detach, params) if constant else params
     with torch.no_grad() if constant else nullcontext():
         g, (value, notes) = torch.func.grad(checked, has_aux=True)(at)
@@ -412,6 +421,7 @@ def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, Any, An
     drawn_from = closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):
         return {}, [], [], [*drawn_from, *closures.refuse("adapt", loss)]
+    # as inputs of the recomputation, which gives a gradient to its inputs alone
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion

@@ -53,31 +53,6 @@ from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
 from hoglib.ring import ring
 
-
-@final
-class _TracedObjective:
-    """A loss of a model, which Dynamo traced."""
-
-    def __init__(self, loss: FunctionalLoss, part: Any) -> None:
-        self.model, self.user_criterion, self._part = loss.model, loss.user_criterion, part
-        self.with_norm_policy = lambda policy: self  # models without batch norms alone
-
-    def __call__(self, params: Params, batch: Any) -> Tensor:
-        return self._part(params, batch)
-
-
-def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> list[Tensor]:
-    """The loss of a learner, at parameters of its own that torch.compile traces."""
-    same: Learner = copy(BY_ID[learner])
-    (inner, outer), (own, tasks) = parts, args
-    of_inner: Any = _TracedObjective(same.inner_objective, inner)
-    of_outer: Any = _TracedObjective(same.objective, outer)
-    same._losses = {"inner": of_inner, "traced": of_inner, "outer": of_outer}
-    same._checked_model = id(same.model)
-    with swap_parameters(same, own):
-        return [same.loss(tasks)]
-
-
 DEFAULTS: dict[str, Any] = {
     "rule": "sgd",
     "inner_loss": None,
@@ -106,6 +81,7 @@ class Option(Generic[T]):
     """An attribute of a learner: one of its options, which are checked whenever it is set."""
 
     def __set_name__(self, owner: Any, name: str) -> None:
+        # `compile` is a method of nn.Module, so that the attribute has another name
         self._name = {"compiled": "compile"}.get(name, name)
 
     def __get__(self, learner: Any, owner: Any = None) -> T:
@@ -158,6 +134,8 @@ class Learner(nn.Module, ABC):
         rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
         evaluation: Any = {name: given.pop(name) for name in module_loop.EVALUATION}
         checked = LoopOptions(caller=type(self).__name__, evaluation=evaluation, **given)
+        # what these make is made again where it is used, since attributes may change; here they
+        # raise for arguments that do not fit, before the learner holds any
         functional_loss(model, criterion, forward=forward)
         checked.policy.check_blocks(model)
         if inner_loss is not None:
@@ -173,6 +151,7 @@ class Learner(nn.Module, ABC):
         self._options, self._forward = checked, forward
         self._losses: dict[str, FunctionalLoss] = {}
         _ = self.objective, self.inner_objective  # are kept: torch.compile makes none
+        # a graph of torch.compile holds no objects: it names a learner by its id
         BY_ID[id(self)] = self
         self._vmappable = True  # until a model fails
         self._recomputes = False  # backward of the model does, as with torch.utils.checkpoint
@@ -181,6 +160,7 @@ class Learner(nn.Module, ABC):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
+        # a copy, and one that was read from a file, has an id of its own
         BY_ID[id(self)] = self
 
     def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
@@ -250,6 +230,7 @@ class Learner(nn.Module, ABC):
         if of_tasks and policy.one_graph:
             policy = policy._replace(stand_ins=False)
         around: Any = {"gradients": autograd.outside_inference_mode, "placement": placement}
+        # iMAML's steps are of first order, and its minimum is differentiated twice
         first_order = loop.options.first_order and not loop.strength
         return ring(policy, self.model, first_order=first_order, **around)
 
@@ -292,6 +273,8 @@ class Learner(nn.Module, ABC):
         tasks, wanted = task_sets.unpack(tasks), torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
+        # detached: the gradients of the tasks are taken here, and reach the parameters by
+        # `with_gradients`
         placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
         with self._ring(loop, placement, of_tasks=True) as blocks:
             with without_stand_ins():  # which see each question about a tensor
@@ -299,13 +282,16 @@ class Learner(nn.Module, ABC):
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = autograd.clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
+                # once for a model, since the check evaluates both losses
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())
-                    check_derivatives(what, loop, start, task_sets.first(tasks), learned)
+                    check_derivatives(what, loop, start, task_sets.first_task(tasks), learned)
                     self._checked_model = id(self.model)
                 try:
                     found = self._run(loop, start, tasks, wanted)
                 except RuntimeError as error:
+                    # a model that recomputes itself in backward would do so with other parameters:
+                    # from now on its steps are recomputed as a whole
                     if self._recomputes or RECOMPUTES not in str(error):
                         raise
                     self._recomputes = True
@@ -315,13 +301,14 @@ class Learner(nn.Module, ABC):
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
+        # by the parameters' own order, which is that of `tensors`
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
         tensors = [*own.model.values(), *own.modules.values()]
         if not placement.is_sharded:
-
+            # evaluated only where a gradient is not finite, to name the operation that made it so
             def first_step(*leaves: Tensor) -> Tensor:
                 params = dict(zip(start.model, leaves, strict=True))
-                support, query = task_sets.first(tasks)
+                support, query = task_sets.first_task(tasks)
                 return self.inner_objective(params, support) + self.objective(params, query)
 
             @contextmanager
@@ -337,6 +324,8 @@ class Learner(nn.Module, ABC):
 
     def _within_compile(self, tasks: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
+        # Dynamo traces two losses of one task; what else a learner learns, or changes at a call,
+        # runs uncompiled
         learned = [x for x in (self.criterion, self.inner_loss) if isinstance(x, nn.Module)]
         if (
             not self._traceable
@@ -352,7 +341,7 @@ class Learner(nn.Module, ABC):
         outer, inner = self.objective, self.inner_objective
 
         def record(own: Params, tasks: Any) -> Tensor:
-            support, query = task_sets.first(tasks)
+            support, query = task_sets.first_task(tasks)
             params = {name: own[f"model.{name}"] for name in names}
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1
@@ -373,6 +362,7 @@ class Learner(nn.Module, ABC):
             modules = pytree.map(Tensor.clone, start.modules)
             of_task = self._of_task(loop, MetaParams(model, modules), wanted)
             of_stack = partial(map_tasks, of_task)
+        # neither collectives nor compiled blocks run under vmap
         in_loop = loop.placement.is_sharded or policy.compiles_blocks
         how = policy.caller, start.model, "loop" if in_loop else self.over_tasks, self._vmappable
         found, self._vmappable = task_sets.run_tasks(of_task, of_stack, tasks, *how)
@@ -394,6 +384,7 @@ class Learner(nn.Module, ABC):
         batch_norms = norms.find_batch_norms(self.model)
         self._warn_of_initial_statistics(batch_norms)
         options = self._options
+        # a step that is recomputed as a whole keeps no graph of the model for later
         if self._recomputes:
             options = replace(options, memory="remat")
         learned = nn.ModuleDict()
@@ -474,6 +465,30 @@ class Learner(nn.Module, ABC):
         )
 
 
+@final
+class _TracedObjective:
+    """A loss of a model, which Dynamo traced."""
+
+    def __init__(self, loss: FunctionalLoss, part: Any) -> None:
+        self.model, self.user_criterion, self._part = loss.model, loss.user_criterion, part
+        self.with_norm_policy = lambda policy: self  # models without batch norms alone
+
+    def __call__(self, params: Params, batch: Any) -> Tensor:
+        return self._part(params, batch)
+
+
+def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> list[Tensor]:
+    """The loss of a learner, at parameters of its own that torch.compile traces."""
+    same: Learner = copy(BY_ID[learner])
+    (inner, outer), (own, tasks) = parts, args
+    of_inner: Any = _TracedObjective(same.inner_objective, inner)
+    of_outer: Any = _TracedObjective(same.objective, outer)
+    same._losses = {"inner": of_inner, "traced": of_inner, "outer": of_outer}
+    same._checked_model = id(same.model)
+    with swap_parameters(same, own):
+        return [same.loss(tasks)]
+
+
 def _captured(
     learner: Any, loop: ModuleLoop, start: MetaParams, wanted: bool
 ) -> tuple[TaskFunction, TaskFunction]:
@@ -512,7 +527,7 @@ def _meta_gradient(
     """The meta-gradient of tasks, all together or one."""
     given = None
     if weights is not None and used is not None:  # a weight of zero needs no operations
-        given = [used and weights[i] for i, used in enumerate(used)]
+        given = [counts and weights[i] for i, counts in enumerate(used)]
     of_task = partial(loop.meta_gradient if wanted else loop.value, start, weights=given)
     with ring(loop.options.policy, examine=False, gradients=nullcontext):
         return map_tasks(of_task, support, query) if mapped else of_task(support, query)
@@ -531,6 +546,7 @@ def check_derivatives(
     other tensors that require grad, and of custom Functions whose second derivative is not that of
     differences.
     """
+    # copies, as a model or a rule of the user's may write in place
     start = pytree.map(Tensor.clone, start)
     support, query = task
     before = [start.model[name] for name in loop.adapting]
@@ -545,6 +561,7 @@ def check_derivatives(
         first = loop.inner_value(at, adapting, support, 0)
         if not depends_on_any(first, list(adapting.values())):
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
+        # of first order: which parameters a loss depends on does not take second derivatives
         constant = replace(loop, options=replace(loop.options, first_order=True))
         steps = loop.options.inner_steps  # some rules use all their parameters in the second step
         params = constant.unrolling(at, support, min(2, steps))().params
@@ -563,6 +580,7 @@ def check_finite(found: TaskResult) -> None:
     if not value_checks_on():
         return
     shape, count = found.inner_losses.shape, found.inner_losses.numel()
+    # together, since each read of a device's values waits for it
     numbers = torch.cat([x.detach().reshape(-1) for x in (found.inner_losses, found.value)])
     now = read_late(("MAML", shape, len(numbers)), numbers)
     if now is None or math.isfinite(float(now.sum())):  # only if all its terms are
@@ -630,6 +648,7 @@ def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
     compiled = loop.options.evaluation.get("compile", False)
     if loop.strength:
         refuse_sharded(what, list(start.model.values()))
+    # a rule runs on shards: options that are tensors would need the same shards
     numbers = (loop.options.rule_options or {}).values()
     plain = all(isinstance(x, Real | tuple | list) for x in numbers)
     for setting, given, instead in (

@@ -139,6 +139,7 @@ class MAML(Learner):
                     "it, got a rule that has its own; give the function that makes it."
                 )
             params, steps = trainable_params(self.model), self.inner_steps if lr_per_step else None
+            # rates of what adapts: of the others they would get no gradient
             adapting = {name: params[name] for name in self._loop().adapting}
             given: Any = {"granularity": learn_lr, "steps": steps}
             self.rates = module_loop.LearnedRates(adapting, self.inner_lr, **given)
@@ -204,6 +205,7 @@ class IMAML(Learner):
         torch.Size([4])
     """
 
+    # how many products a linear system takes depends on values, which a trace does not have
     _traceable = False  # its linear systems are solved until they are
 
     @validation.explain_arguments
@@ -245,6 +247,7 @@ class IMAML(Learner):
     def _implicit_result(
         self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
     ) -> TaskResult:
+        # the steps only find the minimum: none of them is differentiated
         with torch.no_grad():
             _, (result, params) = loop.outer_loss(start, support, query)
         if not wanted:
@@ -320,6 +323,7 @@ class Reptile(Learner):
             over_tasks=over_tasks,
             first_order=True,
         )
+        # theta - theta_i says nothing about what is learned besides theta
         learned = list(self._loop().meta_params().modules)
         if learned:
             raise ArgumentValueError(

@@ -126,6 +126,7 @@ class LoopOptions:
             "policy": Policy.of(self.caller, self.evaluation),
         }
         for name, value in checked.items():
+            # frozen for all others: it is checked once, here
             object.__setattr__(self, name, value)
         if self.memory == "mixed":
             inner_loop.check_mixed(self.caller, self.policy)
@@ -219,6 +220,7 @@ class ModuleLoop:
     ) -> TaskResult:
         """The outer loss of one task and its gradient with respect to all that is learned."""
         if torch_internals.transforms_active():
+            # inside the vmap over tasks, so that each task is differentiated by itself
             outer = partial(self.outer_loss, support=support, query=query, weights=weights)
             grads, (_, (result, _)) = torch.func.grad_and_value(outer, has_aux=True)(start)
             return result._replace(grads=grads)
@@ -276,12 +278,14 @@ class ModuleLoop:
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weight, value)
 
+        # a rule without learned parts is the same in each step, and its options are checked once
         fixed_rule = None if start.modules else self.rule_at(0, start)
         options = self.options
         rule = lambda i, constants: fixed_rule or self.rule_at(i, constants[0])  # noqa: E731
         constant = lambda i: options.first_order or is_truncated(i, steps, options.truncate)  # noqa: E731
         inner = InnerSteps(loss, rule, constant, None if weights is None else outer)
         with without_stand_ins():
+            # a copy, so that no step writes to where all tasks start
             params = {name: start.model[name].clone() for name in self.adapting}
         if options.memory == "store":
             return partial(unroll, inner, steps, params, (start, support, query), "store")
@@ -316,7 +320,8 @@ class ModuleLoop:
             # share, the derivative would go through the steps before
             plain = type(batch) is tuple and all(isinstance(x, Tensor) for x in batch)
             with without_stand_ins():
-                own = tuple(map(_own, batch)) if plain else pytree.map_tensors(_own, batch)
+                own = tuple(map(_alias, batch)) if plain else pytree.map_tensors(_alias, batch)
+            # in the end each process has the mean of all, so that all take the same step
             value = partial(self.placement.mean_of, lambda: loss(whole, own))
             # a model that differentiates inside does so where only the value is computed, too
             return value() if torch.is_grad_enabled() else without_graph(value)
@@ -341,6 +346,8 @@ class ModuleLoop:
             with self._with_learned(start):
                 return function(*args)
 
+        # they are called after the rule's own parameters are back, and so put the learned ones
+        # there again
         init, update = (partial(with_learned, function) for function in rule)
         return GradientTransformation(init, update)
 
@@ -392,6 +399,7 @@ class LearnedRates(nn.Module):
 
     def forward(self, names: Iterable[str], step: int) -> dict[str, Tensor]:
         """The rate of each of these parameters at a step, counted from 0."""
+        # more steps than rates, as in evaluation, use the last one
         at = None if self.steps is None else min(step, self.steps - 1)
         found = {}
         for name in names:
@@ -450,6 +458,6 @@ def _is_in(name: str, part: str) -> bool:
     return name == part or name.startswith(part + ".")
 
 
-def _own(x: Tensor) -> Tensor:
+def _alias(x: Tensor) -> Tensor:
     """A constant as a tensor of its own, of the same memory."""
     return x if x.requires_grad else x.detach()

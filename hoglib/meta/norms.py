@@ -53,8 +53,10 @@ class PerStepStatistics(nn.Module):
         self.steps = steps
         self._names: dict[str, str] = {}
         for name, layer in find_batch_norms(model).items():
+            # the name of a buffer must not have dots
             self._names[name] = name.replace(".", "/")
             for kind in ("mean", "var"):
+                # one more than steps: entry 0 is of the parameters before the first
                 value = layer.get_buffer(f"running_{kind}").expand(steps + 1, -1).clone()
                 self.register_buffer(f"{kind}/{self._names[name]}", value)
 
@@ -69,6 +71,8 @@ class PerStepStatistics(nn.Module):
 
         def policy(patch: swap.ModulePatch, layer: nn.Module) -> None:
             name = names.get(id(layer))
+            # in train mode the batch's own, of which `record_statistics` keeps what `update`
+            # averages
             if name is None or layer.training:
                 swap.train_mode_batch_statistics(patch, layer)
                 return
@@ -99,8 +103,11 @@ def record_statistics(layers: BatchNorms) -> Iterator[Statistics]:
     found: Statistics = {}
 
     def record(name: str, layer: nn.Module, args: Any) -> None:
+        # before the layer runs, on what it will normalise: with batch statistics it keeps none
+        # itself
         x = args[0].detach()
         dims = [0, *range(2, x.dim())]
+        # unbiased, as torch's running variance is
         found[name] = x.mean(dims), x.var(dims)
 
     with ExitStack() as hooks:

@@ -82,6 +82,7 @@ def sgd(
     """
     mu = check_number("momentum", momentum)
     tau = check_number("dampening", dampening)
+    # a tensor may be learned from 0, so that it has a slot
     has_momentum = isinstance(mu, Tensor) or mu != 0
     if validation.boolean("nesterov", nesterov) and not has_momentum:
         raise ArgumentValueError(
@@ -104,6 +105,8 @@ def sgd(
             else:
                 plain = isinstance(keep, float) and keep == 1
                 more = plus(g, m, b) if plain else plus(m * b, to_leaf(keep, g), g)
+                # a count that is a tensor may belong to a captured graph or a vmap, where nothing
+                # branches on it
                 b = torch.where(step == 1, g, more) if isinstance(step, Tensor) else more
             return (plus(g, m, b) if nesterov else b), (b,)
 
@@ -361,6 +364,7 @@ def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Callab
     validation.function("scheduler", scheduler)
     validation.at_least("steps", steps, 1)
     initial = float(lr.detach()) if isinstance(lr, Tensor) else validation.positive("lr", lr)
+    # schedulers write to an optimizer: one that trains nothing, whose rates are read off
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=initial)
     stepped = scheduler(optimizer)
     kinds = torch.optim.lr_scheduler
@@ -412,6 +416,7 @@ def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransfo
         )
     if is_transformation(rule):
         return GradientTransformation(rule.init, rule.update)
+    # a class can be called, and would be taken for a function of the rate
     if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
         raise ArgumentTypeError(
             f"rule: expected {EXPECTED}, got {rule.__name__} of torch.optim, which changes parameters "
@@ -461,6 +466,7 @@ def _adam(
         slope, floor = correction / (1 - b2**step) ** 0.5, without_dims(epsilon) * correction
 
         def direction(g: Tensor, *memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            # b m + (1 - b) g in one operation
             m = torch.lerp(memory[0], g, to_leaf(weight1, g))
             v = torch.lerp(memory[1], g * g, to_leaf(weight2, g))
             kept = (m, v, torch.maximum(memory[2], v)) if amsgrad else (m, v)

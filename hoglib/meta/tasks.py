@@ -132,6 +132,7 @@ def run_tasks(
         try:
             return of_stack(*stack), vmappable
         except Exception as error:
+            # hoglib's own errors are about the model or the data, not about vmap
             if isinstance(error, errors.HoglibError) and over_tasks == "vmap":
                 raise
             reason = (str(error) or type(error).__name__).splitlines()[0].partition(" INTERNAL")[0]
@@ -142,7 +143,7 @@ def run_tasks(
                 ) from error
     # The loop either raises the same error, without vmap around it, or works.
     with translate_errors(what):
-        result = loop_tasks(of_task, each(tasks))
+        result = loop_tasks(of_task, unstacked(tasks))
     if stack is None:
         return result, vmappable
     warn_once(
@@ -182,6 +183,7 @@ def map_tasks(function: TaskFunction, support: Any, query: Any) -> TaskResult:
     def of_tensors(*given: Tensor) -> TaskResult:
         return function(*pytree.filled(tasks, given, lambda x: isinstance(x, Tensor)))
 
+    # each task draws numbers of its own, as in a loop
     found = torch.func.vmap(of_tensors, randomness="different")(*pytree.tensors(tasks))
     return found._replace(grads=pytree.map(lambda grad: grad.mean(0), found.grads))
 
@@ -198,6 +200,7 @@ def loop_tasks(function: TaskFunction, tasks: Sequence[Task]) -> TaskResult:
             total = [x + y for x, y in zip(total, grads, strict=True)] if total else grads
         else:
             total = [x.add_(y) for x, y in zip(total, grads, strict=True)]
+        # gradients are summed as they come, so that those of one task at a time are held
         results.append(found._replace(grads=()))
     mean = [x.div_(len(tasks)) for x in total] if len(tasks) > 1 else total
     means = pytree.unflatten(mean, structure)
@@ -206,6 +209,8 @@ def loop_tasks(function: TaskFunction, tasks: Sequence[Task]) -> TaskResult:
 
 def unpack(tasks: Any) -> Any:
     """A stack as a tuple, also when a collate function made it a list; a list of tasks as it is."""
+    # a DataLoader collates a tuple (support, query) to a list, which a list of two tasks looks
+    # like, too
     if isinstance(tasks, list) and len(tasks) == 2:
         collated = all(isinstance(part, list) for part in tasks)
         no_tasks = not any(isinstance(part, tuple | list) for part in tasks)
@@ -258,7 +263,7 @@ def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
         raise
 
 
-def each(tasks: Any) -> Sequence[Task]:
+def unstacked(tasks: Any) -> Sequence[Task]:
     """The tasks one by one."""
     if isinstance(tasks, list):
         return tasks
@@ -266,7 +271,7 @@ def each(tasks: Any) -> Sequence[Task]:
     return [pytree.map_tensors(itemgetter(i), tasks) for i in range(count)]
 
 
-def first(tasks: Any) -> Task:
+def first_task(tasks: Any) -> Task:
     """One of the tasks."""
     return tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
 
@@ -280,6 +285,7 @@ def stacked(tasks: Any) -> Any | None:
         [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves]
         for leaves in flat
     ]
+    # leaves that are no tensors cannot be stacked, even where they are equal
     if any(None in kind or kind != kinds[0] for kind in kinds) or len({*structures}) > 1:
         return None
     columns = zip(*flat, strict=True)

@@ -131,6 +131,7 @@ class Passes(Batches):
     def at(self, i: int) -> Any:
         if i not in self._kept:
             if i < self._next:
+                # an earlier batch is asked for: its pass is read again from its start
                 self._starts = [start for start in self._starts if start[0] <= i]
                 self._iterator = None
             while i not in self._kept:
@@ -371,6 +372,7 @@ class Replay:
         kept = set(inner_loop.kept_states(self._schedule, 0, count))
         begin, state, losses = self._last_kept()
         every = max(1, isqrt(count))
+        # the last state besides those of the schedule, from which an interrupted process goes on
         rolling = None
         self._generators.set(state.generators)
         for i in range(begin, count):
@@ -453,6 +455,8 @@ class Replay:
                 before = self._state_before(at.step - 1)
                 at = self._pull_step(at, before, after)
                 after = before.leaves
+                # states from here on are behind the replay, and their memory is free for the next
+                # segment
                 self._drop_from(at.step)
                 if self._files is not None and at.step % every == 0:
                     self._files.put(BACKWARD, {"of": name, "after": after, **at._asdict()})
@@ -495,6 +499,7 @@ class Replay:
         """sum (u theta eps)^2 over a state: the squared change of the result by its rounding."""
         pairs = zip(cotangents, leaves, strict=True)
         known = ((u * x, torch.finfo(x.dtype).eps) for u, x in pairs if u is not None)
+        # on the CPU, since leaves may be on several devices
         terms = [change.abs().double().square().sum().cpu() * eps**2 for change, eps in known]
         return pytree.sum_scalars(terms).double()
 
@@ -525,6 +530,7 @@ class Replay:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
             return leaves
+        # cotangents belong to leaves by their place: the order is that of the first state
         known = pytree.unflatten(self._leaves, self._structure)
         try:  # dicts in another order
             return pytree.leaves(pytree.map(lambda _, x: x, known, carry))

@@ -96,8 +96,10 @@ def scaled_dot_product_attention(
     short = _is_short(query, key, value)
     if AMBIENT.low_memory and not (dropout_p or is_half(query) or only_plain_operations()):
         short = short and not _are_large(query, key, value)
+    # in float32 up to the result, which is rounded once
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
+    # Q is scaled instead of the scores, of which there are L S
     query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
     if short:
         k, v = (_repeat_heads(x, query) if enable_gqa else x for x in (key, value))
@@ -153,6 +155,7 @@ def attention_dropout_mask(
     _check_shapes(query, key, value, attn_mask, enable_gqa)
     if _is_short(query, key, value):
         own = _repeat_heads(key, query) if enable_gqa else key
+        # drawn as the formula draws, in the shape and the order of its weights
         ones = torch.ones_like((query @ own.mT).detach(), dtype=torch.float32)
         if attn_mask is not None:
             ones = ones.expand(torch.broadcast_shapes(ones.shape, attn_mask.shape)).contiguous()
@@ -279,6 +282,7 @@ class _Form(NamedTuple):
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
     ) -> "_Form":
+        # groups of different sizes have no common form
         if grouped and k.shape[-3] != v.shape[-3]:
             k, v, grouped = _repeat_heads(k, q), _repeat_heads(v, q), False
         heads = (k.shape[-3], _group_size(k, q)) if grouped else ()
@@ -318,6 +322,7 @@ def _mask_indices(own: tuple[int, ...], lead: torch.Size) -> tuple[int, ...] | N
         return None
     places = [0]
     for size, full in zip(own, lead, strict=True):
+        # row-major over the leading dimensions; of size 1 the mask is the same for all
         places = [i * size + (j if size > 1 else 0) for i in places for j in range(full)]
     return tuple(places)
 
@@ -391,6 +396,7 @@ def _run(which: str, *given: Any) -> Any:
     *tensors, plan = given
     with without_autocast(given[0]):
         traced = torch_internals.tracing() and not torch.compiler.is_dynamo_compiling()
+        # a tracer that differentiates has to see the operations
         if not traced or blocks.is_recorded(given):
             found = _MAPS[which](*given)
         else:
@@ -422,6 +428,7 @@ def _values_backward(saved: Saved, g: Tensor, _: Any) -> blocks.Parts:
 def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
     *tensors, plan = saved.inputs
     y = apply_function(_TANGENTS, None, *tensors, *tangents[:4], plan)
+    # the sums are read by the fused kernel's gradient alone, and have no derivative
     return y, torch.zeros_like(saved.outputs[1])
 
 
@@ -486,11 +493,15 @@ def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
     )
 
 
+# by the number of tensors, which of them are masks
+_MASK_PLACES = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
+
+
 def _fold_batch(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
     """The vmap rule of all four: the batch becomes a part of N and, where a mask has it, of M."""
     *tensors, plan = given
     count = batch.to_front(0, tensors[0]).shape[1]
-    masks = _MASKS[len(tensors)]
+    masks = _MASK_PLACES[len(tensors)]
     own_masks = "m" in plan.needs or any(batch.in_dims[i] is not None for i in masks)
     folded: list[Any] = []
     for i, x in enumerate(tensors):
@@ -505,10 +516,6 @@ def _fold_batch(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor,
     parts = found if isinstance(found, tuple) else (found,)
     outputs = tuple(x.unflatten(0, (batch.size, x.shape[0] // batch.size)) for x in parts)
     return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
-
-
-# by the number of tensors, which of them are masks
-_MASKS = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 
 def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:

@@ -91,6 +91,7 @@ def softmax_of(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Te
     else:
         empty = (mask == -math.inf).all(-1, keepdim=True)
         scores = scores + mask.to(scores.dtype).masked_fill(empty, 0.0)
+    # rows of -inf alone would be NaN: they were left unmasked, and are dropped here
     return torch.softmax(scores, -1).masked_fill(empty, 0.0)
 
 
@@ -182,6 +183,7 @@ class _Place(NamedTuple):
             return
         if not total:
             total.append(term.new_zeros(mask.shape))
+        # one mask for all: summed over the heads before it is added
         if plan.places is None:
             self._seen(total[0]).add_(term.sum(0, keepdim=True))
             return
@@ -200,6 +202,7 @@ def _iterate_blocks(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_P
     for first in range(0, count, step):
         group = slice(first, min(first + step, count))
         spans = [slice(i, min(i + rows, length)) for i in range(0, length, rows)]
+        # rows of a causal block see no key after the last of them
         yield [_Place(group, r, min(keys, r.stop) if plan.causal else keys) for r in spans]
 
 
@@ -319,6 +322,7 @@ def _over_blocks(
                 place.of_rows(x) if isinstance(x, Tensor) else place.of_each(x, plan)
                 for x in others
             ]
+            # a graph would hold the P of all blocks: each is computed again in backward
             parts = recompute(run, block, *given) if recorded else run(block, *given)
             for kind, part, whole, group in zip(kinds, parts, wholes, groups, strict=True):
                 if part is None:
@@ -437,6 +441,7 @@ def _fused_rows(inputs: Inputs, plan: Plan) -> Iterator[tuple[slice, slice, Tens
     rows = length
     if mask is not None and mask.shape[2] > 1:
         elements = keys * (1 if plan.places is None else count)
+        # the kernel takes B as numbers: of a large mask some rows at a time are written out
         rows = max(FEWEST_ROWS, FUSED_MASK_ELEMENTS // elements)
     for head in range(heads):
         for start in range(0, length, rows):
@@ -495,11 +500,13 @@ def random_words(keys: Tensor, rows: Tensor, columns: int) -> Tensor:
     key = [keys[:, i, None, None] for i in (0, 1)]
     zero = torch.zeros_like(rows)[None, :, None]
     quads = torch.arange(-(-columns // 4), device=keys.device)[None, None, :]
+    # the counter of a word is its place: (four columns, row, 0, 0)
     c = [quads + zero, rows[None, :, None] + 0 * quads, 0 * key[0], 0 * key[0]]
     for step in range(ROUNDS):
         (high_0, low_0), (high_1, low_1) = (
             _product_of_words(m, x) for m, x in zip(MULTIPLIERS, (c[0], c[2]), strict=True)
         )
+        # words of 32 bits in integers of 64, cut after each addition
         k_0, k_1 = ((k + step * s) & (WORDS - 1) for k, s in zip(key, KEY_STEPS, strict=True))
         c = [high_1 ^ c[1] ^ k_0, low_1, high_0 ^ c[3] ^ k_1, low_0]
     return torch.stack(torch.broadcast_tensors(*c), -1).flatten(-2)[..., :columns]

@@ -90,10 +90,12 @@ def softmax_cross_entropy(
     if target.is_floating_point():
         logits, target = promote_dtypes(logits, target)
         q = target * (1 - smoothing) + smoothing / logits.shape[axis] if smoothing else target
+        # the maximum cancels in L - z, and exp does not overflow
         shifted = logits - logits.detach().amax(axis, True)
         rows = sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
         return reduce_loss(rows, number)
     counts = target != ignore_index
+    # rows that do not count need some class to gather by
     inputs = logits, torch.where(counts, target, 0).long().unsqueeze(axis), axis, smoothing
     try:
         rows = apply_function(_SOFTMAX, _softmax_forward, *inputs)
@@ -223,6 +225,7 @@ def linear_cross_entropy(
     size = chunk_size_of(options, classes)
     h = input.reshape(-1, input.shape[-1])
     count = positions.numel()
+    # a linear layer for each position of a loss of several dimensions
     W = linear_weight.reshape(classes, count, -1)
     b = None if linear_bias is None else linear_bias.reshape(classes, count)
     at = target.reshape(len(h), classes, count) if probabilities else target.reshape(len(h), count)
@@ -302,6 +305,7 @@ def row_tangents(rows: Rows, vector: Gradients) -> Tensor:
 
 def gauss_newton_product(rows: Rows, g: Tensor, vector: Gradients, needs: str) -> Gradients:
     """sum_n g_n J_n^T (diag(p_n) - p_n p_n^T) J_n (h', W', b'), J_n the Jacobian of z_n."""
+    # without targets there is no r, and what is left is the part that has s
     return _curvature(rows._replace(targets=None), g, vector, needs)[:3]
 
 
@@ -381,6 +385,7 @@ def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Te
         return tangent if db is None else tangent + db.to(like.dtype)
     tangent = upcast_half(F.linear(*pairs[0], db))
     for x, y in pairs[1:]:
+        # in place, one tensor of the logits' size less
         fits = overwrite and tangent.dtype == x.dtype
         tangent = tangent.addmm_(x, y.mT) if fits else tangent + upcast_half(F.linear(x, y))
     return tangent
@@ -405,7 +410,7 @@ def _in_dtype(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if total is None else total.to(dtype)
 
 
-def _forward(*given: Any) -> Tensor:
+def _losses_forward(*given: Any) -> Tensor:
     def run(rows: Rows) -> Tensor:
         z = _logits(rows)
         return z.logsumexp(1) - _target_values(z, rows)
@@ -413,15 +418,15 @@ def _forward(*given: Any) -> Tensor:
     return torch.cat([run(part) for (part,) in row_chunks(Rows(*given))])
 
 
-def _vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
+def _losses_vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     return *row_gradients(Rows(*saved.inputs), g, saved.needed(NAMES)), None, None, None
 
 
-def _jvp(saved: Saved, dh: Any, dW: Any, db: Any, *_: None) -> Tensor:
+def _losses_jvp(saved: Saved, dh: Any, dW: Any, db: Any, *_: None) -> Tensor:
     return row_tangents(Rows(*saved.inputs), (dh, dW, db))
 
 
-def _gradients(*given: Any) -> tuple[Tensor, ...]:
+def _gradients_forward(*given: Any) -> tuple[Tensor, ...]:
     *inputs, g, needs = given
     rows = Rows(*inputs)
     W, overwrite = rows.W, _may_overwrite(*rows[:3], g)
@@ -431,6 +436,7 @@ def _gradients(*given: Any) -> tuple[Tensor, ...]:
     for part, g_c in row_chunks(rows, g):
         p = torch.softmax(_logits(part), 1)
         r = _residual(p, part, g_c, overwrite).to(W.dtype)
+        # not held beside r: the tensors of a chunk are the largest ones here
         del p
         if "h" in needs:
             by_h.append(r @ W)
@@ -479,6 +485,7 @@ def _curvature(
         if overwrite:
             of_h, by_W, of_b, of_g = _chunk_curvature(*chunk, by_W, True)
         else:
+            # with a graph, a chunk is computed again in backward instead of kept
             of_h, of_W, of_b, of_g = recompute(_chunk_curvature, *chunk, None, False)
             by_W = _accumulate(by_W, of_W, False)
         by_h.append(of_h)
@@ -502,6 +509,7 @@ def _chunk_curvature(
     else:
         s = p * (tangent - mean.unsqueeze(1)) * g.unsqueeze(1)
     del tangent
+    # products in the dtype of the head, sums over chunks in float32
     s = s.to(W.dtype)
     by_h = s @ W if "h" in needs else None
     by_b = s.sum(0) if "b" in needs else None
@@ -541,7 +549,7 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 _SOFTMAX = make_function("SoftmaxCrossEntropy", 4, _softmax_forward, _softmax_vjp, _softmax_jvp)
-_LOSSES = make_function("LinearCrossEntropy", 6, _forward, _vjp, _jvp)
+_LOSSES = make_function("LinearCrossEntropy", 6, _losses_forward, _losses_vjp, _losses_jvp)
 _GRADIENTS = make_function(
-    "LinearCrossEntropyGradients", 8, _gradients, _gradients_vjp, _gradients_jvp
+    "LinearCrossEntropyGradients", 8, _gradients_forward, _gradients_vjp, _gradients_jvp
 )

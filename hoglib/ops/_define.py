@@ -99,6 +99,7 @@ def define(
         for i, (shape, dtype) in enumerate(like):
             if saved.needs_input_grad[i] and shape is not None and dtype is not None:
                 share = _multiply(grad, conj(derivative(i, saved)))
+                # of a complex function of a real input, the gradient is the real part
                 share = share.real if share.is_complex() and not dtype.is_complex else share
                 grads[i] = sum_to_shape(share, shape)
         return grads
@@ -107,6 +108,7 @@ def define(
         known = [(i, t) for i, t in enumerate(tangents) if t is not None]
         total = sum_terms([_multiply(t, derivative(i, saved)) for i, t in known])
         (shape,), (dtype,) = saved.output_shapes, saved.output_dtypes
+        # a partial that is a number, or that does not depend on all inputs, gives a smaller tangent
         return total.to(dtype).expand(shape)
 
     function = make_function(
@@ -130,6 +132,7 @@ def define(
         dtypes = {value.dtype for value in inputs if isinstance(value, Tensor)}
         if len(dtypes) > 1:
             inputs = promote_dtypes(*inputs)
+        # Dynamo refuses a Function with a jvp staticmethod
         if reference is None and torch.compiler.is_dynamo_compiling():
             result = compiled.apply(*inputs)
         else:
@@ -175,4 +178,5 @@ def _multiply(factor: Tensor, partial: Any) -> Tensor:
     """factor times a partial, which is a tensor, a number or a mask."""
     if not isinstance(partial, Tensor):
         return factor if partial == 1 else factor * partial
+    # not a product: infinity times a mask's 0 would be NaN
     return torch.where(partial, factor, 0) if partial.dtype == torch.bool else factor * partial

@@ -203,9 +203,11 @@ def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
     origin = a.detach().mean(-2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     near = torch.cdist(a.detach(), b.detach(), 2.0, "donot_use_mm_for_euclid_dist")
     with without_autocast(a):
+        # centred, since |a|^2 + |b|^2 - 2 a.b cancels for rows far from 0
         a, b = a - origin, b - origin
         lengths = (a * a).sum(-1, keepdim=True) + (b * b).sum(-1).unsqueeze(-2)
         squares = lengths - 2 * (a @ b.mT)
+    # the value of the one, the derivatives of the other
     return near * near + (squares - squares.detach())
 
 
@@ -249,6 +251,8 @@ def powers(d: Tensor, p: float) -> Tensor:
     if p % 2 == 0:
         return d**p  # smooth at 0 too
     zero = d == 0
+    # the inner where too: the derivative of the branch that is not taken is infinite, and 0 times
+    # it NaN
     return torch.where(zero, 0.0, torch.where(zero, 1.0, d).abs() ** p)
 
 
@@ -270,6 +274,12 @@ def largest(a: Tensor) -> Tensor:
 
 
 # Euclidean norms, whose squares have the second derivative 2 at 0; see `_directions`.
+#
+#     n = |x|        n' = <u, x'>        u = x / n, and 0 where n = 0
+#     gradient       G(g, x, n) = g u
+#     along w        <u, w> by g         g w / n by x        -g <x, w> / n^2 by n
+#
+# n is an input of G, so that its derivative by x is the sum of the last two: g (w - u <u, w>) / n.
 
 
 def _is_smooth(y: Tensor) -> bool:
@@ -280,14 +290,14 @@ def _is_smooth(y: Tensor) -> bool:
     return seen is not None and seen.device.type == "cpu" and bool(seen.all())
 
 
-def euclidean(x: Tensor, dims: tuple[int, ...], torchs: Callable[[Tensor], Tensor]) -> Tensor:
+def euclidean(x: Tensor, dims: tuple[int, ...], torch_norm: Callable[[Tensor], Tensor]) -> Tensor:
     """The norm of a real x over dims, negative ones, which are kept; torch's own where none is 0."""
     if only_plain_operations():  # Taylor coefficients know what to do at 0
-        return torchs(x) if needs_linear_backward() else _norm_forward(x, dims, None)
-    y = torchs(x)
+        return torch_norm(x) if needs_linear_backward() else _norm_forward(x, dims, None)
+    y = torch_norm(x)
     if _is_smooth(y):
         return y
-    return apply_function(_NORM, lambda x, *_: torchs(x), x, dims, Directions("a norm", x))
+    return apply_function(_NORM, lambda x, *_: torch_norm(x), x, dims, Directions("a norm", x))
 
 
 def _unit(x: Tensor, n: Tensor) -> Tensor:
@@ -373,7 +383,7 @@ _NORM_GRADIENT = _make("NormGradient", 5, _gradient_forward, _gradient_vjp, _gra
 
 
 def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
-    """The norm of Euclid over dimensions, all by default, of what :func:`_is_plain` takes."""
+    """The Euclidean norm over dimensions, all by default, of what :func:`_is_plain` takes."""
     x = input if input.dim() else input.reshape(1)
     dim = range(x.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     own = dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
@@ -391,7 +401,7 @@ def _is_plain(x: Any, dtype: torch.dtype | None = None) -> bool:
 
 
 def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function of a norm, with that of Euclid from here."""
+    """torch's function of a norm, with the Euclidean one from here."""
     names = ("ord", "dim", "keepdim") if "linalg" in repr(original) else ("p", "dim", "keepdim")
     order = None if original is torch.linalg.norm else 2
     usual = dict(zip(names, (order, None, False), strict=True))
@@ -401,6 +411,7 @@ def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         given = usual | dict(zip(names, args, strict=False)) | kw
         ord, dim, keepdim = map(given.pop, names)
         vectors = order == 2 or isinstance(dim, int) or (dim is None and input.dim() == 1)
+        # a matrix norm by singular values
         if ord == "nuc" or (ord == 2 and not vectors):
             return matrix_norm(input, ord, dim or (-2, -1), keepdim, **given)
         y = original(input, *args, **kw)
@@ -425,7 +436,7 @@ for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
 def matrix_norm(
     A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
 ) -> Any:
-    """torch.linalg.matrix_norm by the norm of Euclid and singular values that may be equal."""
+    """torch.linalg.matrix_norm by the Euclidean norm and by singular values that may be equal."""
     if not _is_plain(A, **kw) or ord not in ("fro", "nuc", 2, -2):
         return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
     if ord == "fro":

@@ -110,6 +110,7 @@ class _Chain:
                 "jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to zero. "
                 "Use torch.func.grad or jacrev for one of the two, for instance torch.func.hessian."
             )
+        # one Function for each number of inputs, as its signature is fixed
         if len(inputs) not in self._functions:
             self._functions[len(inputs)] = _make_chain_link(self, len(inputs))
         return self._functions[len(inputs)].apply(tuple(which), *inputs)
@@ -190,6 +191,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _backward(ctx: Any, grads: list[Tensor]) -> Any:
     """The derivative of the operator alone, for torch.compile, which does not see the Functions."""
+    # all partial derivatives of the next order in one call of the user's function
     inputs, indices = list(ctx.saved_tensors), _decode(ctx.which)
     _CHAINS[ctx.chain].check_order(len(indices[0]) + 1)
     slots = [(*index, i) for i in range(len(inputs)) for index in indices]
@@ -231,6 +233,7 @@ def _component(chain: _Chain, values: Any, index: Index, count: int) -> Array:
 def _to_array(x: Tensor) -> Array:
     """A copy, which user code may change in place or keep."""
     x = x.detach().cpu()
+    # NumPy has no bfloat16; float16 is computed in float32, as in all ops
     if x.dtype in (torch.float16, torch.bfloat16):
         x = x.float()
     return x.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg().numpy()
@@ -242,6 +245,8 @@ def _to_tensor(chain: _Chain, index: Index, values: Array, like: Tensor) -> Tens
     where = f"external({chain.name}): expected {chain.label(index)} to give"
     array = np.asarray(values)
     try:
+        # a copy, as user code may return what it goes on to change; in double precision until the
+        # end
         value = torch.from_numpy(array.astype(complex if array.dtype.kind == "c" else float))
     except (TypeError, ValueError):
         got = validation.describe(values)
@@ -258,6 +263,7 @@ def _to_tensor(chain: _Chain, index: Index, values: Array, like: Tensor) -> Tens
             f"{where} an array of the shape of its inputs, {tuple(like.shape)}, got "
             f"{tuple(value.shape)}; it must act element by element."
         ) from None
+    # in the dtype, on the device and with the strides that a tracer was told
     return like.new_empty(like.shape).copy_(expanded)
 
 

@@ -86,6 +86,7 @@ def make_function(
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
+        # a gradient that did not arrive is None, which costs nothing, and not a tensor of zeros
         ctx.set_materialize_grads(False)
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
         ctx.like = (
@@ -102,6 +103,7 @@ def make_function(
     def run_backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * num_inputs
+        # what hoglib's own backward calls needs no stand-in, and the mode would look up each call
         seen = runs_user_code or torch.compiler.is_dynamo_compiling()
         with nullcontext() if seen else without_stand_ins():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
@@ -172,6 +174,7 @@ def vmap_by_broadcasting(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
     ranks = [x.dim() - (dim is not None) if isinstance(x, Tensor) else 0 for x, dim in pairs]
     rank = max(ranks)
     aligned = [
+        # shapes are aligned from their ends: missing dimensions go between the batch and the rest
         x if dim is None else x.movedim(dim, 0)[(slice(None),) + (None,) * (rank - own)]
         for (x, dim), own in zip(pairs, ranks, strict=True)
     ]

@@ -13,6 +13,7 @@ from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
 
 _MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
 _PADDING_MODES = ("zeros", "border", "reflection")
+# torch's parameter of the kernel; in Keys' article it is -0.5
 _CUBIC = -0.75
 _NAN_PLACE = -2.0  # the place of a coordinate that is NaN
 
@@ -94,6 +95,7 @@ def grid_sample(
         if axis == 0:
             places, weights, stride = i, w, size
         else:
+            # each pixel of this axis with each combination of the axes before
             places = (i.unsqueeze(2) * stride + places.unsqueeze(1)).flatten(1, 2)
             weights = (w.unsqueeze(2) * weights.unsqueeze(1)).flatten(1, 2)
             stride *= size
@@ -169,6 +171,7 @@ def _bring_inside(x: Tensor, size: int, padding_mode: str, align_corners: bool) 
 def _reflect(x: Tensor, period: float) -> Tensor:
     """The distance to the nearest multiple of the period; at 0 its derivative is 1."""
     x = torch.where(x < 0, -x, x)
+    # the floor is constant between the jumps, as torch's derivative has it
     x = x - (x.detach() / period).floor() * period
     back = period - x
     return torch.where(x > back, back, x)

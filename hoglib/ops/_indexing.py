@@ -77,6 +77,8 @@ def scatter_reduce(
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
     dim = validation.dim("dim", dim, input.dim())
     x, index, src = torch.atleast_1d(upcast_half(input), index, upcast_half(src))
+    # equal indices become a run, whose factors stay in their order, so that rounding is the same
+    # each time
     keys, order = torch.sort(index, dim=dim, stable=True)
     products, named = _products_by_key(src.gather(dim, order), keys, dim, x)
     y = x * products if include_self else torch.where(named, products, x)
@@ -283,6 +285,7 @@ def _products_by_key(x: Tensor, keys: Tensor, dim: int, like: Tensor) -> tuple[T
     keys has the shape of x, and is sorted along dim.
     """
     beyond = torch.full_like(keys.narrow(dim, 0, min(keys.shape[dim], 1)), -1)
+    # the scan has the product of a run at its last entry
     ends = keys.diff(dim=dim, append=beyond) != 0  # of runs of equal keys
     products = torch.where(ends, segmented_scan(x, keys, dim), 0.0)
     zeros = torch.zeros(like.shape, dtype=x.dtype, device=x.device)
@@ -384,7 +387,7 @@ def embedding_bag(
         input, include_last_offset = input.reshape(-1), False
         if per_sample_weights is not None:
             per_sample_weights = per_sample_weights.reshape(-1)
-    bags = _bags(input, offsets, include_last_offset, padding)
+    bags = _make_bags(input, offsets, include_last_offset, padding)
     return _reduce_bags(bags, weight, mode, per_sample_weights)[0]
 
 
@@ -404,7 +407,7 @@ def torch_embedding_bag(
     name = _MODES[mode]
     more = scale_grad_by_freq, name, sparse, per_sample_weights, include_last_offset, padding_idx
     y = embedding_bag(indices, weight, offsets, None, 2.0, *more)
-    bags = _bags(indices, offsets, include_last_offset, _padding_row(padding_idx, weight))
+    bags = _make_bags(indices, offsets, include_last_offset, _padding_row(padding_idx, weight))
     sizes = bags.sizes(torch.float64).to(indices.dtype)
     rows = _reduce_bags(bags, weight.detach(), name, None)[1] if name == "max" else sizes
     rows = y.new_zeros(y.shape).long() if rows is None else rows
@@ -450,6 +453,7 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     maxima = low.scatter_reduce(0, into, rows, "amax")
     attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
     place = torch.arange(n, device=rows.device).unsqueeze(-1)
+    # n, a place after all, stays where a bag has no entries
     last = torch.full((bags.num_bags + 1, width), n, device=rows.device)
     first = last.scatter_reduce(0, into, torch.where(attains, place, n), "amin")[: bags.num_bags]
     empty = first == n
@@ -457,7 +461,7 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(empty, 0.0, weight.gather(0, row)), torch.where(empty, 0, row)
 
 
-def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:
+def _make_bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _Bags:
     count = offsets.shape[0] - 1 if ends else offsets.shape[0]
     if count < 0:
         raise TorchValueError(
@@ -468,6 +472,7 @@ def _bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) -> _B
     if not count:
         bag = torch.zeros_like(bag)
     if padding is not None:
+        # into the bag after the last, which is cut off
         bag = torch.where(input == padding, count, bag)
     return _Bags(input, bag, count)
 

@@ -78,12 +78,14 @@ def det(A: Tensor) -> Tensor:
     change = torch.zeros_like(A.detach()).scatter_add(-1, index, W)  # W V^T
     B = torch.where(deficient[..., None, None], identity, A + change)
     sign, logarithm, X = _decompose(B, W)
+    # 1, with the derivatives of the determinant relative to itself, which does not overflow
     growth = (logarithm - logarithm.detach()).exp()
     if A.is_complex():
         growth = growth * sign * sign.detach().conj()
     rows = places[..., None].expand(*X.shape[:-2], places.shape[-1], X.shape[-1])
     rest = _det_up_to_3(identity[: W.shape[-1], : W.shape[-1]] - X.gather(-2, rows))
     product = torch.where(deficient, 0, regular_value * growth * rest)
+    # the value by A's own pivots, the derivatives by the regular matrix near it
     return value + (product - product.detach())
 
 
@@ -208,6 +210,7 @@ def _by_factors(A: Tensor) -> tuple[Tensor, Tensor]:
 
 def _permutation_sign(swaps: Tensor) -> Tensor:
     """The sign of the permutation of rows: swaps[i] says which row, from 1, took the place of row i."""
+    # each row that was swapped with another changes the sign
     unmoved = torch.arange(1, swaps.shape[-1] + 1, device=swaps.device)
     return 1 - 2 * ((swaps != unmoved).sum(-1) % 2)
 

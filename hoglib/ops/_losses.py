@@ -192,6 +192,7 @@ def multi_margin_loss(
         return F.multi_margin_loss(input, target, *given)
     x = upcast_half(input.reshape(rows, classes))
     index = target.reshape(rows, 1)
+    # the class itself takes no part: its margin is set to 0
     hinge = torch.relu(x + (margin - x.gather(1, index))).scatter(1, index, 0.0)
     loss = (hinge if p == 1 else hinge * hinge).sum(1) / classes
     if weight is not None:
@@ -347,6 +348,8 @@ def _mse(input: Tensor, target: Tensor, kind: int) -> Tensor:
 @full_precision(widen=True)
 def _huber(input: Tensor, target: Tensor, kind: int, delta: float) -> Tensor:
     d = upcast_half(input) - upcast_half(target)
+    # h (d - h / 2) is both pieces: d^2 / 2 for h = d, and delta (|d| - delta / 2) for the constant
+    # h = delta sign(d)
     h = torch.where(d.abs() < delta, d, d.detach().clamp(-delta, delta))
     # torch's gives the dtype of input, not the promoted one
     return reduce_loss(h * (d - h / 2), kind).to(input.dtype)
@@ -524,11 +527,13 @@ def _log_probability(
     arrows = torch.stack((free, torch.where(s > 0, free, LOG_ZERO), skips), 1)
     sources = torch.stack((s, s - 1, s - 2)).clamp(min=0).reshape(-1).expand(N, 3 * L)
     full = known == [T] * N
+    # a log probability of -inf becomes LOG_ZERO, with derivative 0
     emitted = p.gather(2, states.expand(T, N, L)).clamp(min=LOG_ZERO)
     a = torch.where(s == 0, free, LOG_ZERO)
     history = [a]
     for e in emitted.unbind(0)[: T if known is None else max(known)]:
         a = _logsumexp(a.gather(1, sources).unflatten(1, (3, L)) + arrows, e)
+        # inputs of several lengths end at several times, at which their states are picked below
         history = [a] if full else [*history, a]
     if not full:
         a = torch.stack(history).gather(0, steps.reshape(1, N, 1).expand(1, N, L)).squeeze(0)
@@ -540,6 +545,7 @@ def _log_probability(
 
 def _logsumexp(x: Tensor, more: Tensor) -> Tensor:
     """log sum_i exp(x[:, i]) + more; torch.logsumexp raises in reverse over forward mode."""
+    # constant: what the maximum adds to derivatives cancels
     top = x.detach().amax(1)
     return (x - top.unsqueeze(1)).exp().sum(1).log() + (top + more)
 

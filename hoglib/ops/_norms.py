@@ -123,6 +123,7 @@ class _RunningStatistics(NamedTuple):
             mean = x.mean(dims, keepdim=True)
             var = (x - mean).square().mean(dims)  # a third of the time of `torch.var`
             if 0 not in dims:
+                # instance norm has statistics for each sample, and keeps their average
                 mean, var = mean.reshape(x.shape[:2]).mean(0), var.mean(0)
             count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])
             self.move_toward(mean, var, count)
@@ -131,6 +132,7 @@ class _RunningStatistics(NamedTuple):
         """Move by `momentum` toward a mean and the biased variance of `count` values; in no_grad."""
         if self.mean is None or self.var is None:
             return
+        # of a single value there is no unbiased variance, as in torch
         unbiased = var * (count / (count - 1) if count > 1 else inf)
         for running, now in ((self.mean, mean), (self.var, unbiased)):
             old = running.to(now.dtype)
@@ -164,6 +166,7 @@ class FusedNorm(torch.autograd.Function):
     """
 
     runs_user_code = False
+    # saves mean and r, which forward computed: it is right inside its op alone
     part_of_an_op = True
 
     @staticmethod
@@ -180,6 +183,8 @@ class FusedNorm(torch.autograd.Function):
         needs, norm = ctx.needs_input_grad[:3], ctx.norm
         with without_stand_ins():
             if not plain_reverse_mode():
+                # forward mode or a transform came after forward: in torch's operations, which have
+                # all modes
                 grads = norm.gradients(g, x, weight)
             elif torch.is_grad_enabled():
                 grads = FusedNormGradient.apply(g, x, weight, bias, mean, r, norm)
@@ -220,6 +225,7 @@ class _Kernels:
 
     def __init__(self, x: Tensor, mu: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter) -> None:
         self.given, self.norm, self.r = (mu, r), norm, norm.along(r, x)
+        # in place, as nothing records this pass
         self.x, self.h = x, (x - norm.along(mu, x)).mul_(self.r)
         self.gh = dw
 
@@ -306,6 +312,7 @@ class _LayerNorm:
             dg = dg if a is None else torch.addcmul(dg, by.h, a)
             dg = dg if c is None else dg + c
         if needs[1]:
+            # -r / n: as many numbers have one r as a row has values
             k = by.r * (-by.r.numel() / v.numel())
             factor = k * self.sum_over_rows(v * by.h if vh is None else v, None, vh)
             factor = factor if w is None else factor * w
@@ -334,6 +341,7 @@ class _BatchNorm(_LayerNorm):
         return value.sum(self.dims(value))
 
     def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
+        # w is one number in each row, so that it stands before the sum
         found = self.along(self.sum_over_shares(value) if known is None else known, value)
         return found if weight is None else found * weight
 
@@ -596,6 +604,7 @@ def _normalize(
     inner = upcast_dtype(input.dtype)
     weight, bias = _cast(weight, inner), _cast(bias, inner)
     x = input if input.dtype == inner else input.to(inner)
+    # without dimensions after the channels, a row of instance norm is one value
     x = x if over_batch or x.dim() != 2 else x[..., None]
     dims = tuple(d for d in range(x.dim()) if d > 1 or (over_batch and d == 0))
     statistics = _RunningStatistics(None, None, momentum)

@@ -199,6 +199,7 @@ def sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(x)
 
 
+# not y > 0, so that the gradient of NaN passes, as with torch's kernel
 @_with_slope(lambda _, y: ~(y <= 0), keep="output", real=True)
 def relu(x: Tensor) -> Tensor:
     r"""Rectifier.
@@ -253,6 +254,7 @@ def power(x: Tensor, exponent: float) -> Tensor:
     return _power(x, validation.number("exponent", exponent))
 
 
+# at x = 0, n x^(n-1) of n = 0 would be 0 times infinity
 _power = _op(torch.pow, lambda x, n, _: n * torch.pow(x, n - 1) if n != 0 else 0.0, None)
 
 
@@ -639,7 +641,9 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
         tensor(False)
     """
     validation.torch_real("input", input)
+    # autograd saves x, which must not be what is written below
     x = upcast_half(input.clone() if inplace else input)
+    # hardtanh has a second derivative, of 0, and hardsigmoid's kernel none
     y = (F.hardtanh(x, -3.0, 3.0) / 6 + 0.5).to(input.dtype)
     return input.copy_(y) if inplace else y
 
@@ -666,6 +670,7 @@ def _with_slope_one(step: Callable[..., Tensor], constants: int = 0) -> Callable
     return define(step, partials, reference=reference, surrogate=True, keep="none")
 
 
+# a mask, which lets an infinite gradient through where it is open and none where it is closed
 _clamp = _op(torch.clamp, lambda x, low, high, _: (x >= low) & (x <= high), None, None)
 _clamp_straight_through = _with_slope_one(torch.clamp, constants=2)
 

@@ -76,6 +76,7 @@ def _make_product(name: str, product: _Product, act: _Activation | None = None) 
         x, weight, _, *options = saved.inputs
         by_x, by_weight, by_bias, *_ = saved.needs_input_grad
         if act is not None and grad is not None:
+            # of a holomorphic act the gradient goes back by the conjugate of act'
             grad = act.vjp(grad, conj(saved.outputs[-1]))
         # z is an output too: what the derivative of act' sends to it arrives here as grad_z
         u = sum_terms(g for g in (grad, grad_z) if g is not None)
@@ -566,6 +567,7 @@ def _conv(rank: int, x: Tensor, weight: Tensor, b: Tensor | None, options: ConvO
         pads, extra = tuple(n // 2 for n in totals), [n % 2 for n in totals]
     x, weight, b = cast_for_product(x, weight, b)
     if any(extra):
+        # F.pad counts dimensions from the last
         x = F.pad(x, [n for right in reversed(extra) for n in (0, right)])
     image = tuple(x.shape[-rank:])
     for size, pad, d, k in zip(image, pads, dilations, kernel, strict=True):
@@ -630,6 +632,7 @@ def _send_back(
         return (g.sum() * other.sum()).expand((x, weight)[which].shape)
     if not g.is_complex():
         return kernel(g, other)
+    # the kernel is linear in both, and takes real numbers: four products make a complex one
     real = kernel(g.real, other.real) - kernel(g.imag, other.imag)
     return torch.complex(real, kernel(g.real, other.imag) + kernel(g.imag, other.real))
 
@@ -650,11 +653,13 @@ def _reduction(name: str, share: Map, *, keep: bool = False) -> Callable[[Map], 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
         (x, dims), (y,), (shape, _) = saved.inputs, saved.outputs, saved.input_shapes
         kept = (conj(x), conj(y)) if keep else ()
+        # a share that is the same along a dimension takes no memory of the size of x
         return [share(grad, shape, dims, *kept).expand(shape), None]
 
     def jvp(saved: Saved, tangent: Tensor, _: None) -> Tensor:
         (x, dims), (y,) = saved.inputs, saved.outputs
         kept = (x, y) if keep else ()
+        # dy = sum_i share(dx_i), over the reduced dimensions, which stay
         return torch.sum(share(tangent, tangent.shape, dims, *kept), dims, True)
 
     def make(formula: Map) -> Map:

@@ -55,7 +55,10 @@ def sinc(input: Tensor) -> Tensor:
     if not _is_real(input):
         return torch.sinc(input)
     z = math.pi * input
+    # twelve terms of the series: below 1 the next one is less than 1e-25
     near = z.abs() < 1
+    # each branch gets arguments that it is finite for, since `where` multiplies the other's
+    # derivative by 0
     square, far = z.masked_fill(~near, 0.0).square(), z.masked_fill(near, 1.0)
     series = torch.zeros_like(z)
     for k in reversed(range(12)):
@@ -81,6 +84,7 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
     """torch's mish, which is x, to rounding, for large numbers; its second derivative overflows."""
     if inplace or only_plain_operations():
         return F.mish(input, inplace)
+    # x - mish(x) is about 2 x e^(-2x), 2e-16 at 20
     far = input > 20
     return torch.where(far, input, F.mish(input.masked_fill(far, 0.0)))
 
@@ -99,16 +103,16 @@ def power(input: Any, exponent: Any) -> Tensor:
 
 
 @stands_in_for(Tensor.__pow__, name=_POINTS["name"])
-def _operator(self: Tensor, other: Any) -> Tensor:
+def _pow_operator(self: Tensor, other: Any) -> Tensor:
     return power(self, other) if isinstance(other, Tensor) else Tensor.__pow__(self, other)
 
 
-def _slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
+def _power_slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
     base = x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0)
     return n * _powers(base, n - 1)
 
 
-_powers = define(torch.pow, [_slope, None], reference=torch.pow, keep="inputs")
+_powers = define(torch.pow, [_power_slope, None], reference=torch.pow, keep="inputs")
 
 
 @stands_in_for(torch.vander, name=_POINTS["name"])

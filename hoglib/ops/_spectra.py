@@ -4,6 +4,13 @@
 torch divides by the gaps between them, also where only their symmetric functions are taken, whose
 second derivatives exist: along A + t W, the eigenvectors of a cluster are those in which W is diagonal.
 And its forward mode of eigh takes the eigenvectors for constants.
+
+    A = V diag(L) V^H        K = V^H W V, along A' = W
+    L_i' = K_ii              V' = V X,  X_ij = K_ij / (L_j - L_i), and 0 for i, j of one cluster
+    in a cluster             V is replaced by V R, with R^H K R diagonal, and L' is that diagonal
+
+    gradient by L            G = V diag(g) V^H
+    along W                  g' = diag(R^H K R)        G by V: V (2 K_ij g_j), and 0 within a cluster
 """
 
 from functools import partial
@@ -61,6 +68,7 @@ def svdvals(A: Tensor, **kw: Any) -> Tensor:
     if _are_apart(seen) or not bool(cast(Tensor, values(A)).isfinite().all()):
         return found
     m, n = A.shape[-2:]
+    # by eigh, since the squares A A^H would lose half of the digits
     above = torch.cat([A.new_zeros(*A.shape[:-1], m), A], -1)
     below = torch.cat([A.mH, A.new_zeros(*A.shape[:-2], n, n)], -1)
     return eigvalsh(torch.cat([above, below], -2))[..., -min(m, n) :].flip(-1)
@@ -87,11 +95,12 @@ def _are_apart(S: Tensor) -> bool:
 def _clusters(L: Tensor) -> Tensor:
     """Which pairs of eigenvalues, in ascending order, are equal up to sqrt(eps), where the errors of
     taking them for equal and for different are the same."""
-    ids = _ids(L)
+    ids = _labels(L)
     return ids[..., :, None] == ids[..., None, :]
 
 
-def _ids(L: Tensor) -> Tensor:
+def _labels(L: Tensor) -> Tensor:
+    """The number of the cluster of each eigenvalue, ascending."""
     L = L.detach()
     apart = L.diff(dim=-1) > torch.finfo(L.dtype).eps ** 0.5 * L.abs().amax(-1, keepdim=True)
     return torch.cat([torch.zeros_like(L[..., :1]), apart.to(L.dtype).cumsum(-1)], -1)
@@ -115,15 +124,19 @@ def _rotation_of_clusters(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tens
     # of NaN, which other terms bring, there is none, and K shows it
     M = K.detach().masked_fill(~_clusters(L), 0.0).nan_to_num(0.0, 0.0, 0.0)
     size = torch.linalg.matrix_norm(M, keepdim=True)
-    R = torch.linalg.eigh(M / size.masked_fill(size == 0, 1.0) + 3 * _ids(L).diag_embed())[1]
+    # M / |M| has eigenvalues from -1 to 1: 3 more for each cluster keeps them apart, so that R
+    # mixes vectors within one alone
+    R = torch.linalg.eigh(M / size.masked_fill(size == 0, 1.0) + 3 * _labels(L).diag_embed())[1]
     return K, R
 
 
 def _diagonal(K: Tensor, R: Tensor) -> Tensor:
+    """diag(R^H K R)"""
     return (R.mH @ K @ R).diagonal(dim1=-2, dim2=-1).real
 
 
-def _with(V: Tensor, values: Tensor) -> Tensor:
+def _from_spectrum(V: Tensor, values: Tensor) -> Tensor:
+    """V diag(values) V^H"""
     return (V * values[..., None, :]) @ V.mH
 
 
@@ -134,7 +147,7 @@ def _eigh_vjp(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Te
     if by_L is not None:
         total = apply_function(_VALUES_GRADIENT, None, by_L, L, V, directions)
         if along is not None:
-            total = total + _with(along, by_L) - _with(V.detach(), by_L)
+            total = total + _from_spectrum(along, by_L) - _from_spectrum(V.detach(), by_L)
     if by_V is not None:
         X = V.mH @ by_V
         inside = X.detach().masked_fill(~_clusters(L).triu(1) & ~_clusters(L).tril(-1), 0.0)
@@ -159,7 +172,7 @@ def _eigh_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Any:
 
 
 def _values_forward(by_L: Tensor, L: Tensor, V: Tensor, _: Directions) -> Tensor:
-    return _with(V, by_L)
+    return _from_spectrum(V, by_L)
 
 
 def _values_vjp(saved: Saved, W: Tensor) -> list[Tensor | None]:
@@ -174,7 +187,7 @@ def _values_vjp(saved: Saved, W: Tensor) -> list[Tensor | None]:
 def _values_jvp(saved: Saved, tg: Any, tL: Any, tV: Any, *_: Any) -> Tensor:
     by_L, L, V, directions = saved.inputs
     directions.warn(_treated_unequally(by_L, L), _CLOSE)
-    found = torch.zeros_like(V) if tg is None else _with(V, tg)
+    found = torch.zeros_like(V) if tg is None else _from_spectrum(V, tg)
     if tV is not None:
         half = (tV * by_L[..., None, :]) @ V.mH
         found = found + half + half.mH

@@ -77,6 +77,8 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     decided = AMBIENT.on_wrong
     if on_wrong is not None and decided is None:
         decided = validation.choice("on_wrong", on_wrong, ACTIONS)
+    # inside another one, or an entry point, which enters stand-ins itself, there is an examination
+    # already
     examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
     with inside(on_wrong=decided), torch_internals.eagerly(), examined, _StandIns(wanted=True):
         yield
@@ -103,6 +105,7 @@ class _StandIns:
         if self._wanted and AMBIENT.stand_ins is None:
             mode = _SecondOrder()
             mode.__enter__()
+            # scripted code makes no call that a mode sees
             self._scripts = torch_internals.watching_scripts()
             self._scripts.__enter__()
             self._entered = AMBIENT.stand_ins = mode
@@ -200,6 +203,7 @@ class _SecondOrder(StandInMode):
                     result = copy(*args, **kwargs)
                     if func in _RUNS_BACKWARD:
                         _report_by_hand(func, args, kwargs)
+                # without create_graph the gradient is a constant, of forward mode too
                 first = func is torch.autograd.grad and torch_internals.forward_mode_active()
                 if first and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
@@ -260,6 +264,8 @@ def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
     def fresh(x: Tensor) -> Tensor:
         return torch_internals.first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
 
+    # outside of the transforms, in which Functions and graphs are not seen; nothing of the run is
+    # to stay
     with torch_internals.without_transforms(), preserve_random_state(), torch.enable_grad():
         copies = pytree.map_tensors(fresh, (args, kwargs))
         return operator(*copies[0], **copies[1])
@@ -268,6 +274,7 @@ def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
 @functools.cache
 def _replacements() -> dict[Any, Callable[..., Any]]:
     """What runs in the place of each torch callable."""
+    # what a mode sees of `x.data` is a call of its descriptor
     own = {original: op for original, (_, op) in _table_rows().items()}
     data: Any = Tensor.data
     return own | {data.__get__: torch_internals.get_data, data.__set__: torch_internals.set_data}
@@ -277,6 +284,7 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 def _table_rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
     """The row of each torch callable, and what runs in its place."""
     table = {old: (row, op) for row in stand_in_table() for old, op in row.replaces.items()}
+    # a function that has a row of its own keeps it
     table = by_operator(table) | table
     for row in stand_in_table():
         for original in row.refuses:
@@ -335,6 +343,7 @@ def without_override_check(
     may call Python code.
     """
     if func not in _RUNS_BACKWARD:
+        # compared by name, since the code of a function holds names: more are copied than need it
         known = calls or {getattr(original, "__name__", "") for original in _replacements()}
         if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
             return None

@@ -85,6 +85,7 @@ STAND_INS = (
 
 def _updates_nothing(running_mean: Tensor, running_var: Tensor, **given: Any) -> Tensor:
     """`torch.batch_norm` for an operator that returns the new running statistics."""
+    # in training the statistics of the batch alone, in evaluation those that are given
     used = (None, None) if given["training"] else (running_mean, running_var)
     return torch_batch_norm(running_mean=used[0], running_var=used[1], **given)
 
@@ -92,6 +93,7 @@ def _updates_nothing(running_mean: Tensor, running_var: Tensor, **given: Any) ->
 def _in_layout_of_query(**given: Any) -> Tensor:
     """Attention in the layout of torch's operator, which programs go on to view."""
     query, y = given["query"], ops.scaled_dot_product_attention(**given)
+    # dimensions from the outermost to the innermost in the query's memory
     order = sorted(range(y.dim()), key=query.stride, reverse=True)
     return y.permute(order).contiguous().permute([order.index(d) for d in range(y.dim())])
 
@@ -160,6 +162,7 @@ def _run(
                 named[name] = words[named[name] or 0]
         found = op(**named)
     else:
+        # by place up to the last one that was given; defaults fill what was left out between
         last = max((k for k, a in enumerate(positional) if a.name in named), default=-1)
         values = [named.pop(a.name, a.default_value) for a in positional[: last + 1]]
         found = op(*values, **named)

@@ -26,7 +26,7 @@ from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.report import Report, Row, Rows
-from hoglib.verification.subject import Chosen, Subject, lifted
+from hoglib.verification.subject import Restriction, Subject, lifted
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -168,6 +168,7 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
         judged, line = False, error_line(error)
         where = f" A run of it ended at {line}." if line else ""
         rows.append(Row("checks", "warn", None, f"not judged: what follows from there.{where}"))
+    # stable: causes come first, and all others stay in the order of the checks
     rows.sort(key=lambda row: not attribution.is_culprit(row))
     return Report(name, rows, judged=judged)
 
@@ -195,31 +196,30 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
     if as_function(subject.fn) is None and marked:
         yield from _functions_apart(subject)
         options = replace(options, orders=())
+    # at the inputs, and beside them: the user's own may lie on a kink, where differences decide
+    # nothing
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
     if options.surrogate:
         text = "declared a surrogate: it differs from the derivative on purpose."
         yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
-        known = list(derivatives.first_order())
-        status, found = _row_status(known, FIRST), None
-        if status == "fail":
-            found = _structured_derivatives(derivatives)
-        if status != "pass":
-            found = found or _phase_fixed_derivatives(derivatives, status)
-        derivatives, known = found or (derivatives, known)
-        yield from known
-    for order in (2, 3, 4):
-        if order in options.orders:
-            judged = list(derivatives.higher_order(order))
-            yield from judged
-            right = order == 2 and all(row.status in ("pass", "skip") for row in judged)
-            if right and not options.surrogate:
-                if as_function(subject.fn) is not None:
-                    yield from _other_values(subject, options)
-                elif _rounds_values(subject):
-                    yield from _functions_alone(subject)
+        # orders above the first are differences of it, so that they keep the same directions
+        derivatives, rows = _first_derivatives(derivatives)
+        yield from rows
+    for order in (order for order in options.orders if order > 1):
+        rows = list(derivatives.higher_order(order))
+        yield from rows
+        # other values are tried only where the second derivative is right here: one that is wrong
+        # needs no more evidence
+        right = order == 2 and all(row.status in ("pass", "skip") for row in rows)
+        if right and not options.surrogate:
+            if as_function(subject.fn) is not None:
+                yield from _other_values(subject, options)
+            elif _rounds_values(subject):
+                yield from _functions_alone(subject)
     differences = derivatives.found
+    # beside the inputs: a cause is measured by differences, which a kink would spoil
     yield from attribution.attribution_rows(subject, points[-1], differences)
     first = differences.get(FIRST)
     if first is not None and first.wrong:
@@ -239,15 +239,72 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         yield row
 
 
+def _treatment_notes(subject: Subject) -> Rows:
+    """How the function and the inputs were treated, where that is not obvious."""
+    if uncompiled(subject.fn) is not subject.fn:
+        text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
+        yield Row("compiled", "warn", None, text + "a custom Function in it, a wrong one.")
+    if subject.refused:
+        where = f"in {subject.dtype}"
+        if subject.half is not None:
+            where = "there, by means over many points,"
+        how = "not the precision that it computes in" if subject.computes_narrow else "refused"
+        text = f"{how} ({subject.refused}); checked {where} with wider tolerances."
+        yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
+    if subject.symmetric:
+        names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
+        text = (
+            f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "
+            "is not symmetric. Derivatives are taken along symmetric matrices, where all conventions "
+            "for the gradient agree."
+        )
+        yield Row(OTHER_DIRECTIONS, "skip", None, text)
+    if subject.constants:
+        text = (
+            f"{', '.join(subject.constants)}: treated as constant, such as a mask or a target, because "
+            "the values are integers or the name says so, and there is no gradient. To check its "
+            "derivatives, set requires_grad on it and on the other inputs."
+        )
+        yield Row("constants", "warn", None, text)
+
+
+def _functions_apart(subject: Subject) -> Rows:
+    """Each custom Function by itself, where one is a surrogate: the gradient of the whole differs from
+    its derivative on purpose."""
+    functions = (app.function for app in subject.applications)
+    marked = ", ".join(function.__name__ for function in functions if is_surrogate(function))
+    text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
+    yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
+    for name, verdict in _examine_each(subject):
+        status = {"right": "pass", "wrong": "fail"}.get(verdict.status, "warn")
+        yield Row(f"{ALONE} {name}", status, None, verdict.text)
+
+
+def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
+    for app in subject.applications:
+        yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
+
+
+# Derivatives, under a restriction or none, and the rows of the first ones.
+Mended = tuple[Derivatives, list[Row]]
+
+
+def _first_derivatives(derivatives: Derivatives) -> Mended:
+    """The derivatives, and the rows of the first ones; under a restriction that mends these, if any."""
+    rows = list(derivatives.first_order())
+    status, mended = _row_status(rows, FIRST), None
+    if status == "fail":
+        mended = _structured_derivatives(derivatives)
+    if status != "pass":
+        mended = mended or _phase_fixed_derivatives(derivatives, status)
+    return mended or (derivatives, rows)
+
+
 def _row_status(rows: Iterable[Row], name: str) -> str:
     return next((row.status for row in rows if row.name == name), "")
 
 
-# Derivatives, and the rows of the first ones
-Restricted = tuple[Derivatives, list[Row]]
-
-
-def _structured_derivatives(without: Derivatives) -> Restricted | None:
+def _structured_derivatives(without: Derivatives) -> Mended | None:
     """The derivatives along directions that keep a structure of the arguments, if the first one, which
     is wrong along all directions, is right along these; the second one too, if there is such a
     structure."""
@@ -255,7 +312,7 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
     if off.raised is not None:
         return None
     subject = without.subject
-    kept: Chosen = {}
+    kept: Restriction = {}
     rows: list[Row] = []
     for chosen in subject.restrictions():
         derivatives = without.again()
@@ -263,6 +320,8 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
             found = list(derivatives.first_order())
             if _row_status(found, FIRST) == "pass":
                 right = derivatives.are_right()
+                # the first structure that mends the first derivative stays, unless one mends the
+                # second too
                 if right or not kept:
                     kept, rows = chosen, found
                 if right:
@@ -275,7 +334,7 @@ def _structured_derivatives(without: Derivatives) -> Restricted | None:
     return without.again(), [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
-def _phase_fixed_derivatives(without: Derivatives, status: str) -> Restricted | None:
+def _phase_fixed_derivatives(without: Derivatives, status: str) -> Mended | None:
     """The derivatives with the signs or phases of the outputs fixed, if the first one is right then.
 
     One that depends on the signs that an algorithm chooses does not exist where they change, so that
@@ -317,58 +376,12 @@ def _functions_alone(subject: Subject) -> Rows:
             yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
 
 
-def _functions_apart(subject: Subject) -> Rows:
-    """Each custom Function by itself, of a function with a surrogate in it, from which the derivative
-    of the whole differs on purpose."""
-    functions = (app.function for app in subject.applications)
-    marked = ", ".join(function.__name__ for function in functions if is_surrogate(function))
-    text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
-    yield Row(FIRST, "skip", None, f"{text} Each Function in it is verified by itself.")
-    for name, verdict in _examine_each(subject):
-        status = {"right": "pass", "wrong": "fail"}.get(verdict.status, "warn")
-        yield Row(f"{ALONE} {name}", status, None, verdict.text)
-
-
-def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
-    for app in subject.applications:
-        yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
-
-
 def _rounds_values(subject: Subject) -> bool:
     """Whether it computes in less than float64."""
     watch = PrecisionWatch()
     with watch:
         subject.map(*subject.x)
     return subject.dtype != torch.float64 or bool(watch.rounded)
-
-
-def _treatment_notes(subject: Subject) -> Rows:
-    """How the function and the inputs were treated, where that is not obvious."""
-    if uncompiled(subject.fn) is not subject.fn:
-        text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
-        yield Row("compiled", "warn", None, text + "a custom Function in it, a wrong one.")
-    if subject.refused:
-        where = f"in {subject.dtype}"
-        if subject.half is not None:
-            where = "there, by means over many points,"
-        how = "not the precision that it computes in" if subject.computes_narrow else "refused"
-        text = f"{how} ({subject.refused}); checked {where} with wider tolerances."
-        yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
-    if subject.symmetric:
-        names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
-        text = (
-            f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "
-            "is not symmetric. Derivatives are taken along symmetric matrices, where all conventions "
-            "for the gradient agree."
-        )
-        yield Row(OTHER_DIRECTIONS, "skip", None, text)
-    if subject.constants:
-        text = (
-            f"{', '.join(subject.constants)}: treated as constant, such as a mask or a target, because "
-            "the values are integers or the name says so, and there is no gradient. To check its "
-            "derivatives, set requires_grad on it and on the other inputs."
-        )
-        yield Row("constants", "warn", None, text)
 
 
 def _contract_rows(subject: Subject, options: Options, derivatives: Derivatives) -> Rows:

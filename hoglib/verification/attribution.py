@@ -41,7 +41,7 @@ from hoglib.verification.subject import Application, Subject, application, appli
 LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
 LOST_NARROW = 0.03  # the same in other dtypes
 WORTH_SAYING = 1e-3  # of what is lost
-DRAWS = 4
+COVECTORS = 4
 WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd sees
 
 Moves = dict[int, Tensor] | None  # by argument
@@ -182,6 +182,8 @@ class Diagnosis:
         for label, value in slots.items():
             if is_float(value) and id(value) in owned:
                 above, below = (end[label] for end in ends)
+                # a leaf of its own for each slot, though two may hold one tensor: the term of each
+                # is measured alone
                 slots[label] = value.detach().clone().requires_grad_()
                 leaves[label] = slots[label], ((above - below) / (2 * self._step)).detach()
         record = run.record.with_slots(slots, in_jvp=self._in_jvp)
@@ -204,7 +206,7 @@ class Diagnosis:
         own = [leaf for leaf, _ in leaves.values()]
         lost = dict.fromkeys(self._terms, 0.0)
         whole = 0.0
-        for _ in range(DRAWS):
+        for _ in range(COVECTORS):
             w = [random_like(r, self._random) for r in seen]
             grads = calls.grad(seen, own, w, retain_graph=True) if own else []
             pairs = zip(leaves.items(), grads, strict=True)
@@ -213,7 +215,7 @@ class Diagnosis:
                 expected = _dot(w, term)
                 lost[label] += (expected - carried.get(label, 0.0)) ** 2
                 whole += expected**2
-        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5
+        return {k: (v / COVECTORS) ** 0.5 for k, v in lost.items()}, (whole / COVECTORS) ** 0.5
 
     # Which of them do harm.
 
@@ -250,6 +252,7 @@ class Diagnosis:
                 guilty.append(cut)
         if least > self._least * size:
             guilty += [one for one in detached if not one.repairable]
+        # where none does harm alone, as two on one path, all are named
         return guilty or (detached if self._lost_after_repair([]) > self._least * size else [])
 
     def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
@@ -310,7 +313,7 @@ def attribution_rows(subject: Subject, x: list[Tensor], found: Found) -> Rows:
                 continue
             mode = "over-forward" if in_jvp else "reverse-over-reverse"
             raised = any(name.endswith(mode) for name in raising)
-            rule = _Rule(app, in_jvp, len(apps) > 1)
+            rule = _RuleReport(app, in_jvp, len(apps) > 1)
             for row in rule.rows(moves, right_once=right_once, raises=raises, raised=raised):
                 named |= row.status == "fail"
                 yield row
@@ -346,7 +349,7 @@ def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Row
         if len(app.by) == len(x):
             by = tuple(app.by[j] for j in subset)
             moves = {i: move for i, move in (moves or {}).items() if i in by}
-            yield from _Rule(app._replace(by=by), False, False).rows(moves, right_once=True)
+            yield from _RuleReport(app._replace(by=by), False, False).rows(moves, right_once=True)
 
 
 def is_culprit(row: Row) -> bool:
@@ -391,9 +394,9 @@ def _wrong_alone(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
             yield name, f"{one.wrong}{ratio(one)}. Verify {name} by itself."
 
 
-MOST = 200  # calls
+MAX_CALLS = 200  # calls
 
-OWN = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
+OF_TORCH = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
 
 
 def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows:
@@ -412,7 +415,7 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
             if fault:
                 at = f" at {place}" if place else ""
                 library = getattr(func, "namespace", "aten")
-                whose = "torch's own " if library in OWN else f"the operator {library}::"
+                whose = "torch's own " if library in OF_TORCH else f"the operator {library}::"
                 text = (
                     f"{whose}{called}{at} is at fault: its derivative in {title} is wrong or "
                     f"missing: {fault}. Use another mode, or another operation."
@@ -448,7 +451,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         live, made = (any(map(requires_grad, pytree.leaves(x))) for x in ((args, kwargs), result))
-        if live and made and len(self.calls) < MOST:
+        if live and made and len(self.calls) < MAX_CALLS:
             line = source_location.torch_call_line()
             self.calls.append((func, detached_copy(args), detached_copy(kwargs), line))
         return result
@@ -489,7 +492,7 @@ FIXES = {
 }
 
 
-class _Rule(NamedTuple):
+class _RuleReport(NamedTuple):
     """A backward or a jvp that may lose a derivative, and the writer of the rows that say so."""
 
     app: Application

@@ -70,7 +70,7 @@ def layout_of(x: Tensor) -> Layout | None:
 
 
 def laid_out(x: Tensor, layout: Layout) -> Tensor:
-    """x in new memory of that layout, differentiable; of a repeated dimension, the first element."""
+    """x in new memory of that layout, differentiable; a repeated dimension keeps its first element."""
     strides, extent = [0] * x.dim(), 1
     for d in layout.order:
         strides[d] = extent + (d in layout.gaps)
@@ -168,7 +168,7 @@ def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tenso
 
 def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **more: Any) -> Vector:
     """The gradients of the weighted sum of those outputs that have a graph; zeros if none has. With
-    unhandled=True a mode sees what backward calls, which otherwise handles the call as one."""
+    unhandled=True a mode does not handle this call itself, so that it sees what backward calls."""
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
     if not live:
@@ -179,7 +179,7 @@ def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **mo
 
 
 def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
-    """(x, t) -> J(x) t, in forward mode; by torch.func, which can do it twice, or without."""
+    """(x, t) -> J(x) t, in forward mode: by torch.func, which nests, or by dual tensors."""
 
     def map_(*given: Tensor) -> list[Tensor]:
         x, t = given[:count], given[count:]
@@ -314,6 +314,8 @@ class Call:
         """All leaves of what fn returns for these variables, rearranged by `before`."""
         if self.reseed:
             seed_all()
+        # copies at each call: fn may write to its constants, and the next call needs them as they
+        # were
         values = [fresh(x) for x in self._values]
         variables_in = zip(self.positions, variables, self.complex_variables, strict=True)
         for j, (slot, x, parts) in enumerate(variables_in):
@@ -424,7 +426,7 @@ def real(value: Tensor) -> Tensor:
 # Matrix products in full precision, and modes that notice where float64 numbers lose digits.
 
 _BACKENDS: Any = torch.backends  # its members are made at run time
-_OPERATORS: tuple[Any, ...] = (
+_PRECISION_OWNERS: tuple[Any, ...] = (
     _BACKENDS.cuda.matmul,
     _BACKENDS.mkldnn.matmul,
     _BACKENDS.mkldnn.conv,
@@ -438,7 +440,7 @@ _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precis
 def exact_products() -> Iterator[None]:
     """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
     settings: list[tuple[Any, str, Any]] = [(_BACKENDS, "fp32_precision", "ieee")]
-    settings += [(one, "fp32_precision", "ieee") for one in _OPERATORS]
+    settings += [(one, "fp32_precision", "ieee") for one in _PRECISION_OWNERS]
     settings += _cudnn_settings()
     settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
     with settable_precisions(), replaced(settings):
@@ -535,14 +537,14 @@ def _loses_digits(tensor: Tensor) -> bool:
 
 # In which dtype a function is judged: float64, unless it refuses that, or works in less anyway.
 
-POINTS = 6
+LINE_POINTS = 6
 # In units of rounding. Noise of float64 numbers is far less; more is no rounding, but a step of the
 # function.
-NOISE = (1 / 60, 840.0)
-LEAST = 1e-4  # of the largest element: less is what cancellation leaves
+STEP_SIZES = (1 / 60, 840.0)
+NEGLIGIBLE = 1e-4  # of the largest element: less is what cancellation leaves
 
 
-class Chosen(NamedTuple):
+class DtypeChoice(NamedTuple):
     """A call, and why it is not in float64."""
 
     call: Call
@@ -551,7 +553,7 @@ class Chosen(NamedTuple):
     half: torch.dtype | None = None  # the dtype, if that is half precision
 
 
-def call_for(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> Chosen:
+def call_for(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> DtypeChoice:
     """The call in float64; in its own dtypes if only these get as far as a second derivative; in
     float32 if it computes in float32 anyway. Raises its error if it does not run at all.
 
@@ -563,36 +565,39 @@ def call_for(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> Chos
     call = Call(fn, inputs, None if own_dtype else torch.float64)
     validation.something_to_differentiate_by(call.names, call.point)
     if own_dtype:
-        _run(call)
-        return _in_half(call) or Chosen(call, "it runs code that is not torch's")
+        _run_and_adapt(call)
+        return _in_half(call) or DtypeChoice(call, "it runs code that is not torch's")
     reached, error = _stage_reached(call)
+    # float64 may be what stops it: its own dtypes are taken if they get further
     if error is not None and any(x.dtype != torch.float64 for x in Call(fn, inputs, None).point):
         own = Call(fn, inputs, None)
         if _stage_reached(own)[0] > reached:
-            return _in_half(own) or Chosen(own, format_error(error))
+            return _in_half(own) or DtypeChoice(own, format_error(error))
     if error is not None:
         if reached == 0:
             raise error
-        return Chosen(call)
+        return DtypeChoice(call)
     if (half := _in_half(call)) is not None:
         return half
     watch = PrecisionWatch()
     with watch:
         _stage_reached(call)
+    # a narrow number somewhere is a fault only if results show it, by steps where float64 is smooth
     met = watch.rounded or watch.met or watch.foreign
-    if not (met and _is_noisy(call)):
-        return Chosen(call)
+    if not (met and _moves_in_steps(call)):
+        return DtypeChoice(call)
     narrow = Call(fn, inputs, torch.float32)
     narrow.clone, narrow.needs_graph = call.clone, call.needs_graph
     if _stage_reached(narrow)[0] < reached:
-        return Chosen(call)
+        return DtypeChoice(call)
     given_double = any(x.dtype == torch.float64 for x in Call(fn, inputs, None).point)
     if given_double and not _second_derivatives_agree(call, narrow):
-        return Chosen(call)  # a cast that copies, which it does in float64 only, cuts its graph
-    return Chosen(narrow, f"it computes in float32: {met}", computes_narrow=True)
+        # a cast that copies, which it does in float64 only, cuts its graph
+        return DtypeChoice(call)
+    return DtypeChoice(narrow, f"it computes in float32: {met}", computes_narrow=True)
 
 
-def _in_half(call: Call) -> Chosen | None:
+def _in_half(call: Call) -> DtypeChoice | None:
     """The choice for what computes in half precision, if it rounds to that and its values or gradients
     show it; the inputs stay what they are, as all else may be of a higher precision."""
     if any(is_half(x) for x in call.point):
@@ -600,11 +605,11 @@ def _in_half(call: Call) -> Chosen | None:
     watch = HalfWatch()
     with watch:
         _stage_reached(call)
-    if watch.dtype is None or not _is_noisy(call, torch.finfo(watch.dtype).eps):
+    if watch.dtype is None or not _moves_in_steps(call, torch.finfo(watch.dtype).eps):
         return None
     name = str(watch.dtype).removeprefix("torch.")
     at = f" at {watch.where}" if watch.where else ""
-    return Chosen(call, f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
+    return DtypeChoice(call, f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
 
 
 def _stage_reached(call: Call) -> tuple[int, Exception | None]:
@@ -612,7 +617,7 @@ def _stage_reached(call: Call) -> tuple[int, Exception | None]:
     first derivatives, 3 for second ones."""
     reached = 0
     try:
-        _run(call)
+        _run_and_adapt(call)
         reached = 1
         leaves, values = at_leaves(call.differentiable, call.point)
         grads = grad(values, leaves, create_graph=True, unhandled=True)
@@ -635,9 +640,9 @@ def _second_derivatives_agree(wide: Call, narrow: Call) -> bool:
     return all(max_abs(a - b) <= 0.03 * max(max_abs(a), max_abs(b)) + 1e-6 for a, b in pairs)
 
 
-def _run(call: Call) -> list[Any]:
-    """Run it, on copies if it changes its inputs and says so, which autograd allows for no leaf; and
-    note whether it runs on inputs that require grad only."""
+def _run_and_adapt(call: Call) -> list[Any]:
+    """Runs the call, and sets how it has to be made: `clone` if fn changes its inputs and declares it,
+    which autograd allows for no leaf; `needs_graph` if it runs on inputs that require grad only."""
     try:
         found = call.run_with_grad()
     except RuntimeError as error:
@@ -652,7 +657,7 @@ def _run(call: Call) -> list[Any]:
     return found
 
 
-def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
+def _moves_in_steps(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     """Whether values or gradients move in steps of the size of eps, where float64 numbers are smooth.
 
     Along a line of points less than eps apart, second differences of a smooth function are rounding.
@@ -663,14 +668,14 @@ def _is_noisy(call: Call, eps: float = torch.finfo(torch.float32).eps) -> bool:
     v = [random_like(x, random) * element_scales(x) * eps / 2 for x in call.point]
     try:
         with replaced([(call, "reseed", True)]):
-            ends = [_values_and_gradients(call, k, v, k * eps / 2) for k in range(1, POINTS)]
+            ends = [_values_and_gradients(call, k, v, k * eps / 2) for k in range(1, LINE_POINTS)]
     except Exception:  # reported by the derivative checks
         return False
     for line in zip(*ends, strict=True):
         size = torch.stack([y.abs() for y in line]).amax(0)
-        counts = size > LEAST * max(map(max_abs, line))
+        counts = size > NEGLIGIBLE * max(map(max_abs, line))
         near, far = _second_difference(line, 1), _second_difference(line, 2)
-        least, most = eps * NOISE[0], min(eps * NOISE[1], 0.5)
+        least, most = eps * STEP_SIZES[0], min(eps * STEP_SIZES[1], 0.5)
         steps = (least * size < near) & (near < most * size) & (far < 2.5 * near)
         if bool((steps & counts).any()):
             return True
@@ -691,6 +696,7 @@ def _values_and_gradients(call: Call, k: int, v: Tensors, moved: float) -> list[
     point = [x + k * d for x, d in zip(call.point, v, strict=True)]
     leaves, values = at_leaves(call.differentiable, point)
     random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
+    # the second of each pair is how the first one moves
     incoming = [(random_like(y, random), random_like(y, random)) for y in values]
     grads = grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])
     return [t.detach().double() for t in (*values, *grads)]

@@ -27,7 +27,7 @@ from hoglib.verification.report import Row, Rows
 from hoglib.verification.subject import Subject
 
 REFUSED = "forward refuses it with an error: {error}"
-DRAWS = "it draws random numbers, which differ for another layout or dtype."
+DRAWN = "it draws random numbers, which differ for another layout or dtype."
 
 
 @final
@@ -46,6 +46,7 @@ class Baseline:
         self.second: list[Tensor] | None = None
         with suppress(Exception):  # reported by the derivative checks
             self.second = self.second_derivative(self.f, self.all_inputs)
+        # half of the digits: two ways to one number round differently
         self.tolerance = float(subject.eps**0.5)
         # smaller differences may come from a sum whose terms cancel
         self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
@@ -160,7 +161,7 @@ def state(base: Baseline) -> Row:
     return base.compared(name, (text, found, base.first))
 
 
-MOST_SUBSETS = 14
+MAX_SUBSETS = 14
 
 UNDEFINED = (
     "An incoming gradient may be None (undefined): ask `if g is not None`, or leave "
@@ -212,7 +213,7 @@ def _choose_subsets(count: int) -> list[tuple[int, ...]]:
     """Each input alone, and all but each: of up to three inputs, every proper subset."""
     singles = [(j,) for j in range(count)]
     others = [tuple(k for k in range(count) if k != j) for j in range(count)]
-    return [*dict.fromkeys([*singles[:MOST_SUBSETS], *others[:MOST_SUBSETS]])]
+    return [*dict.fromkeys([*singles[:MAX_SUBSETS], *others[:MAX_SUBSETS]])]
 
 
 def outputs_alone(base: Baseline) -> Row:
@@ -272,7 +273,7 @@ MEMORY = (
 def layouts(base: Baseline) -> Rows:
     """The same numbers in another memory layout."""
     handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
-    reason = DRAWS if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
+    reason = DRAWN if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
     name = "layout: non-contiguous inputs"
     yield Row(name, "skip", None, reason) if reason else _with_layout(base, name, strided, None)
     yield from gradient_layouts(base)
@@ -303,7 +304,7 @@ def _with_layout(
     if row.status == "fail":
         return row
 
-    def run() -> Twice:
+    def run() -> Orders:
         second = base.second is not None
         return base.gradient(f), base.second_derivative(f, base.all_inputs) if second else None
 
@@ -311,10 +312,10 @@ def _with_layout(
 
 
 # The gradient, and the second derivative, if there is one.
-Twice = tuple[list[Tensor], list[Tensor] | None]
+Orders = tuple[list[Tensor], list[Tensor] | None]
 
 
-def _same_in_layout(base: Baseline, name: str, run: Callable[[], Twice], right: Twice) -> Row:
+def _same_in_layout(base: Baseline, name: str, run: Callable[[], Orders], right: Orders) -> Row:
     first, second = right
     try:
         found, twice = run()
@@ -329,13 +330,14 @@ def _stride_zero_gradients(base: Baseline) -> Row:
     """The gradient of a sum, which is one number expanded, against a contiguous one."""
     call, which = base.subject.call, base.subject.output_indices
 
-    def run(after: calls.Arrange) -> Twice:
+    def run(after: calls.Arrange) -> Orders:
         leaves, values = calls.at_leaves(call.map(which, after=after), base.x)
         total = torch.stack([y.sum() for y in values]).sum()
         first = calls.grad([total], leaves, create_graph=base.second is not None)
         graphed = any(g.requires_grad for g in first)
         return first, calls.grad(first, leaves, base.w) if graphed else None
 
+    # the product sends the same gradient back, written out in memory
     right = run(lambda y: (y * torch.ones_like(y)).sum())
     return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), right)
 
@@ -344,6 +346,7 @@ def strided(x: Tensor) -> Tensor:
     """x, stored with its dimensions reversed and gaps between elements."""
     order = tuple(reversed(range(x.dim())))
     turned = x.permute(order)
+    # every second element of a stack with zeros
     return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)
 
 
@@ -360,7 +363,7 @@ OFF = {
 def in_float32(base: Baseline) -> Row:
     """The gradient in float32 against that of the same rounded inputs."""
     name, subject = "dtype: float32", base.subject
-    skipped = DRAWS if subject.draws else ""
+    skipped = DRAWN if subject.draws else ""
     if subject.dtype != torch.float64:
         skipped = f"it was checked in {subject.dtype}, as float64 is refused."
     if subject.half is not None:
@@ -425,6 +428,7 @@ def vmap_fault(base: Baseline) -> str:
         ("the value under vmap over all inputs", f, [0] * n, batch, [f(*x) for x in points])
     ]
     for j, name in enumerate(base.names):
+        # one input with its batch dimension last, which a rule that ignores in_dims mistakes
         mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
         loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
         dims = [*alone[:j], -1, *alone[j + 1 :]]
@@ -543,6 +547,7 @@ def _off_from(
     if len(ours) != len(right):
         return inf, f"the reference gives {len(right)} outputs, the function {len(ours)}."
     size = max(map(max_abs, x[:n]), default=0.0)
+    # derivatives are small beside the values where terms cancel: the values count
     size = max(1e-3 * size, *map(max_abs, values)) if order else size
     worst = 0.0
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):

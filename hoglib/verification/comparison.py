@@ -265,9 +265,9 @@ def agreement(
     return Row(row, "pass", worst)
 
 
-DRAWS = 2  # covectors of an output
-COARSE = 1e-3  # a tolerance, that of a dtype narrower than float64
-GRAIN = 1e-10  # values that are coarser than this are those of a dtype narrower than float64
+COVECTORS = 2  # covectors of an output
+COARSE_ATOL = 1e-3  # a tolerance, that of a dtype narrower than float64
+COARSE_GRAIN = 1e-10  # values that are coarser than this are those of a dtype narrower than float64
 FEW = 30  # roundings
 TRUST = 5.0  # the error of a difference may be this many times its estimate
 DROWNED = "their noise exceeds the derivative"
@@ -289,6 +289,8 @@ def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrep
             if bool((w[~known] != 0).any()):
                 found.problem = found.problem or one.problem
                 continue
+            # NaN beside elements that differences do not know, as at the edge of a domain, is no
+            # fault; where all are known it is one, which is noted below
             if got != got and not bool(known.all()):
                 found.problem = found.problem or "its gradient is NaN there"
                 concluded.add(one.column)
@@ -301,7 +303,7 @@ def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrep
             reach, noise = _random_sum(w), TRUST * _random_sum(errors)
             rounding = allowed = noise + bounds.natural * one.scale(i) * reach
             if moves:  # an exact zero was not rounded
-                coarse = bounds.atol > COARSE or bounds.measured
+                coarse = bounds.atol > COARSE_ATOL or bounds.measured
                 varying = float((w * (one.values[i] != 0)).norm()) if coarse else reach
                 # the error that is rounding, whatever the value
                 floor = FEW * one.grains[i] * one.scale(i) if bounds.measured else one.floors[i]
@@ -366,20 +368,20 @@ def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Te
         return [w for w in eye.reshape(-1, *like.shape) if bool(known[w != 0].all())]
     share = 1.0 / (sizes + max(1e-3, bounds.atol) * (max_abs(sizes) or 1.0))
     share = torch.where(known, share / share.max(), 0.0)
-    draws = [random_like(like, random) * share for _ in range(DRAWS)]
-    if bounds.atol > COARSE or any(one.grains[i] > GRAIN for one in at.slopes):
+    draws = [random_like(like, random) * share for _ in range(COVECTORS)]
+    if bounds.atol > COARSE_ATOL or any(one.grains[i] > COARSE_GRAIN for one in at.slopes):
         # what is allowed for many small elements would exceed the few that are large
         draws[-1] = random_like(like, random) * known
     return draws
 
 
-MANY = 256  # elements that are differentiated one by one
+MAX_NUMEL = 256  # elements that are differentiated one by one
 
 
 def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) -> str:
     """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
     input of not too many."""
-    if x[j].numel() > MANY:
+    if x[j].numel() > MAX_NUMEL:
         return ""
     w = random_like(f(*x)[i], random)
     got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
@@ -398,9 +400,9 @@ def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) 
 
 # What is wrong has to be so by slopes that are checked again, and at points around
 
-NOISE = "their noise in this dtype is {noise:.0%} of the derivative"
-SMALL = 0.1  # ignore relative noise below this
-SHAKEN = 4  # points around, at which what is wrong by measured tolerances is wrong, too
+NOISE_TEXT = "their noise in this dtype is {noise:.0%} of the derivative"
+SMALL_NOISE = 0.1  # ignore relative noise below this
+NUM_SHAKEN_POINTS = 4  # points around, at which what is wrong by measured tolerances is wrong, too
 
 
 class Comparer(NamedTuple):
@@ -436,6 +438,8 @@ class Comparer(NamedTuple):
         state = self.random.get_state()
         found = self._compared(at, key)
         if found.wrong and found.raised is None:
+            # what differs from a difference is no fault where that is no slope: at a tie, or where
+            # the map oscillates faster than the steps
             slopes = [recheck(at.map, at.x, one, self.random) for one in at.slopes]
             self.random.set_state(state)  # with the covectors that found it
             return self._compared(at._replace(slopes=slopes), key)
@@ -454,20 +458,22 @@ class Comparer(NamedTuple):
         noise = self._noise(at, key, bounds, closer.column)
         if noise is None:
             return closer
-        if noise > SMALL:
+        if noise > SMALL_NOISE:
             found.unknown |= closer.faulty
             found.checked -= 1
-            found.problem = NOISE.format(noise=noise)
+            found.problem = NOISE_TEXT.format(noise=noise)
         return found
 
     def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
         """The noise of what was compared by an input, relative to it, if that is all that is wrong: a
         fault is off by about as much at points close by, along the same directions, and noise is
         not."""
+        # a generator of its own: the covectors are drawn from the other one, and have to be the
+        # same
         shaken = torch.Generator().manual_seed(10)
         state = self.random.get_state()
         runs: list[Discrepancy] = []
-        for _ in range(SHAKEN):
+        for _ in range(NUM_SHAKEN_POINTS):
             self.random.set_state(state)
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # it may refuse what the user did not pass

@@ -151,6 +151,7 @@ def needs_input_grad(app: Application) -> Rows:
         run = app._replace(by=tuple(j for j in app.by if j != i)).seeded()
         grads = run.incoming()
         grad = dict(enumerate(app.backward(run, grads))).get(i)
+        # an incoming gradient that is handed on cost nothing
         if isinstance(grad, Tensor) and not any(grad is g for g in grads):
             idle.append(i)
     text = idle and (
@@ -207,12 +208,14 @@ def in_place(app: Application) -> Rows:
     changed = {"inputs": inputs.changed(watch.places)}
     freed = [name for name, x in named.items() if isinstance(x, Tensor) and is_freed(x)]
     for name, x in named.items():
+        # changed and declared, as autograd allows
         if any(x is declared for declared in run.record.dirty):
             changed["inputs"].pop(name, None)
     grads = run.incoming()
     given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
     held = [(label, x) for label, slot in run.record.slots().items() for x in pytree.tensors(slot)]
     saved = Snapshot({f"{label} ({kind_of(x, run, app.names)[1]})": x for label, x in held})
+    # forward is over: what is changed from here on is backward's doing
     again = Snapshot(named)
     with InPlaceWatch() as watch:
         app.backward(run, grads)
@@ -243,6 +246,10 @@ def device(app: Application) -> Rows:
     yield finding("device", text, "warn")
 
 
+OFF_BY_STEPS = 1e-5  # differences may be off by that much
+OFF_IF_ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
+
+
 def constants_row(subject: Subject, found: Found) -> Row:
     """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
     derivatives are further off than with float32 inputs."""
@@ -257,7 +264,7 @@ def constants_row(subject: Subject, found: Found) -> Row:
             run_rules(app, watch)
     met = watch.rounded or watch.met
     if met:
-        harm = _is_further_off(subject, found, ROUNDED if watch.rounded else LEAST)
+        harm = _is_further_off(subject, found, OFF_IF_ROUNDED if watch.rounded else OFF_BY_STEPS)
         text = (
             f"a float32 constant or intermediate enters a float64 computation: {met}. Give it the "
             "dtype of the inputs, `torch.tensor(0.1, dtype=x.dtype)`, or use a Python number."
@@ -280,10 +287,6 @@ def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
     moved = [torch.where(a == b, a * (1 + 6e-8), b) for a, b in rounded]
     there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
     return bool(first.wrong) or first.error > max(10 * largest_difference(there, here)[0], least)
-
-
-LEAST = 1e-5  # differences may be off by that much
-ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
 
 
 def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
@@ -424,6 +427,8 @@ def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
             named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
     kept: list[tuple[str, Tensor, Any, Any]] = [
+        # both the object and its values: backward may add to .grad in place, or put another tensor
+        # there
         (label, x, x.grad, None if x.grad is None else x.grad.detach().clone())
         for label, x in named.values()
     ]

@@ -122,10 +122,10 @@ class Derivatives:
                 with suppress(Exception):  # a description that fails must not hide the row
                     at_inputs = (subject.map, subject.x, found.row, found.column)
                     words.append(wrong_elements(*at_inputs, subject.random))
-                looks = what_it_looks_like(subject, found.column) or DECLARE
+                looks = describe_forward(subject, found.column) or DECLARE
                 words.append(CONSTANT if self._is_none(found.column) else looks)
         elif row.status == "warn":
-            words.append(self.what_it_looks_like())
+            words.append(self.describe_steps())
         yield row._replace(text=" ".join(filter(None, words)))
         asked = self._options.modes
         wanted = subject.offers_forward is not False if asked is None else "f" in "".join(asked)
@@ -145,12 +145,12 @@ class Derivatives:
             return torch_internals.gradients(live, leaves)[column] is None
         return False
 
-    def what_it_looks_like(self) -> str:
+    def describe_steps(self) -> str:
         """Where no first derivative could be compared, whether fine steps are the reason."""
         if self.found[FIRST].checked:
             return ""
         columns = range(len(self.subject.x))
-        return next(filter(None, (what_it_looks_like(self.subject, j) for j in columns)), "")
+        return next(filter(None, (describe_forward(self.subject, j) for j in columns)), "")
 
     def higher_order(self, order: int) -> Rows:
         """The second, third or fourth derivative in each mode."""
@@ -191,6 +191,7 @@ class Derivatives:
         if self.found[name].got != self.found[name].got:
             row = row._replace(text=f"{row.text}{self._nan_origin()}")
         first = self.found.get(FIRST)
+        # a gradient that is another one, wrong or declared, has no composition to compare with
         derivative = not self._options.surrogate and not (first is not None and first.wrong)
         return self._in_composition(row) if row.status == "pass" and derivative else row
 
@@ -346,7 +347,7 @@ DIGITS = "rounds its input to fewer digits (quantisation)."
 DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the class."
 
 
-def what_it_looks_like(subject: Subject, column: int) -> str:
+def describe_forward(subject: Subject, column: int) -> str:
     """What forward does to an input, where its derivative cannot be what the gradient is; or empty."""
     x = subject.x[column]
     moved = x + NEAR * torch.where(x == 0, 1.0, x)

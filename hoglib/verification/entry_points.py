@@ -145,8 +145,8 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_wrong(self, functions: "AppliedFunctions") -> None:
         for key, order in functions.differentiated.items():
             verdict = functions.verdict(key)
-            if functions.is_reported(key, verdict, 1 if self._first_order else order):
-                lost = functions.gradient_has_no_graph and verdict.second
+            if functions.must_report(key, verdict, 1 if self._first_order else order):
+                lost = functions.gradient_has_no_graph and verdict.of_second
                 if key in functions.parts:
                     verdict = verdict._replace(text=THIRD + verdict.text)
                 self._report_verdict(key[0], verdict, nothing_is_left=lost)
@@ -171,6 +171,7 @@ class examined_functions:  # noqa: N801 a context manager
                 "would be differentiated has no graph. `hvp(mode='finite-differences')` needs none."
             )
         reported = _REPORTED.setdefault(function, set())
+        # those in C++ have no class of their own, so that their text tells them apart
         what = verdict.text if function is Function else verdict.status
         if (self._caller, what) not in reported:
             reported.add((self._caller, what))
@@ -213,7 +214,7 @@ def forget_reports() -> None:
 class AppliedFunctions:
     """The Functions that are applied within one entry point, but for those that are known to be right.
 
-    applied: those without a verdict. differentiated: those whose backward ran, or may have run:
+    unjudged: those without a verdict. differentiated: those whose backward ran, or may have run:
     once, or twice, if it ran with a graph. by_hand: what is called after a derivative by the user's own
     call, with what it was taken of if with a graph; of an entry point, after it was left.
     """
@@ -221,7 +222,7 @@ class AppliedFunctions:
     by_hand: Callable[..., None] | None = None
 
     def __init__(self) -> None:
-        self.applied: dict[Key, Applied] = {}
+        self.unjudged: dict[Key, Applied] = {}
         self.differentiated: dict[Key, int] = {}
         self.gradient_has_no_graph = False
         self.in_cpp: set[str] = set()
@@ -239,7 +240,7 @@ class AppliedFunctions:
         return any(
             not (verdicts := _VERDICTS.get(function))
             or function in _MUTATING
-            or any(v.is_reported or v.within for v in verdicts.values())
+            or any(v.is_reported or v.domain for v in verdicts.values())
             for function in self._traced - others
         )
 
@@ -262,8 +263,9 @@ class AppliedFunctions:
             return None
         key, by = noted
         self.parts.discard(key)
+        # before it runs: afterwards a version does not say who raised it
         versions = [(i, x, x._version) for i, x in enumerate(args) if by[i] and _counts_changes(x)]
-        return partial(self._applied, key, args, versions)
+        return partial(self._watch_application, key, args, versions)
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
@@ -276,19 +278,22 @@ class AppliedFunctions:
         verdicts = _VERDICTS.setdefault(function, {})
         mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
         pairs = zip(args, by, strict=True)
-        kinds: Any = (forward, mapped, *(_argument_kind(x, needed, given) for x, needed in pairs))
+        kinds: Any = (forward, mapped, *(_verdict_key(x, needed, given) for x, needed in pairs))
         verdict = verdicts.get(kinds)
-        if verdict is not None and verdict.within and not _are_within(verdict, given, args):
+        # right for arguments of a structure, which these have not: they are a kind of their own
+        if verdict is not None and verdict.domain and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
             verdict = verdicts.get(kinds)
         key = function, kinds
         is_right = verdict is not None and not verdict.is_reported
         watched = function in _MUTATING or function in _KEEPING
+        # nothing is left to find out: it is right, or was seen to be differentiated twice
         if (is_right and not watched) or self.differentiated.get(key) == 2:
             return None
-        if (verdict is None or verdict.left) and key not in self.applied:
+        if (verdict is None or verdict.retries) and key not in self.unjudged:
+            # what runs in a recomputation has other graphs than the arguments had
             graphed = None if _runs_again() else given
-            self.applied[key] = applied(function, args, by, forward, graphed, given, mapped)
+            self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
     def _watch_part(self, function: type[Function], args: Args, result: Any) -> None:
@@ -309,18 +314,18 @@ class AppliedFunctions:
         """The verdict on a Function that was applied, which is examined if there is none yet."""
         function, kinds = key
         verdict = _VERDICTS[function].get(kinds)
-        if verdict is None or verdict.left:
-            before, verdict = verdict, examine(self.applied[key])
-            if before is not None and verdict.left:  # there may be a next one, at other values
-                verdict = verdict._replace(left=before.left - 1)
+        if verdict is None or verdict.retries:
+            before, verdict = verdict, examine(self.unjudged[key])
+            if before is not None and verdict.retries:  # there may be a next one, at other values
+                verdict = verdict._replace(retries=before.retries - 1)
             _VERDICTS[function][kinds] = verdict
         return verdict
 
-    def is_reported(self, key: Key, verdict: Verdict, order: int) -> bool:
-        """Whether a verdict is, on one that was differentiated so often. A part of a backward may give
-        to one argument what is due to another: only the second derivative by itself tells."""
+    def must_report(self, key: Key, verdict: Verdict, order: int) -> bool:
+        """Whether a verdict on a Function that was differentiated `order` times is reported. A part of
+        a backward may give to one argument what is due to another: only its second derivative tells."""
         if key in self.parts:
-            return verdict.is_reported and order == 2 and (verdict.second or verdict.order == 2)
+            return verdict.is_reported and order == 2 and (verdict.of_second or verdict.order == 2)
         return verdict.is_reported and verdict.order <= order
 
     def mutation(self, key: Key) -> str:
@@ -335,7 +340,7 @@ class AppliedFunctions:
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
-    def _applied(self, key: Key, given: Args, versions: list[Any], result: Any) -> None:
+    def _watch_application(self, key: Key, given: Args, versions: list[Any], result: Any) -> None:
         results = result if isinstance(result, tuple) else (result,)
         changed = [(i, x) for i, x, version in versions if x._version != version]
         changed = [(i, x) for i, x in changed if not any(x is y for y in results)]
@@ -345,11 +350,11 @@ class AppliedFunctions:
             return
         self._watch_kept(key, node, given, results)
         self._watch_gradients(key, node, given)
-        if changed and self._is_mutating(key, given):
+        if changed and self._mark_mutating(key, given):
             for i, x in changed:
                 self._watch_changed(key, node, sum(isinstance(y, Tensor) for y in given[:i]), x)
 
-    def _is_mutating(self, key: Key, given: Args) -> bool:
+    def _mark_mutating(self, key: Key, given: Args) -> bool:
         app = application(key[0], given)
         if app is not None:
             _MUTATING.add(key[0])
@@ -359,6 +364,7 @@ class AppliedFunctions:
     def _watch_changed(self, key: Key, node: Any, position: int, x: Tensor) -> None:
         """Notes a tensor that the Function of a node changed, if others read it: gradients other than
         those of that node reach what it was computed by. That is the user's leaf, at worst."""
+        # a view has a chain of nodes down to its base, and at each of them others may join
         base = x._base if x._is_view() else x
         parent: Any = x.grad_fn
         links = [(node, position, parent, x.output_nr)]
@@ -387,7 +393,7 @@ class AppliedFunctions:
             with torch.no_grad(), without_stand_ins():
                 changed = [held for snapshot, held in seen if snapshot.changed({})]
             seen.clear()
-            if changed and self._is_mutating(key, given) and any(changed):
+            if changed and self._mark_mutating(key, given) and any(changed):
                 self._mutates.setdefault(key, "grad_output")
 
         node.register_prehook(before)
@@ -403,7 +409,7 @@ class AppliedFunctions:
         def before(_: Any) -> None:
             changed = " ".join(name for name, x, version in kept if x._version != version)
             kept.clear()
-            if changed and self._is_mutating(key, given):
+            if changed and self._mark_mutating(key, given):
                 self._mutates.setdefault(key, changed)
 
         if kept:
@@ -467,7 +473,7 @@ def _explain_backward_error(caller: str, error: Exception, functions: AppliedFun
     for key in functions.differentiated:
         if not texts and (raw or isinstance(error, NoSecondDerivative)):
             verdict = functions.verdict(key)
-            texts += [verdict.text] * (verdict.status == "wrong" and (raw or verdict.second))
+            texts += [verdict.text] * (verdict.status == "wrong" and (raw or verdict.of_second))
     if raw:
         raise UnsupportedError(
             f"{caller}: expected tensors of one call, got torch's error about one of another call, or "
@@ -498,8 +504,8 @@ def _are_within(verdict: Verdict, given: Args, args: Args) -> bool:
     which need not keep them. given: the arguments with their graph."""
     leaves, graphed = pytree.leaves(args), pytree.leaves(given)
     with torch_internals.without_transforms(), torch.no_grad():
-        fit = all(one.fits(leaves[i]) for i, one in verdict.within)
-    return fit and (_runs_again() or all(graphed[i].grad_fn is not None for i, _ in verdict.within))
+        fit = all(one.fits(leaves[i]) for i, one in verdict.domain)
+    return fit and (_runs_again() or all(graphed[i].grad_fn is not None for i, _ in verdict.domain))
 
 
 def _is_ours(function: type[Function] | None) -> bool:
@@ -513,7 +519,7 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _argument_kind(x: Any, needs_grad: bool, given: Args) -> Any:
+def _verdict_key(x: Any, needs_grad: bool, given: Args) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad

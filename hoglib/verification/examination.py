@@ -39,7 +39,7 @@ from hoglib.verification.report import Row
 from hoglib.verification.subject import Application, Lifted, Structure, Subject, kept_names, lifted
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
-OTHER_VALUES = 2  # examinations after one at values that differences do not resolve
+MAX_RETRIES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
 
 
@@ -48,17 +48,17 @@ class Verdict(NamedTuple):
 
     status: "right", "wrong", "not examined" (in full), or "unknown" (it raises, which the entry point
     does too, or the point was none of the user's). order: that of the derivative that is wrong, or may
-    be. left: how many examinations may follow, at other values, because these were no good. second:
-    whether the second derivative is wrong, beside the first one or alone. within: the structures of
-    arguments, by position, in which alone it is right.
+    be. retries: how many examinations may follow, at other values, because these were no good.
+    of_second: whether the second derivative is wrong, beside the first one or alone. domain: the
+    structures of arguments, by position, in which alone it is right.
     """
 
     status: str
     text: str = ""
     order: int = 1
-    left: int = 0
-    second: bool = False
-    within: tuple[tuple[int, Structure], ...] = ()
+    retries: int = 0
+    of_second: bool = False
+    domain: tuple[tuple[int, Structure], ...] = ()
 
     @property
     def is_reported(self) -> bool:
@@ -84,6 +84,9 @@ class Applied:
     by_vmap: bool  # it ran under vmap, for which it has a rule
 
 
+NO_GRADIENT, CONSTANT = -1, -2
+
+
 def applied(
     function: type[Function],
     args: tuple[Any, ...],
@@ -107,21 +110,18 @@ def applied(
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(kept_names(graphed, copies, wanted))
-    hiding = tuple(i for i, kinds in held.items() if not by_module and HIDDEN in kinds)
+    hiding = tuple(i for i, kinds in held.items() if not by_module and NO_GRADIENT in kinds)
     return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding, by_vmap)
 
 
-HIDDEN, CONSTANT = -1, -2
-
-
 def held_kinds(x: Any, given: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of each tensor in a list, tuple or dict: which of the arguments it is too; else HIDDEN if it
+    """Of each tensor in a list, tuple or dict: which of the arguments it is too; else NO_GRADIENT if it
     needs a gradient, which torch does not give it, or CONSTANT."""
     if not isinstance(x, list | tuple | dict):
         return ()
     places = {id(y): i for i, y in enumerate(given)}
     held = pytree.tensors(x)
-    return tuple(places.get(id(y), HIDDEN if y.requires_grad else CONSTANT) for y in held)
+    return tuple(places.get(id(y), NO_GRADIENT if y.requires_grad else CONSTANT) for y in held)
 
 
 def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type[Function]:
@@ -198,12 +198,15 @@ def _judge(given: Applied) -> Verdict:
     stop = subject.prepare()
     if stop is not None:
         raise _NotExamined(stop.text.rstrip("."))
+    # one point alone where there is no time for two: the one that the user's run was at
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
     modes = ("rr", jvp) if jvp else ("rr",)
     surrogate = function_rules.is_surrogate(function)
     options = Options(modes=modes, surrogate=surrogate, bounds=Bounds(natural=NATURAL))
     options = options.in_dtype(subject.dtype)
+    # what is found wrong along all directions may be right along those that arguments can take, or
+    # for a value that is computed elsewhere
     found = _compare_derivatives(function, subject, here, options)
     if found.is_reported:
         found = _restricted_verdict(given, subject, here, options, found)
@@ -260,7 +263,7 @@ def _restricted_verdict(
 
     for chosen in subject.restrictions(computed):
         if Derivatives(subject, here, options).are_right():
-            return RIGHT._replace(within=tuple((place_of[j], one) for j, one in chosen.items()))
+            return RIGHT._replace(domain=tuple((place_of[j], one) for j, one in chosen.items()))
     subject.restrict({})
     for _ in subject.phase_fixings(real_too=found.status != "wrong"):
         if Derivatives(subject, here, options).are_right():
@@ -372,6 +375,7 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
         with suppress(Exception):  # its rows depend on one another in shape
             fewer = _first_rows(app, SECONDS / seconds)
             app, seconds = fewer, _trial_run(fewer)[1]
+    # one point takes half of the estimate, which is for two
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
     subject = Subject(app.function, app.leaves(), own_dtype=not plain, keep_layouts=True)
@@ -396,7 +400,7 @@ def _compare_derivatives(
             variants = gradient_variants(Baseline(subject, points[-1], options))
             differing = [r for r in variants if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
-    if first and not wrong_first and (kind := derivatives.what_it_looks_like()):
+    if first and not wrong_first and (kind := derivatives.describe_steps()):
         wrong_first = [Row("first derivative", "fail", None, kind)]
     if wrong_first and not _stops_gradient(subject):
         row = wrong_first[0]
@@ -405,7 +409,7 @@ def _compare_derivatives(
         return Verdict("wrong", text)
     unclear = [row.text.split(". ")[0] for row in second if row.status == "warn"]
     if unclear:
-        return _not_examined(name, unclear[0], " in full")._replace(left=OTHER_VALUES)
+        return _not_examined(name, unclear[0], " in full")._replace(retries=MAX_RETRIES)
     return Verdict("right" if any(row.status == "pass" for row in second) else "unknown")
 
 
@@ -417,7 +421,7 @@ def _wrong_second(function: type[Function], rows: list[Row], order: int = 2) -> 
         f"the second derivative of {name} is wrong. {causes} `hoglib.verify({name}, inputs)` shows all "
         "checks."
     )
-    return Verdict("wrong", text, order=order, second=True)
+    return Verdict("wrong", text, order=order, of_second=True)
 
 
 def _stops_gradient(subject: Subject) -> bool:

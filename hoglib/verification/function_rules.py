@@ -36,7 +36,7 @@ from hoglib._core.source_location import SourceLine, is_user_code
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule
 
-DEPTH = 5
+MAX_NESTING = 5
 LIBRARIES = ("builtins", "torch", "numpy", "collections")  # whose objects are left whole
 Key = tuple[str, Any]  # how a member is reached, "index", "key" or "attribute"; and by what
 # Kinds whose attributes are none of the Function's values, or cannot be exchanged.
@@ -46,7 +46,7 @@ OPAQUE = (
 )  # fmt: skip
 
 
-def opened(value: Any, depth: int = DEPTH) -> Iterator[tuple[tuple[Key, ...], Any]]:
+def opened(value: Any, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key, ...], Any]]:
     """The innermost members, with the keys that lead to them; the value itself if it is no container,
     or an empty one. depth: how many levels are opened."""
     members = list(_members(value)) if depth else []
@@ -56,12 +56,12 @@ def opened(value: Any, depth: int = DEPTH) -> Iterator[tuple[tuple[Key, ...], An
         yield from (((key, *keys), part) for keys, part in opened(member, depth - 1))
 
 
-def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = DEPTH) -> Any:
+def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = MAX_NESTING) -> Any:
     """The value with other members, by how they are written; new containers of its kinds."""
     own = list(_members(value)) if depth else []
     if not own:
         return members.get(label, value)
-    parts = [(key, exchanged(written(label, [key]), x, members, depth - 1)) for key, x in own]
+    parts = [(key, exchanged(spelled(label, [key]), x, members, depth - 1)) for key, x in own]
     if isinstance(value, tuple):
         made = [part for _, part in parts]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -74,7 +74,7 @@ def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = D
     return result
 
 
-def written(label: str, keys: Sequence[Key]) -> str:
+def spelled(label: str, keys: Sequence[Key]) -> str:
     """How a member is written."""
     for how, key in keys:
         label += f".{key}" if how == "attribute" else f"[{key!r}]"
@@ -102,8 +102,8 @@ def _is_plain(value: Any) -> bool:
     return plain and kind.__module__.split(".")[0] not in LIBRARIES
 
 
-LONGEST = 40  # characters of an expression that is a name
-HELD = 2  # levels of a local variable that are looked at
+MAX_NAME_LENGTH = 40  # characters of an expression that is a name
+LOCAL_NESTING = 2  # levels of a local variable that are looked at
 
 
 class Noted(NamedTuple):
@@ -124,7 +124,7 @@ class SavedAt:
 
     def noted(self, value: Any, position: int, keys: Sequence[Key]) -> Noted:
         """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
-        expression = _at(self._expressions, position, keys)
+        expression = _pick(self._expressions, position, keys)
         text = "" if expression is None else _expression_text(expression)
         return Noted(self.place, text or self._local(value))
 
@@ -135,14 +135,15 @@ class SavedAt:
         frame: FrameType | None = self._frame
         while frame is not None and is_user_code(frame.f_code.co_filename):
             held = (
-                (written(name, keys), part)
-                for depth in (0, HELD)
+                (spelled(name, keys), part)
+                for depth in (0, LOCAL_NESTING)
                 for name, x in frame.f_locals.items()
                 if name != "ctx"
                 for keys, part in opened(x, depth)
             )
             if found := next((label for label, part in held if part is value), ""):
                 return found
+            # frames outside of forward belong to the caller, whose names mean other things
             if "ctx" in frame.f_locals and frame.f_code.co_name in ("forward", "setup_context"):
                 return ""
             frame = frame.f_back
@@ -199,7 +200,7 @@ def _parse_source(source: str) -> ast.AST:
         return ast.Module([], [])
 
 
-def _at(expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]) -> ast.expr | None:
+def _pick(expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]) -> ast.expr | None:
     """The expression for a member; None where there is none, or where a starred one is before it."""
     before = expressions[: position + 1]
     if len(before) <= position or any(isinstance(e, ast.Starred) for e in before):
@@ -230,7 +231,7 @@ def _expression_text(expression: ast.expr) -> str:
     if isinstance(expression, ast.Constant | ast.Lambda):
         return ""
     text = ast.unparse(expression)
-    return text if len(text) <= LONGEST else ""
+    return text if len(text) <= MAX_NAME_LENGTH else ""
 
 
 SAVED = "ctx.saved_tensors"
@@ -261,7 +262,7 @@ class Record:
     def slots(self, *, in_jvp: bool = False) -> dict[str, Any]:
         """The same, with the members of containers instead of these."""
         held = self.held(in_jvp=in_jvp).items()
-        return {written(label, keys): part for label, value in held for keys, part in opened(value)}
+        return {spelled(label, keys): part for label, value in held for keys, part in opened(value)}
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
         """The same with other values in the slots."""
@@ -284,7 +285,7 @@ class Record:
         at = self.written.get(place)
         if at is not None:
             for keys, part in (((), value), *opened(value)):
-                self.notes[written(label, keys)] = at.noted(part, position, keys)
+                self.notes[spelled(label, keys)] = at.noted(part, position, keys)
 
     def noted(self, label: str) -> Noted:
         return self.notes.get(label, Noted(None, ""))
@@ -346,6 +347,7 @@ class Context(FunctionCtx):
 
 def _note_saving_line(context: Context, written: str, target: str) -> None:
     """The line of user code that saves."""
+    # the methods of this context are between the user's line and here, as many as there may be
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -424,6 +426,9 @@ def offers_jvp(function: type[Function]) -> bool:
     return function.jvp is not Function.jvp and not is_stub(function.jvp)
 
 
+_NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
+
+
 def is_stub(rule: Any) -> bool:
     """Whether a rule is declared without a formula: its body is a docstring, `pass` or `return None`,
     or raises NotImplementedError, as that of torch.autograd.Function does."""
@@ -437,9 +442,6 @@ def is_stub(rule: Any) -> bool:
     first = instructions[0]
     raises = first.opname == "LOAD_GLOBAL" and first.argval == "NotImplementedError"
     return raises and does.isdisjoint({"RETURN_VALUE", "RETURN_CONST"})
-
-
-_NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
 
 
 def offers_vmap(function: type[Function]) -> bool:

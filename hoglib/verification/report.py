@@ -95,6 +95,7 @@ class Report:
         if self._judged is not None:
             return self._judged
         rows = [row for row in self.rows if " derivative: " in row.name and row.status != "skip"]
+        # higher orders are differences of the first one, and judge nothing without it
         rows = [row for row in rows if row.name.startswith("first")] or rows
         return not rows or any(row.status != "warn" or row.error is not None for row in rows)
 
@@ -156,6 +157,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """What `to_json` writes, as a dict."""
+        # JSON has no infinity and no NaN
         known = (row if isfinite(row.error or 0) else row._replace(error=None) for row in self.rows)
         return {
             "name": self.name,

@@ -1,7 +1,6 @@
 """What is verified: a call, the map that it is, and the custom Functions that it runs.
 
-Here is decided by which inputs it is differentiated, along which directions, and how it has to be
-called.
+This file decides by which inputs it is differentiated, along which directions, and how it is called.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,20 +84,20 @@ def structures_of(x: Tensor) -> list[Structure]:
     return [one for one in found if one.fits(x)]
 
 
-Chosen = dict[int, Structure]  # by variable
+Restriction = dict[int, Structure]  # by variable
 Allowed = Callable[[int, Structure], bool]
 
 
-def _as_given(x: Tensor) -> Tensor:
+def _in_given_precision(x: Tensor) -> Tensor:
     """In single precision, if its numbers are of that: they sum to one with that rounding only."""
     narrow = x.to(torch.complex64 if x.is_complex() else torch.float32)
     return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
 
 def is_computed_so(x: Tensor, structure: Structure) -> bool:
-    """Whether a tensor is computed so that it has the structure for whatever it is computed from: no
-    gradient that vanishes along the directions which keep it reaches a leaf. Not so is a leaf, and what
-    has the structure at these values only, such as an identity matrix at the start of a training.
+    """Whether the computation of a tensor guarantees its structure: no gradient by directions that
+    leave the structure reaches a leaf. It is not guaranteed for a leaf, nor for what has the structure
+    at these values only, such as an identity matrix at the start of a training.
 
     True where that cannot be tried, because it would run code of the user's.
     """
@@ -152,6 +151,7 @@ def symmetrize(call: calls.Call) -> dict[int, Structure]:
         if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
             here = _call_values(call, j, x)
+            # one triangle is moved at a time: the one that is not read changes nothing
             sides = [_call_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
             unread = any(here and side and all(map(torch.equal, here, side)) for side in sides)
             small = 1e-3 * noise
@@ -346,7 +346,7 @@ def constants_of(call: calls.Call, names: Sequence[str]) -> list[int]:
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
-    constants = [j for j in without if _is_whole(call.point[j]) or _is_named(names, call.names[j])]
+    constants = [j for j in without if _is_int(call.point[j]) or _is_named(names, call.names[j])]
     return constants if len(constants) < len(grads) else []
 
 
@@ -356,7 +356,7 @@ def _is_named(names: Sequence[str], name: str) -> bool:
     return place.isdigit() and int(place) < len(names) and names[int(place)].strip("`") in CONSTANTS
 
 
-def _is_whole(x: Tensor) -> bool:
+def _is_int(x: Tensor) -> bool:
     return bool((x == x.round()).all()) and x.numel() > 1 and bool((x != x.reshape(-1)[0]).any())
 
 
@@ -393,6 +393,7 @@ class Subject:
         asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
         function = calls.as_function(fn)
         own_names = () if function is None else parameters(function, len(inputs))
+        # which inputs are constants a call has to show; with these marked, the call is another one
         constants = [] if asked else constants_of(self.call, own_names)
         self.constants = [self.call.names[j] for j in constants]
         if constants:
@@ -430,23 +431,23 @@ class Subject:
         leaves, values = calls.at_leaves(self.map, x)
         return calls.grad(values, leaves)
 
-    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator[Chosen]:
+    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator[Restriction]:
         """Restricts it in turn to structures that its variables have, if they are allowed; one variable
         alone before several together."""
-        values = [_as_given(self.call.value(j)) for j in range(len(self.x))]
+        values = [_in_given_precision(self.call.value(j)) for j in range(len(self.x))]
         options = [
             [None, *(one for one in structures_of(x) if allowed(j, one))]
             for j, x in enumerate(values)
         ]
-        picked = sorted(product(*options), key=lambda some: sum(one is not None for one in some))
-        for some in picked[1 : 1 + MOST_CHOICES]:
-            chosen = {j: one for j, one in enumerate(some) if one is not None}
+        picked = sorted(product(*options), key=lambda of: sum(one is not None for one in of))
+        for combination in picked[1 : 1 + MOST_CHOICES]:
+            chosen = {j: one for j, one in enumerate(combination) if one is not None}
             self.restrict(chosen)
             yield chosen
 
     def phase_fixings(self, *, real_too: bool) -> Iterator[None]:
-        """Fixes in turn what may be the phases of the outputs, or their signs if real outputs are meant
-        too; at the end none."""
+        """Fixes in turn what may be phases of the outputs, with real_too also signs of real outputs; at
+        the end none is fixed."""
         outputs = [self.outputs[i] for i in self.output_indices]
         if real_too or any(y.is_complex() for y in outputs):
             for fixing in phase_fixings_of(outputs):
@@ -461,6 +462,7 @@ class Subject:
         Returns a failed row if nothing can be compared.
         """
         call = self.call
+        # put back: what a call wrote to the inputs does not belong to the point that is judged
         before = [x.clone() for x in self.x]
         call.leaves(*self.x)  # it may change its inputs, whether it says so or not
         pairs = zip(before, self.x, strict=True)
@@ -486,6 +488,7 @@ class Subject:
                 grads = []
             return [y.detach() for y in values], [g.detach() for g in grads]
 
+        # two seeds: what draws nothing gives the same by both
         (a, da), (b, db) = drawn(1), drawn(2)
         generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(tuple(self.inputs)))
         self.draws = generators or not _nearly_same(a, b)
@@ -571,7 +574,7 @@ def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) 
 
 
 class Lifted(NamedTuple):
-    """A module that applies the Function, the other arguments, and what to tell of it."""
+    """A module that applies the Function, the other arguments, and the row that says so."""
 
     fn: nn.Module
     inputs: tuple[Any, ...]
@@ -590,7 +593,7 @@ def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     places = {i: names[id(x)] for i, x in enumerate(leaves) if id(x) in names}
     if not places:
         return None
-    module = _Applied(function, block, structure, places)
+    module = _WithBlock(function, block, structure, places)
     rest = pytree.unflatten([None if i in places else x for i, x in enumerate(leaves)], structure)
     name = function.__name__
     text = (
@@ -614,7 +617,7 @@ def _modules_among(value: Any) -> list[nn.Module]:
 
 
 @final
-class _Applied(nn.Module):
+class _WithBlock(nn.Module):
     """Applies a Function to arguments and to the parameters that its block has at that time."""
 
     def __init__(

@@ -70,6 +70,7 @@ def build(folders: Sequence[Path], jobs: int, progress: bool = False) -> dict[st
         for name in names.split():
             chosen, letters = choose_typefaces(of_split, name)
             for face in chosen:
+                # a typeface is opened once, for all scripts that it draws
                 wanted[face] += letters
             order[name] = {face: n for n, face in enumerate(chosen)}
             scripts |= dict.fromkeys(letters, name)
@@ -81,6 +82,7 @@ def build(folders: Sequence[Path], jobs: int, progress: bool = False) -> dict[st
                 for c, image in images.items():
                     drawings[c][face] = image
         classes[split] = make_classes(drawings, scripts, order)
+    # after all splits are made, since classes are compared across them
     return {
         split: [one for one in of_split if not UNCLEAR.intersection(one.characters)]
         for split, of_split in drop_confused(classes).items()

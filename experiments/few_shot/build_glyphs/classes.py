@@ -93,6 +93,7 @@ def join_twins(drawings: Drawings) -> list[Class]:
         for c in members:
             for face, image in drawings[c].items():
                 if (face, c) not in ambiguous:
+                    # one image of a typeface: that of the first character that it draws
                     images.setdefault(face, image)
         classes.append(Class(tuple(members), images))
     return classes
@@ -148,6 +149,7 @@ def group_twins(letters: Sequence[str], comparison: Comparison) -> "Groups":
     for (small, large), cosines in cases.items():
         if np.median(cosines) > CASES:
             groups.join(small, large)
+    # whatever the fonts say: these differ by context alone
     for a, b in map(tuple, BY_HAND.split()):
         if a in letters and b in letters:
             groups.join(a, b)
@@ -180,6 +182,7 @@ class Groups:
 
     def join(self, a: str, b: str) -> None:
         a, b = sorted((self.first_of(a), self.first_of(b)), key=lambda c: self.number[c])
+        # the first character of a group is its root, and names the class
         self.parent[b] = a
 
     def first_of(self, c: str) -> str:
@@ -194,6 +197,7 @@ def thin(full: Class, order: dict[Typeface, int]) -> Class:
     kept: dict[Typeface, np.ndarray] = {}
     x = np.zeros((0, SIZE * SIZE), np.float32)
     families: Counter[str] = Counter()
+    # typefaces come family by family in turn, so that the first MOST are of as many as there are
     for face in sorted(full.images, key=lambda t: order.get(t, len(order))):
         if len(kept) == MOST:
             break

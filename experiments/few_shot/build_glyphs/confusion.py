@@ -28,6 +28,7 @@ def drop_confused(classes: dict[str, list[Class]]) -> dict[str, list[Class]]:
         confusion = np.zeros((len(everything), len(everything)))
         np.add.at(confusion, (owner, nearest), 1)
         confusion /= confusion.sum(1, keepdims=True)
+        # a class whose images are near to no other of it would be confused with all
         to_own = np.maximum(confusion.diagonal(), 0.05)
         ratio = np.minimum(confusion / to_own[:, None], (confusion / to_own[:, None]).T)
         np.fill_diagonal(ratio, 0)
@@ -42,6 +43,7 @@ def drop_confused(classes: dict[str, list[Class]]) -> dict[str, list[Class]]:
             everything[keep][1].characters[0], everything[keep][0],
         )  # fmt: skip
         dropped.add(drop)
+        # images that were nearest to the dropped class have another nearest one now
         best[:, drop] = -1
         again = nearest == drop
         nearest[again] = best[again].argmax(1)
@@ -59,7 +61,9 @@ def nearest_in_classes(classes: Sequence[Class]) -> tuple[np.ndarray, np.ndarray
     begins = np.searchsorted(owner, np.arange(len(classes)))
     parts = []
     for part in np.array_split(np.arange(len(rows)), len(rows) // 500 + 1):
+        # some images at a time, since all pairs are billions
         cosine = x[part] @ x.T
+        # weights and widths of a family are near copies of one another
         cosine[family[part, None] == family[None]] = -1
         parts.append(np.maximum.reduceat(cosine, begins, axis=1).astype(np.float16))
     return owner, np.concatenate(parts)

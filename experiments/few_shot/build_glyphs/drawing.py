@@ -20,6 +20,7 @@ def render_typeface(task: tuple[Typeface, Sequence[str]]) -> dict[str, np.ndarra
     """
     typeface, characters = task
     try:
+        # BASIC: one glyph for a character, without the shaping of words
         font = ImageFont.truetype(
             typeface.path, LARGE, typeface.number, layout_engine=ImageFont.Layout.BASIC
         )
@@ -64,10 +65,12 @@ def fit_ink(mask: Image.Image) -> np.ndarray | None:
     ink = mask.crop(box)
     scale = INK / max(ink.size)
     width, height = (max(1, round(side * scale)) for side in ink.size)
+    # BOX averages where it shrinks; where it enlarges it would leave blocks
     small = ink.resize(
         (width, height), Image.Resampling.BOX if scale < 1 else Image.Resampling.BILINEAR
     )
     image = Image.new("L", (SIZE, SIZE))
     image.paste(small, ((SIZE - width) // 2, (SIZE - height) // 2))
     levels = np.rint(np.asarray(image, dtype=np.float32) * (LEVELS / 255)).astype(np.uint8)
+    # fewer dark pixels are a dot, which many characters come down to
     return levels if (levels > LEVELS // 2).sum() >= 5 else None

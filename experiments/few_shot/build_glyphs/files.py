@@ -96,6 +96,7 @@ def write_images(
             )  # fmt: skip
     np.savez_compressed(
         out / "glyphs.npz",
+        # levels 0 to 15 as grey values 0 to 255
         images=np.stack(images) * (255 // LEVELS),
         label=np.array(labels, np.uint16),
         typeface=np.array(faces, np.uint16),

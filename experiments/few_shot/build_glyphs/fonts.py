@@ -16,9 +16,8 @@ from tqdm import tqdm
 from experiments.few_shot.build_glyphs.scripts import AT_MOST, SPLIT_OF_SCRIPT, script_of
 from hoglib.errors import ArgumentValueError
 
-LEAST = (
-    20  # characters of a script that a typeface must have, and typefaces that must have a character
-)
+# Characters of a script that a typeface must have, and typefaces that must have a character.
+LEAST = 20
 POOL = 70  # typefaces tried for a script: those first by hash, and as many of widest coverage
 
 # Families that draw many scripts go to the split that needs them; all others by `assign_families`.
@@ -118,6 +117,7 @@ def find_typefaces(folders: Sequence[Path], jobs: int, progress: bool = False) -
         read = executor.map(read_typefaces, places, chunksize=16)
         bar = tqdm(read, "fonts", len(places), disable=not progress)
         typefaces = [typeface for of_file in bar for typeface in of_file]
+    # of several files with one typeface the first counts
     once = {(t.family, t.style): t for t in reversed(typefaces)}
     return sorted(once.values(), key=lambda t: (t.family, t.style))
 

@@ -29,9 +29,7 @@ def script_of(character: str) -> str | None:
         return None
     hangul = "가" <= character <= "힣"  # letters, although Unicode decomposes them
     if unicodedata.normalize("NFKD", character) != character and not hangul:
-        return (
-            None  # accents are too small for 28 pixels, and forms of width or shape are duplicates
-        )
+        return None  # accents are too small for 28 pixels; forms of width or shape are duplicates
     if character.isascii():
         return "Latn"
     script = unicode_script(character)
