@@ -132,7 +132,7 @@ def _iterate_cg(
         fall = stagnation.fall(space, b, x, r)[:, i]
         late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
         waits = b.device.type == "cpu" or iterations == limit
-        small = stagnant = torch.zeros(len(active), dtype=torch.bool)
+        small = stagnant = torch.zeros(len(active), dtype=torch.bool, device="cpu")
         while late and (waits or near or len(late) > 1):
             curvatures, squares, size, fell, least = late.pop(0).numbers()
             _check_positive(curvatures, squares, iterations - len(late))
