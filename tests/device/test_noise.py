@@ -23,9 +23,8 @@ DEVICE = ["cuda"]  # of networks and data; the CPU for what is expected
 
 def network(out=5):
     torch.manual_seed(0)
-    with torch.device("cpu"):
-        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.Softplus(), nn.MaxPool2d(2), nn.Flatten()]
-        return nn.Sequential(*layers, nn.Linear(64, out)).to(*DEVICE)
+    conv, head = nn.Conv2d(1, 4, 3, padding=1, device="cpu"), nn.Linear(64, out, device="cpu")
+    return nn.Sequential(conv, nn.Softplus(), nn.MaxPool2d(2), nn.Flatten(), head).to(*DEVICE)
 
 
 def drawn(*shape, seed=1):
@@ -166,8 +165,8 @@ def unused():
 
 def language_model():
     torch.manual_seed(0)
-    with torch.device("cpu"):
-        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).to(*DEVICE)
+    layers = nn.Embedding(7, 4, device="cpu"), nn.Linear(4, 7, device="cpu")
+    model = nn.Sequential(*layers).to(*DEVICE)
     tokens = data()[1].view(2, 8)
     loss, params = hog.language_model_loss(model, head="1", shift=True), hog.trainable_params(model)
     return hog.hvp(loss, params, params, (tokens, tokens))
