@@ -112,9 +112,9 @@ class Numbers:
 
 def checksum(numbers: Sequence[float]) -> float:
     """One number that changes with each of them, and with their order."""
-    values = torch.tensor(numbers, dtype=torch.float64)
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     # no two sines of integers are alike, so that an exchange of two numbers shows
-    weights = torch.arange(1, len(values) + 1, dtype=torch.float64).sin()
+    weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu").sin()
     return float((values * weights).sum().nan_to_num())
 
 

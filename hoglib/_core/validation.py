@@ -305,6 +305,18 @@ def other_structure(
     )
 
 
+def _in_order_of(params: Any, tree: Any) -> Any:
+    """The tree with mappings of the kind and in the order of those of params, which are no matter."""
+    if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
+        same: Any = copy(params)
+        for name, part in params.items():
+            same[name] = _in_order_of(part, tree[name])
+        return same
+    if type(tree) in (tuple, list) and type(tree) is type(params) and len(tree) == len(params):
+        return type(tree)(map(_in_order_of, params, tree))
+    return tree
+
+
 def vectors(
     what: str,
     tree: Any,
@@ -317,17 +329,12 @@ def vectors(
 
     like: what params are called. blocks: whether a block is accepted. flat: params, flattened before.
     """
-    mappings = isinstance(tree, Mapping) and isinstance(params, Mapping)
-    differs = mappings and (type(tree) is not type(params) or list(tree) != list(params))
-    if differs and tree.keys() == params.keys():
-        same: Any = copy(params)  # the order of names is no matter, nor the kind of mapping
-        for name in params:
-            same[name] = tree[name]
-        tree = same
     leaves, structure = pytree.flatten(tree)
     expected, expected_structure = flat or pytree.flatten(params)
     if structure != expected_structure:
-        raise other_structure(what, tree, params, "torch.randn_like(p)", like)
+        leaves, structure = pytree.flatten(_in_order_of(params, tree))
+        if structure != expected_structure:
+            raise other_structure(what, tree, params, "torch.randn_like(p)", like)
     first: Any = leaves[0]
     columns: Any = ()
     if blocks and isinstance(first, Tensor) and first.dim() == expected[0].dim() + 1:

@@ -131,9 +131,10 @@ class Processes:
         """
         # one message has one dtype, which has to hold the totals too
         dtype = torch.promote_types(total.dtype, torch.float32)
-        numbers = torch.tensor(mine._replace(failed=error is not None), dtype=torch.float64)
+        mine = mine._replace(failed=error is not None)
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         parts = split_float64(numbers, dtype)
-        table = torch.zeros(self.world, *parts.shape, dtype=dtype)
+        table = torch.zeros(self.world, *parts.shape, dtype=dtype, device="cpu")
         table[self.rank] = parts
         flat = [x.reshape(-1).to(total.device, dtype) for x in (total, used, table)]
         message = torch.cat(flat)

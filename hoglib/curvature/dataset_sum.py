@@ -270,7 +270,7 @@ class DatasetSum:
 
     def _total_loss(self, totals: PassTotals) -> Tensor:
         value = totals.loss / self.weight(totals)
-        self.number: float = torch.tensor(value, dtype=self._loss_dtype).item()
+        self.number: float = torch.tensor(value, dtype=self._loss_dtype, device="cpu").item()
         # filled in, because a device waits for a copy
         return torch.full((), value, dtype=self._loss_dtype, device=self._space.device)
 
@@ -389,7 +389,7 @@ class DatasetSum:
         """Add up the totals of all processes, and their sums in the total of the pass."""
         total, rows = given.total, given.rows
         totals, count = given.totals, len(pytree.leaves(self._space.params))
-        used = torch.zeros(count)  # by how many processes, each leaf
+        used = torch.zeros(count, device="cpu")  # by how many processes, each leaf
         if error is None:
             leaves = self._space.leaves()
             params, constants = map(checksum_of_tensors, (leaves, constants_of(self.loss, leaves)))

@@ -28,9 +28,9 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 Chosen = Callable[[Tensor, int], Tensor]  # the indices of k of ascending values
 ENDS: dict[str, Chosen] = {
     "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
-    "LA": lambda values, k: torch.arange(len(values) - k, len(values)),
-    "SA": lambda values, k: torch.arange(k),
-    "BE": lambda values, k: torch.arange(k // 2 - k, k // 2) % len(values),
+    "LA": lambda values, k: torch.arange(len(values) - k, len(values), device="cpu"),
+    "SA": lambda values, k: torch.arange(k, device="cpu"),
+    "BE": lambda values, k: torch.arange(k // 2 - k, k // 2, device="cpu") % len(values),
     "SM": lambda values, k: values.abs().argsort()[:k],
 }
 
@@ -230,7 +230,7 @@ class Basis:
     def __init__(self, start: Tensor, most: int, draw: Draw, space: Space) -> None:
         self._block, self._space, self._size = len(start), space, space.size
         self.V = start.new_empty(min(most + self._block, self._size), start.shape[1])
-        self.T = torch.zeros(len(self.V), len(self.V), dtype=torch.float64)
+        self.T = torch.zeros(len(self.V), len(self.V), dtype=torch.float64, device="cpu")
         self.n = self.m = 0
         self.noise = 0.0  # the rounding error of a product
         self._draw = draw
@@ -288,7 +288,7 @@ class Basis:
                 every = [*map(add, every, more)]
             self.m = j + 1
             self.noise = max(self.noise, ROUNDING * precision.eps * max(length, *map(abs, every)))
-            self.T[:n, j] = torch.tensor(every, dtype=self.T.dtype)
+            self.T[:n, j] = torch.tensor(every, dtype=self.T.dtype, device="cpu")
             if n == self._size:
                 continue
             inside = length <= self.noise

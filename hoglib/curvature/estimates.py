@@ -133,7 +133,7 @@ def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tens
 
 def _left_out_directions(R: Tensor) -> Tensor:
     """Unit vectors s_i as columns: Q spans Q_i, the basis of all other products, and Q s_i."""
-    S = torch.linalg.solve_triangular(R.T, torch.eye(len(R)).to(R), upper=False)
+    S = torch.linalg.solve_triangular(R.T, torch.eye(len(R), device="cpu").to(R), upper=False)
     return S / S.norm(dim=0)
 
 
@@ -312,7 +312,8 @@ def _smoothed(nodes: Tensor, weights: Tensor, width: float | None, count: int) -
         # for a multiple of the identity 1% of the eigenvalue; for zero 1% of one
         width = 0.01 * ((high - low) or abs(high) or 1.0)
     points = int(min(4 * (high - low) / width + 41, MOST_POINTS))
-    grid = torch.linspace(low - 5 * width, high + 5 * width, points, dtype=torch.float64)
+    low, high = low - 5 * width, high + 5 * width
+    grid = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
     densities = []
     for t, w in zip(nodes, weights, strict=True):
         z = (grid[:, None] - t) / width

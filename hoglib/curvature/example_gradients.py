@@ -307,8 +307,8 @@ def _layer_by_layer(
             return None
         gradients = run.gradients(_by_outputs(run.outputs()[0], loss, own, factors))
         with torch.no_grad():
-            total = torch.zeros(count, *([count] if pairs else []), dtype=run.dtype)
-            total = total.to(run.device)
+            shape = [count] * (2 if pairs else 1)
+            total = torch.zeros(shape, dtype=run.dtype, device=run.device)
             for layer in run.layers:
                 total += _products(layer, gradients, run, pairs)
     return total.to(space.dtype)
@@ -571,7 +571,7 @@ def influence(
     asked = queries and queries.digest, method, float(damping), per_token
     shared.check_same_call("influence", *asked, what="queries, and options,")
     w, file = examples.weights, None
-    count, total = shared.all_sum(torch.tensor([len(w), w.sum()], dtype=torch.float64)).tolist()
+    count, total = shared.all_sum(w.new_tensor([len(w), w.sum()])).tolist()
     scale = -count / total
     problem = Problem.of(Policy("influence"), loss, params)
     with problem.gathered() as own, examined_functions("influence", first_order=method != "cg"):
@@ -652,7 +652,8 @@ class Examples(NamedTuple):
         batches, weights, found = [data] if is_batch(data) else data, [], []
         for batch in map(as_dict, batches):
             count, counts = number_of_examples(batch), example_counts(loss, batch)
-            weights.append(torch.ones(count, dtype=torch.float64) if counts is None else counts)
+            ones = torch.ones(count, dtype=torch.float64, device="cpu")
+            weights.append(ones if counts is None else counts)
             rows = (pytree.rows(batch, count, n, n + 1) for n in range(count if hashed else 0))
             found += [digest(pytree.tensors(row)) for row in rows]
         if not weights:

@@ -592,8 +592,9 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
 
 def _random_directions(blocks: Tensor) -> Tensor:
     """A random vector of each example."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(blocks.shape[:2], generator=generator, dtype=torch.float32).to(blocks)
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randn(blocks.shape[:2], generator=random, dtype=torch.float32, device="cpu")
+    return drawn.to(blocks)
 
 
 Size = Callable[[Tensor], float]

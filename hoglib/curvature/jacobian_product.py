@@ -347,7 +347,7 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
     # products of small vectors underflow: these, and what does not agree, once more in float64
     for wide in (False, True):
         # of each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
-        sums = torch.zeros(2, 4, dtype=torch.float64)
+        sums = torch.zeros(2, 4, dtype=torch.float64, device="cpu")
         for row, side in enumerate(sides):
             for i, (a, b) in enumerate(zip(*side, strict=True)):
                 a, b = a.detach().conj(), b.detach()
@@ -356,7 +356,7 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
                 squares = [(x.conj() * x).real.sum() for x in (a, b)]
                 found = [(a * b).real.sum(), (a * b).abs().sum(), *squares]
                 share = placement.weight if row else placement.copy_share(i)
-                sums[row] += share * torch.tensor([float(x) for x in found], dtype=torch.float64)
+                sums[row] += share * sums.new_tensor([float(x) for x in found])
         sums = placement.sum(sums)
         lhs, rhs = sums[:, 0].tolist()
         size = float(sums[:, 1].sum())

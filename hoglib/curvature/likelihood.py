@@ -308,7 +308,7 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     count, row = row_count(batch), row_of(loss)
     if count and hasattr(loss, "batch_size"):
         parts = [loss.batch_size(pytree.rows(batch, count, n, n + 1)) for n in range(count)]
-        return torch.tensor(parts, dtype=torch.float64)
+        return torch.tensor(parts, dtype=torch.float64, device="cpu")
     target = None if row is None else loss.targets(batch)
     if not count or row is None or not isinstance(target, Tensor) or len(target.shape[:1]) < 1:
         return None
@@ -316,7 +316,7 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     if len(target) != count or options.get("reduction", "mean") != "mean":
         return None
     if not row.family.classes or target.is_floating_point():
-        return torch.ones(target.shape, dtype=torch.float64).reshape(count, -1).sum(1)
+        return torch.ones(target.shape, dtype=torch.float64, device="cpu").reshape(count, -1).sum(1)
     ignored, weights = options.get("ignore_index", -100), options.get("weight")
 
     def counts() -> Tensor:
@@ -419,7 +419,8 @@ def nearby(tensors: Sequence[Tensor], seed: int) -> Vector:
     if not seed:
         return list(tensors)
     random = torch.Generator().manual_seed(seed)
-    noise = (torch.randn(x.shape, generator=random, dtype=torch.float32).to(x) for x in tensors)
+    options: Any = {"generator": random, "dtype": torch.float32, "device": "cpu"}
+    noise = (torch.randn(x.shape, **options).to(x) for x in tensors)
     return [x.detach() * (1 + 0.5 * r) + 0.3 * r for x, r in zip(tensors, noise, strict=True)]
 
 

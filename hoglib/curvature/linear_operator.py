@@ -410,7 +410,8 @@ class LinearOperator(RectangularOperator):
         """
         self.space.refuse_sharded("block_diagonal")
         groups = groups_of(blocks, self.params)
-        places, zeros = self.space.places(), torch.zeros(self.space.size, dtype=self.dtype)
+        zeros = torch.zeros(self.space.size, dtype=self.dtype, device="cpu")
+        places = self.space.places()
         masks = [zeros.index_fill(0, torch.cat([places[i] for i in group]), 1) for group in groups]
         return BlockDiagonal(self, [mask.to(self.device) for mask in masks])
 

@@ -137,7 +137,7 @@ def _iterate_cg(
         fall = stagnation.fall(space, b, x, r)[:, i]
         late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
         waits = b.device.type == "cpu" or iterations == limit
-        small = stagnant = torch.zeros(len(active), dtype=torch.bool)
+        small = stagnant = torch.zeros(len(active), dtype=torch.bool, device="cpu")
         # one iteration late, so that a device goes on; near the target at once, so that no iteration is
         # computed in vain
         while late and (waits or near or len(late) > 1):

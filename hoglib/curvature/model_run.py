@@ -509,7 +509,7 @@ class ModelRun:
         generator = torch.Generator().manual_seed(0)
         column = []
         for y in self._outputs:
-            u = torch.randn(y.shape, generator=generator, dtype=torch.float32)
+            u = torch.randn(y.shape, generator=generator, dtype=torch.float32, device="cpu")
             u = u.to(y.device, y.dtype, non_blocking=True)
             column.append(u)
         return _mask_examples(column, half)

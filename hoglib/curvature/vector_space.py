@@ -213,7 +213,7 @@ class Space:
 
     def places(self) -> tuple[Tensor, ...]:
         """Where the entries of each leaf are in a flat vector."""
-        return torch.arange(self.size).split(self._sizes)
+        return torch.arange(self.size, device="cpu").split(self._sizes)
 
     def same(self, other: "Space") -> bool:
         alike = self._like == other._like and self.dtype == other.dtype
@@ -382,7 +382,7 @@ class _RandomNumbers:
     def __init__(self, draw: Draw, total: int, device: torch.device) -> None:
         self._draw, self._left = draw, total
         self._at_once = DRAWN_AT_ONCE if device.type == "cpu" else total
-        self._drawn = torch.empty(0)
+        self._drawn = torch.empty(0, device="cpu")
         self.last = 0.0  # of the numbers that were taken
 
     def take(self, count: int) -> Tensor:

@@ -442,7 +442,7 @@ class Replay:
         """
         assert self._final is not None
         own: list[Tensor | None] = list(pytree.leaves(cotangents))
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
         at = Cotangents(self.training.count, own, list(constants), zero)
         after = self._final.leaves
         name = digest([x for x in (*own, *constants) if x is not None])

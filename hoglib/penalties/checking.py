@@ -180,10 +180,11 @@ class _Subject:
         generator = Generator().manual_seed(0)
 
         def uniform(*sizes: int) -> Tensor:
-            return torch.rand(*sizes, generator=generator, dtype=torch.float64).add(0.1).to(like)
+            drawn = torch.rand(*sizes, generator=generator, dtype=torch.float64, device="cpu")
+            return drawn.add(0.1).to(like)
 
         def samples() -> Tensor:  # their norms, and so the slopes, are on both sides of the target
-            norms = torch.linspace(0.3, 2.0, N).to(like)
+            norms = torch.linspace(0.3, 2.0, N, device="cpu").to(like)
             return F.normalize(uniform(N, like.numel())).mul(norms[:, None]).reshape(N, *like.shape)
 
         critic = _Critic(uniform(*like.shape) + 0.5, self.options.get("target") or 1.0)

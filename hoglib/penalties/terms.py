@@ -128,7 +128,7 @@ def _minus_projections(at: InputVJP, g: Vector, derivatives: Vector, v: Tensor) 
 
 def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
     """The largest singular value of each sample's Jacobian, from all of its rows."""
-    units = torch.eye(y.shape[1]).to(y)
+    units = torch.eye(y.shape[1], device="cpu").to(y)
     J = [at.vjp(e.expand_as(y).view_as(at.y), retain_graph=True) for e in units]
     samples = at.samples
     assert samples is not None

@@ -387,7 +387,7 @@ def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) 
     got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
     slopes = [slope(f, x, j, v) for v in directions(x[j], random, full=True)]
     found = [float((w * one.values[i]).sum()) / float(one.v.sum()) for one in slopes]
-    right = torch.tensor(found).to(got)
+    right = torch.tensor(found, device="cpu").to(got)
     wrong = ((got - right).abs() > 1e-4 * right.abs().max()).nonzero().reshape(-1).tolist()
     if not wrong:
         return ""
@@ -481,7 +481,8 @@ class Comparer(NamedTuple):
         worst = 0.0
         shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
         for which in (one for one in shared if one[0] == column):
-            offs = torch.tensor([one.signed[which][0] for one in runs], dtype=torch.float64)
+            seen = [one.signed[which][0] for one in runs]
+            offs = torch.tensor(seen, dtype=torch.float64, device="cpu")
             allowed = sum(one.signed[which][1] for one in runs) / len(runs)
             mean, spread = float(offs.mean().abs()), float(offs.std())
             if mean > allowed and mean > 5 * spread / len(runs) ** 0.5:
@@ -517,7 +518,7 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
             v = random_like(at.x[j], random) * element_scales(at.x[j])
             covectors = [(i, random_like(y, random)) for i, y in enumerate(values) if y.numel()]
             lines = [[*_integrals(at, j, v, covectors, key, random)] for _ in range(CENTRES)]
-            integrals = torch.tensor(lines, dtype=torch.float64)
+            integrals = torch.tensor(lines, dtype=torch.float64, device="cpu")
             if not bool(integrals[..., 1:].isfinite().all()):
                 found.problem = found.problem or "it is not defined around the inputs"
                 continue
@@ -557,7 +558,7 @@ def _integrals(
     except Exception:
         yield from [(nan, nan, nan)] * len(covectors)
         return
-    shares = torch.rand(INTERVALS, generator=random, dtype=torch.float64).tolist()
+    shares = torch.rand(INTERVALS, generator=random, dtype=torch.float64, device="cpu").tolist()
     points = [point(h * (2 * (k + share) / INTERVALS - 1)) for k, share in enumerate(shares)]
     slopes = [products(at.map, x, [(j, v)], covectors, key) for x in points]
     for k, (i, w) in enumerate(covectors):

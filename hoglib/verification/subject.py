@@ -149,7 +149,8 @@ def symmetrize(call: calls.Call) -> dict[int, Structure]:
     for j in range(len(call.point)):
         x = call.value(j)
         if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
-            noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64).reshape(x.shape).to(x)
+            noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64, device="cpu")
+            noise = noise.reshape(x.shape).to(x)
             here = _call_values(call, j, x)
             # one triangle is moved at a time: the one that is not read changes nothing
             sides = [_call_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
@@ -211,7 +212,7 @@ def _fix_phases(outputs: Sequence[Tensor], side_of: dict[int, str]) -> list[Tens
     first, side = next(iter(side_of.items()))
     columns = _as_columns(outputs[first], side)
     random = torch.Generator().manual_seed(4)
-    r = torch.randn(columns.shape[-2], 1, dtype=torch.complex128, generator=random)
+    r = torch.randn(columns.shape[-2], 1, dtype=torch.complex128, generator=random, device="cpu")
     r = (r if columns.is_complex() else r.real).to(columns)
     s = (r.conj() * columns).sum(-2, keepdim=True).sgn()
     found = list(outputs)
@@ -538,7 +539,7 @@ class Subject:
         """A point near the inputs, without zeros; the inputs themselves if fn is not defined there."""
         moved = []
         for x in self.x:
-            part = torch.rand(x.shape, dtype=torch.float64, generator=self.random)
+            part = torch.rand(x.shape, dtype=torch.float64, generator=self.random, device="cpu")
             part = part.to(x.device, x.dtype)
             moved.append(torch.where(x == 0, 0.005 * (1 + part), x * (1 - 0.02 * part)))
         try:

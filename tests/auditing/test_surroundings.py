@@ -283,13 +283,13 @@ def test_complex_parameters() -> None:
     assert judged(hog.audit(lambda w, x: (w * x).sin().abs().square().sum(), w, torch.randn(3)))
 
 
-def test_the_default_device_is_not_that_of_the_audit() -> None:
+def test_the_default_device_is_not_that_of_the_data() -> None:
     given = problem(smooth())
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         assert judged(hog.audit(*given))
-    finally:
-        torch.set_default_device(None)
+        hog.verify(torch.sin, given[2][0]).raise_if_failed()
+        assert hog.curvature.hessian_spectrum(*given).largest[0] > 0
+        assert (hog.influence(*given, None, damping=1.0) < 0).all()
 
 
 # Arguments.

@@ -23,12 +23,13 @@ DEVICE = ["cuda"]  # of networks and data; the CPU for what is expected
 
 def network(out=5):
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.Softplus(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(64, out)).to(*DEVICE)
+    conv, head = nn.Conv2d(1, 4, 3, padding=1, device="cpu"), nn.Linear(64, out, device="cpu")
+    return nn.Sequential(conv, nn.Softplus(), nn.MaxPool2d(2), nn.Flatten(), head).to(*DEVICE)
 
 
 def drawn(*shape, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(*DEVICE)
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=random, device="cpu").to(*DEVICE)
 
 
 def data():
@@ -164,7 +165,8 @@ def unused():
 
 def language_model():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)).to(*DEVICE)
+    layers = nn.Embedding(7, 4, device="cpu"), nn.Linear(4, 7, device="cpu")
+    model = nn.Sequential(*layers).to(*DEVICE)
     tokens = data()[1].view(2, 8)
     loss, params = hog.language_model_loss(model, head="1", shift=True), hog.trainable_params(model)
     return hog.hvp(loss, params, params, (tokens, tokens))
@@ -259,7 +261,8 @@ def test_equal_to_the_cpu_and_noise_is_no_fault(name, monkeypatch):
     DEVICE[:] = ["cpu"]
     on_the_cpu = results(name)
     DEVICE[:] = ["cuda"]
-    expected = results(name)
+    with torch.device("cuda"):  # as torch.set_default_device: what is on the CPU says so
+        expected = results(name)
     assert len(expected) > 0
     for a, b in zip(expected, on_the_cpu, strict=True):
         assert a.is_cuda
