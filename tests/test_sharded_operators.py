@@ -301,6 +301,7 @@ def refused(rank, world):
         "mixed, product": lambda: K @ v,
         "queries": lambda: score([batches[rank]]),
         "self": lambda: score(None),
+        "damping": lambda: score(data(), damping=1.0 if rank else -1.0),
         "failing": hog.KFACOperator(loss, params, failing).update,
         "to_dense": H.to_dense,
         "to_scipy": H.to_scipy,
@@ -379,6 +380,7 @@ def test_operators_of_several_processes_equal_those_of_one(count, tmp_path):
             ["OSError", "no such file"] if rank == 0 else ["DistributedError", got_iterating(count)]
         )
         assert ("got an error in one" in got.pop("failing")[1]) == (rank > 0)
+        assert got.pop("damping")[0] == ("DistributedError" if rank else "ArgumentValueError")
         assert_raised(got, REFUSED, rank)
         for name, error in found.items():
             assert error < 1e-10, (rank, name, error)

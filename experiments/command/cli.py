@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -198,11 +199,14 @@ class ExperimentCLI(LightningCLI):
             if (root := settings.get("default_root_dir")) is not None:
                 own[0].use_root(str(root))
             settings["logger"] = [*own, *(x for x in loggers if x not in own)]
+        if settings.get("fast_dev_run") and settings.get("default_root_dir") is None:
+            settings["default_root_dir"] = mkdtemp()  # without a logger there is no run's folder
         iterations, interval = getattr(self.datamodule, "iterations", None), "val_check_interval"
         if iterations is not None and isinstance(settings.get(interval), int):
             # a run that is shorter than the interval is validated at its end
             settings[interval] = min(settings[interval], iterations)
-        settings["callbacks"] = [*callbacks, *(settings.get("callbacks") or [])]
+        more = settings.get("callbacks") or []
+        settings["callbacks"] = [*callbacks, *(more if isinstance(more, list) else [more])]
         try:
             return super().instantiate_trainer(**kwargs)
         except (TypeError, ValueError, MisconfigurationException) as error:

@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from itertools import accumulate
 from pkgutil import iter_modules
+
+from hoglib._core.validation import did_you_mean
 
 ADVICE = " Options and their types: python -m experiments fit --help"
 CONFIGS = (
@@ -40,7 +41,7 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     if unknown := re.fullmatch(r"Option '([\w.]+)' is not accepted", message):
         name, known = unknown[1], ", ".join(options) or "class_path, init_args"
         suggestion = _suggest(name, [*options, "init_args"])
-        return f"no option {name!r}; expected one of {known}.{suggestion}"
+        return f"no option {name!r}; expected one of {known}{suggestion}"
     lines = [line.strip().removeprefix("- ") for line in message.replace(ADVICE, "").splitlines()]
     kept = [line for line in lines if line and not any(text in line for text in NOISE)]
     text = " ".join(dict.fromkeys(kept))
@@ -53,12 +54,12 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
         module = import_module(missing[1])
         options = [m.name for m in iter_modules(getattr(module, "__path__", ()))] + dir(module)
-    suggestion = _suggest(found[2], options) if (found := missing or unknown) else ""
-    return text.rstrip(".?") + ("?" if text.endswith("?") else ".") + suggestion + ADVICE
+    end = "?" if text.endswith("?") else "."
+    end = _suggest(found[2], options) if (found := missing or unknown) else end
+    return text.rstrip(".?") + end + ADVICE
 
 
 def _suggest(name: str, options: Sequence[str]) -> str:
-    """The option whose name is near the first part of a dotted name that is none; empty without one."""
+    """The end of a sentence: the option near the first part of a dotted name that is none, if any."""
     parts = accumulate(name.split("."), "{}.{}".format)  # a, a.b and a.b.c of a.b.c
-    close = get_close_matches(next((x for x in parts if x not in options), name), options, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    return did_you_mean(next((x for x in parts if x not in options), name), options)

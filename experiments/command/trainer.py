@@ -90,7 +90,6 @@ class Trainer(pl.Trainer):
             weights_only: is not used; the config of a run has it.
         """
         problems = self._problems(model, datamodule, ckpt_path)
-        folder = runs.run_folder(self)
         spectra = {}
         for name, loss, params, batch in problems:
             spectrum = hog.curvature.hessian_spectrum(
@@ -102,6 +101,7 @@ class Trainer(pl.Trainer):
             )
             print(spectrum.summary())
             spectra[name] = spectrum
+        folder = runs.run_folder(self)  # not before: a refused call leaves none
         numbers = {name: spectrum.to_dict() for name, spectrum in spectra.items()}
         (folder / SPECTRUM).write_text(json_module.dumps(numbers, indent=1) + "\n")
         picture = plot_spectra(folder / "spectrum.png", spectra)

@@ -106,7 +106,12 @@ def check_processes(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"trainer: expected one process for {type(module).__name__}, "
             f"{getattr(module, 'one_process', '')}, got {trainer.world_size}; use --trainer.devices 1."
         )
-    strategy = trainer.strategy
+    strategy, cores = trainer.strategy, os.cpu_count() or 1
+    if strategy.root_device.type == "cpu" and trainer.num_devices > cores:
+        raise ArgumentValueError(
+            f"trainer.devices: expected at most {cores} processes, one for each CPU core, got "
+            f"{trainer.num_devices}; use --trainer.devices {cores}."
+        )
     if not isinstance(strategy, DDPStrategy):
         raise ArgumentValueError(
             f"trainer.strategy: expected ddp for {trainer.world_size} processes, got "

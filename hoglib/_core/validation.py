@@ -454,6 +454,9 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
+OF_PARTS = ("inputs", "batch", "data", "query")  # arguments that may be tuples of tensors
+
+
 def as_one(name: str, more: Sequence[Any]) -> str:
     """The end of a sentence about arguments that should be parts of one."""
     several = ", ".join(["...", *("..." for _ in more)])
@@ -476,11 +479,11 @@ def explain_arguments(function: F) -> F:
         caller = function.__qualname__.removesuffix(".__init__").split(".")[-1]
         more = args[len(form.args) :]
         advice = next((did_you_mean(k, [*names, *options]) for k in keywords if k in reason), ".")
-        if more and all(map(pytree.tensors, more)):
+        if advice == "." and more and names[-1] in OF_PARTS and all(map(pytree.tensors, more)):
             advice = as_one(names[-1], more)
+        by_name = f", and {listing(options) or 'options'} by name" if options or form.varkw else ""
         raise errors.ArgumentTypeError(
-            f"{caller}: expected {', '.join(names)}, and {listing(options) or 'options'} by name, got "
-            f"others ({reason}){advice}"
+            f"{caller}: expected {', '.join(names)}{by_name}, got others ({reason}){advice}"
         )
 
     return cast(F, checked_call)

@@ -14,9 +14,10 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import getdoc
-from typing import Any
+from typing import Any, NoReturn
 
 from hoglib._version import __version__
 from hoglib.cli import commands
@@ -40,8 +41,9 @@ def main(args: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint if rest[0][0] != '-' else ''}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
+    options, leave = vars(given), os._exit
+    os._exit = partial(_tell_exit, options.get("target"), os.getpid(), leave)
     try:
-        options = vars(given)
         try:
             # a command is the function of its name, whose keyword arguments are the options
             status: int = getattr(commands, options.pop("command"))(**options)
@@ -62,6 +64,16 @@ def main(args: Sequence[str] | None = None) -> int:
         _discard_stdout()
         print(f"error: the output could not be written: {error}", file=sys.stderr)
         return 2
+    finally:
+        os._exit = leave
+
+
+def _tell_exit(target: Any, own: int, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
+    """What os._exit is for the user's code, which would end the command without a word."""
+    if os.getpid() == own:  # and no copy of it
+        print_error(f"{target}: it ended the process with exit status {status}, by os._exit.")
+        status = NOT_RUN
+    leave(status)
 
 
 def _discard_stdout() -> None:

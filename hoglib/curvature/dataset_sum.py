@@ -668,6 +668,16 @@ class DatasetSum:
                 "all of the data as one batch. Where these batches are meant, filter this warning."
             )
 
+    def warn_of_draws(self, batch: Any) -> None:
+        """Warn of what draws random numbers in the loss of a batch, where no other pass shows it."""
+        if not self._options.check_deterministic or self._placement.is_sharded:
+            return
+        if cause := self._determinism.random_cause(lambda: self.loss_of(batch), self._space.device):
+            warn(
+                f"{self._name}: expected a loss that is the same at every pass, got one whose factors "
+                f"are those of one draw: {cause}"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps no graph, which cannot be copied."""
         self._read_last_losses()

@@ -540,34 +540,38 @@ def influence(
         >>> hog.influence(loss, params, data, None, damping=0.0, solver=K)
         tensor([-2., -2.])
     """
-    fitted = solver if isinstance(solver, KFACOperator) else None
-    method = "operator" if fitted else validation.choice("solver", solver, get_args(Solver))
-    validation.number("damping", damping, minimum=0)
-    for name, data in (("train", train), ("query", query)):
-        in_fixed_order(name, data)
-    of_factors = ("kind", "generator", "check_deterministic", *KFAC_OPTIONS)
-    names = {"cg": NEWTON_OPTIONS, "operator": ("progress",)}.get(method, of_factors)
-    check_option_names("influence", options, names)
-    if tol is not None and method != "cg":
-        raise errors.ArgumentValueError(
-            f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
-            "is for solver='cg'."
-        )
-    if validation.boolean("per_token", per_token) and query is None:
-        raise errors.ArgumentValueError("query: expected queries with per_token=True, got None.")
     shared = Space(params)
-    if fitted:
-        _check_fitted(fitted, shared)
     hashed = out is not None or shared.placement.is_sharded
-    if shared.placement.is_sharded and (out is not None or query is None):
-        raise errors.UnsupportedError(
-            "influence: expected queries, and no out=, for params that are DTensors, got "
-            f"{'out=' if query is not None else 'query=None'}; save the rows that each process "
-            "returns, and for self-influence pass some examples at a time as queries."
-        )
     with shared.raise_in_all("influence"):
+        fitted = solver if isinstance(solver, KFACOperator) else None
+        method = "operator" if fitted else validation.choice("solver", solver, get_args(Solver))
+        validation.number("damping", damping, minimum=0)
+        for name, data in (("train", train), ("query", query)):
+            in_fixed_order(name, data)
+        of_factors = ("kind", "generator", "check_deterministic", *KFAC_OPTIONS)
+        names = {"cg": NEWTON_OPTIONS, "operator": ("progress",)}.get(method, of_factors)
+        check_option_names("influence", options, names)
+        if tol is not None and method != "cg":
+            raise errors.ArgumentValueError(
+                f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
+                "is for solver='cg'."
+            )
+        if validation.boolean("per_token", per_token) and query is None:
+            raise errors.ArgumentValueError(
+                "query: expected queries with per_token=True, got None."
+            )
+        if fitted:
+            _check_same(fitted, shared)
+        if shared.placement.is_sharded and (out is not None or query is None):
+            raise errors.UnsupportedError(
+                "influence: expected queries, and no out=, for params that are DTensors, got "
+                f"{'out=' if query is not None else 'query=None'}; save the rows that each process "
+                "returns, and for self-influence pass some examples at a time as queries."
+            )
         examples = Examples.of("train", loss, train, hashed)
         queries = None if query is None else Examples.of("query", loss, query, hashed)
+    if fitted:
+        _warn_of_other_values(fitted, shared)
     asked = queries and queries.digest, method, float(damping), per_token
     shared.check_same_call("influence", *asked, what="queries, and options,")
     w, file = examples.weights, None
@@ -702,13 +706,17 @@ def _token_slopes(loss: Any, space: Space, D: Tensor, batch: Any, weights: Any) 
         return [torch.stack([(by_logits * tangent).sum(axis) for _, tangent in pairs], -1)]
 
 
-def _check_fitted(K: KFACOperator, space: Space) -> None:
-    """Raise for a matrix on other parameters than a space; warn where it is of other values."""
+def _check_same(K: KFACOperator, space: Space) -> None:
+    """Raise for a matrix on other parameters than a space."""
     if not K.space.same(space):
         raise errors.ArgumentValueError(
             "solver: expected an operator on params, with the same names, shapes, dtypes and "
             f"placements, got one on {validation.listing(pytree.paths(K.params))} {K.shape}."
         )
+
+
+def _warn_of_other_values(K: KFACOperator, space: Space) -> None:
+    """Warn of a matrix at other values of the parameters."""
     K.blocks()  # computed at the first use
     if K.computed_at not in (None, sums_and_norms(space.leaves())):
         warn(

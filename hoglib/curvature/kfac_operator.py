@@ -15,6 +15,7 @@ from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import Numbers, sums_and_norms
 from hoglib._core.problem import Problem, check_option_names
 from hoglib._core.source_location import warn
+from hoglib._core.state import generator_state
 from hoglib.curvature.data import PassTotals
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions
 from hoglib.curvature.estimates import Estimate
@@ -307,13 +308,15 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 sums.include(layouts, dtype, self.device)
             return sums.pack().to(self.device)
 
-        read = None
+        read, drawn = None, False
         with self._sum.one_pass(total, first_order=True) as batches:
             for batch, number, share in batches:
+                before = generator_state(self.device)
                 with self._sum.entered(batch) as problem, problem.gathered() as own:
                     placement = problem.placement
                     add = partial(self._add, sums, own, number, share * placement.weight)
                     value = placement.mean_of(add) if placement.is_sharded else add()
+                drawn = drawn or not torch.equal(before, generator_state(self.device))
                 self._sum.advance()
                 batches.record(value)
                 if self._sum.alone and self._sum.single_batch:
@@ -327,6 +330,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
                 "or use float64."
             )
+        # the corrected eigenvalues take another pass, which is compared with this one
+        if drawn and self._blocks is None and not self._corrected:
+            self._sum.warn_of_draws(batch)
         return batches.totals
 
     def _add(self, sums: BlockSums, problem: Problem, number: int, share: float) -> Tensor:

@@ -2,7 +2,7 @@
 steps by the inverse of a Kronecker-factored one."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf, nan, sqrt
 from typing import Any, NamedTuple, final, get_args
 
@@ -71,8 +71,10 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         Args:
             state_dict: From ``state_dict()``.
         """
-        group, *_ = state_dict.get("param_groups") or [{}]
-        lacking = self.defaults.keys() - group.keys()
+        given = state_dict if isinstance(state_dict, Mapping) else {}
+        group, *_ = given.get("param_groups") or [{}]
+        # torch adds "differentiable" to the defaults when it loads a state, or copies an optimizer
+        lacking = {"state", *self.defaults} - {"differentiable", *given, *group}
         if lacking:
             raise errors.ArgumentValueError(
                 f"state_dict: expected that of a {type(self).__name__}, got one without "

@@ -480,7 +480,7 @@ def _check_root(
             f"tensors of shape {', '.join(str(tuple(x.shape)) for x in others[:3])} from elsewhere, "
             f"whose gradients would be missing. Pass them in {spec.inputs}, the parameters of a "
             "module by `torch.func.functional_call(module, params, ...)`, or detach() what is a "
-            "constant."
+            "constant, as `module.requires_grad_(False)` does for what a module keeps."
         )
     changes = _changes(F, own, value, 1e-3)
     key = spec.function, *(x.shape for x in own)

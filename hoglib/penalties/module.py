@@ -110,6 +110,7 @@ class GradientPenalty(nn.Module):
         [40.0, 0.0, 40.0]
     """
 
+    @validation.explain_arguments
     def __init__(
         self,
         kind: str = "wgan_gp",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hoglib.cli.main import main
+from tests.several_processes import exit_code_of
 
 GOOD = '''
 import torch
@@ -354,6 +355,11 @@ def test_an_end_of_the_command_ends_both_processes(write, tmp_path, by, status):
     while is_running(child) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_running(child)
+
+
+def test_a_file_that_ends_the_process_is_not_right(write):
+    assert exit_code_of(run_the_module, "verify", write("import os\nos._exit(0)\n")) == 2
+    assert "mine.py: it ended the process with exit status 0" in Path("errors").read_text()
 
 
 def run_the_module(*words):

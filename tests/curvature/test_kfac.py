@@ -742,7 +742,8 @@ def test_the_check_of_layers_draws_no_random_numbers():
     loss = hog.functional_loss(Noisy(3, 2), F.cross_entropy)
     params, batch = hog.trainable_params(loss.model), (torch.randn(6, 3), torch.arange(6) % 2)
     torch.manual_seed(0)
-    hog.KFACOperator(loss, params, batch, check_deterministic=False).update()
+    with pytest.warns(UserWarning, match="those of one draw: random numbers are drawn at"):
+        hog.KFACOperator(loss, params, batch).update()
     after = torch.get_rng_state()
     torch.manual_seed(0)
     torch.randn(3)

@@ -78,7 +78,10 @@ REFUSED_BY_THE_COMMAND = {
         ("model.damping=0", "damping: expected a number greater than 0"),
         ("model.optimizers=[kfac]", "model.kfac={rate: 1}", "KFAC: expected options among"),
     ],
-    "gan/mixture": [("model.penalty.wieght=1", "wieght")],
+    "gan/mixture": [
+        ("model.penalty.wieght=1", "wieght"),
+        ("trainer.accelerator=cpu", "trainer.devices=999", "trainer.devices: expected at most .* got 999"),
+    ],
     "maml/glyphs_5w1s": [("model.ways=4", "ways: expected 5 outputs.*--model.ways 5")],
     "maml/lm_adapt": [("model.base=runs/nowhere", "base: expected a file, or a run folder")],
     "maml/sinusoid_joint": [

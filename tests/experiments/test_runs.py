@@ -235,6 +235,7 @@ def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trai
         assert contents(folder()) == before
     elsewhere = (folder() / "last.ckpt").rename("elsewhere.ckpt")
     assert run("fit", "--config", config, "--ckpt_path", elsewhere, *options) == 2
+    assert run("spectrum", "--config", config, "--ckpt_path", elsewhere, "--k", 0) == 2
     assert not folder(1).exists()
     elsewhere.rename(folder() / "last.ckpt")
     assert run("spectrum", "--ckpt_path", folder() / "last.ckpt", "--model.hidden", "[30, 30]") == 2
@@ -255,6 +256,8 @@ def test_a_run_that_begins_anew_in_a_folder_is_no_resumed_one(tmp_path):
 def test_another_logger_gets_the_numbers_and_pictures_too(capsys):
     _, fit, folder = smoke("maml/sinusoid")
     tensorboard = "lightning.pytorch.loggers.TensorBoardLogger"
+    fit("--trainer.fast_dev_run", "true", "--trainer.callbacks", "LearningRateMonitor")
+    assert not [*Path().iterdir()]
     fit("--trainer.logger", tensorboard, "--trainer.logger.save_dir", "other")
     pictures = {picture.stem for picture in folder().glob("*.png")}
     assert pictures == {"tasks", "training_curve"}

@@ -97,13 +97,13 @@ def test_a_folder_that_cannot_be_written(capsys):
 
 
 BAD = {
-    "unknown key": (["--model.inner_stepz", "3"], "no option 'inner_stepz'.*Did you mean 'inner_steps'"),
-    "unknown key of the run": (["--modle.x", "3"], "unrecognized arguments: --modle.x.*Did you mean 'model'"),
-    "unknown part of a config": (["--config", "trianer: {devices: 1}"], "'trianer.devices'. Did you mean 'trainer'"),
-    "unknown key in a config": (["--config", "trainer: {max_epoch: 1}"], "Did you mean 'trainer.max_epochs'"),
-    "unknown key of a class": (["--config", "data: {class_path: experiments.few_shot.SinusoidTasks, init_arg: {shots: 1}}"], "Did you mean 'init_args'"),
-    "unknown class": (["--model", "experiments.few_shot.MAMLRegresion"], "Did you mean 'MAMLRegression'"),
-    "unknown package": (["--model", "experiments.fewshot.MAMLRegression"], "Did you mean 'few_shot'"),
+    "unknown key": (["--model.inner_stepz", "3"], "no option 'inner_stepz'.*did you mean 'inner_steps'"),
+    "unknown key of the run": (["--modle.x", "3"], "unrecognized arguments: --modle.x.*did you mean 'model'"),
+    "unknown part of a config": (["--config", "trianer: {devices: 1}"], "'trianer.devices'. did you mean 'trainer'"),
+    "unknown key in a config": (["--config", "trainer: {max_epoch: 1}"], "did you mean 'trainer.max_epochs'"),
+    "unknown key of a class": (["--config", "data: {class_path: experiments.few_shot.SinusoidTasks, init_arg: {shots: 1}}"], "did you mean 'init_args'"),
+    "unknown class": (["--model", "experiments.few_shot.MAMLRegresion"], "did you mean 'MAMLRegression'"),
+    "unknown package": (["--model", "experiments.fewshot.MAMLRegression"], "did you mean 'few_shot'"),
     "a config that is no YAML": (["--config", str(ROOT / "Makefile")], r"Makefile\", line \d+"),
     "wrong type": (["--model.inner_steps", "many"], "inner_steps: expected int, got 'many'"),
     "a list for a number": (["--model.inner_steps", "[1, 2]"], "inner_steps: expected int, got '.1, 2.'"),

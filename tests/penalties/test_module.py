@@ -126,6 +126,7 @@ def test_its_repr_says_what_it_is():
 REFUSED = {
     "an unknown kind": (lambda: hog.GradientPenalty("wgangp"), ValueError, "kind: expected one of wgan_gp.*did you mean 'wgan_gp'"),
     "a negative weight": (lambda: hog.GradientPenalty(weight=-1), ValueError, "weight"),
+    "a misspelt argument": (lambda: hog.GradientPenalty(weigth=1), TypeError, "options, got others .*did you mean 'weight'"),
     "never": (lambda: hog.GradientPenalty(every=0), ValueError, "every: .*at least 1"),
     "options in a list": (lambda: hog.GradientPenalty(options=["target"]), TypeError, "options: expected a dict"),
     "terms": (lambda: hog.GradientPenalty(options={"reduction": "none"}), ValueError, "reduction='none'"),

@@ -170,6 +170,7 @@ ERRORS = {
     "integer": (lambda: hog.jet(torch.sin, torch.ones(2, dtype=torch.int), [ONE]), TypeError, r"primals\[0\]"),
     "complex": (lambda: hog.jet(torch.sin, ONE + 1j, [ONE + 1j]), TypeError, r"primals\[0\]: expected a real"),
     "no tuple": (lambda: hog.jet(torch.sin, {"x": ONE}, [ONE]), TypeError, "primals: expected a tuple"),
+    "primals apart": (lambda: hog.jet(torch.add, ONE, ONE, [ONE]), TypeError, r"4 were given\)\.$"),
     "another number": (lambda: hog.jet(torch.add, (ONE, ONE), ([ONE],)), ValueError, "one list for each of the 2"),
     "no coefficients": (lambda: hog.jet(torch.sin, ONE, []), TypeError, r"\[x_1, \.\.\., x_K\] of at least one"),
     "zeros": (lambda: hog.jet(torch.sin, ONE, [None]), ValueError, "the path is a point"),

@@ -382,7 +382,7 @@ REFUSED = {
     "no tensors": (((Cube, ()), {}), ValueError, "at least one floating-point"),
     "integers": (((Cube, torch.arange(3)), {}), ValueError, "at least one floating-point"),
     "inputs apart": (((Cube, x, x), {}), TypeError, r"verify: expected fn, inputs, .* `inputs=\("),
-    "a misspelt option": (((Cube, x), {"refrence": Cube}), TypeError, "did you mean 'reference'"),
+    "a misspelt option": (((Cube, x, x), {"refrence": Cube}), TypeError, "did you mean 'reference'"),
     "no inputs": (((Cube,), {}), TypeError, "verify: expected fn, inputs, .*missing 1"),
     "no elements": (((Cube, torch.randn(0)), {}), ValueError, "at least one element"),
     "an unknown mode": (((Cube, x), {"modes": "rx"}), ValueError, "modes: expected some of"),
