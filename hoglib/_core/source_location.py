@@ -53,8 +53,9 @@ class SourceLine(NamedTuple):
 
 def warn(message: str) -> None:
     """Gives a UserWarning that points at the innermost line outside hoglib and torch."""
-    level, frame = 1, sys._getframe()
-    caller: FrameType | None = frame
+    level = 2
+    # its own frame would be held by itself, and with it what callers hold, until a garbage collection
+    caller: FrameType | None = sys._getframe(1)
     while caller is not None and _is_library(caller.f_code.co_filename):
         level, caller = level + 1, caller.f_back
     warnings.warn(message, stacklevel=level)

@@ -9,7 +9,7 @@ The data is one batch, or many, in one process or in several that share it.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import fsum
 from typing import Any, Literal, TypedDict, final
 
@@ -163,6 +163,12 @@ def split_options(
     return Policy.of(caller, of_loss), CheckedDataOptions(**of_data)
 
 
+def criterion_denominator(loss: Any, batch: Any) -> float:
+    """What the mean of the criterion divides by, where that is known."""
+    counts = likelihoods.example_counts(loss, as_dict(batch))
+    return leading_dimension(batch) if counts is None else float(counts.sum())
+
+
 @final
 class DatasetSum:
     """A loss over data at the parameters of a space, as they are at each call."""
@@ -191,7 +197,8 @@ class DatasetSum:
         batch_size = options.batch_size or getattr(loss, "batch_size", None)
         self._counting = counting
         own = self._mean and batch_size is None  # weights that nobody gave
-        size = self._criterion_denominator if own and counting == "criterion" else batch_size
+        # of the loss alone: a method of this object would keep it in a cycle until a garbage collection
+        size = partial(criterion_denominator, loss) if own and counting == "criterion" else batch_size
         sharded = space.placement.is_sharded
         self._batches = Batches(data, space.device, size, options.micro_batch, processes, sharded)
         # whether the first pass compares the denominators of the criterion with these weights
@@ -206,11 +213,7 @@ class DatasetSum:
         self._weight_cancels = self.single_batch and self.alone
         checks = options.check_deterministic
         self._determinism = Determinism(loss, checks, fixed_batches)
-        self.symmetry = Symmetry(
-            self._name, checks, space, self._half_precision_dtype, self._products_in_double, loss
-        )
-        # the products of rows at the first batch, in float64, by an operator
-        self.in_double: Callable[[Tensor, Any], Tensor] | None = None
+        self.symmetry = Symmetry(self._name, checks, space, loss)
         data_now = self._batches.current if self._batches.single else list
         self._fingerprint = StateFingerprint(loss, space.leaves, data_now)
         self._state: list[Any] = [object()]  # the fingerprint after the last pass
@@ -532,29 +535,33 @@ class DatasetSum:
             self.gradient()
         return watch.dtype
 
-    def _products_in_double(self, rows: Tensor) -> Tensor | None:
+    def check_symmetry(
+        self, rows: Tensor, products: Tensor, in_double: Callable[[Tensor, Any], Tensor]
+    ) -> None:
+        """Compare the first products; in_double: those of rows at a batch, in float64."""
+        double = partial(self._products_in_double, in_double)
+        self.symmetry.record(rows, products, self._half_precision_dtype, double)
+
+    def _products_in_double(
+        self, in_double: Callable[[Tensor, Any], Tensor], rows: Tensor
+    ) -> Tensor | None:
         """The products of rows at the first batch in float64, one by one; None if there are none."""
-        if self.in_double is None or not self.alone or self._placement.is_sharded:
+        if not self.alone or self._placement.is_sharded:
             return None
         try:
             with preserve_random_state():
                 local = next(iter(self._batches))
-            return self.in_double(rows, local.pieces[0])
+            return in_double(rows, local.pieces[0])
         except Exception as error:  # of code that is bound to another dtype
             LOGGER.debug("%s: no products in float64: %s", self._name, error)
             return None
-
-    def _criterion_denominator(self, batch: Any) -> float:
-        """What the mean of the criterion divides by, where that is known."""
-        counts = likelihoods.example_counts(self.loss, as_dict(batch))
-        return leading_dimension(batch) if counts is None else float(counts.sum())
 
     def _check_counts(self, batch: Any, share: float) -> None:
         """Raise where the matrix has a term for each example, but the mean of the loss divides by
         another number."""
         if self._counting == "criterion" or not self._infers_weights or self._placement.is_sharded:
             return  # with shards, a share is that of all processes
-        ratio = self._criterion_denominator(batch) / share
+        ratio = criterion_denominator(self.loss, batch) / share
         self._ratio = ratio if self._ratio is None else self._ratio
         if abs(ratio - self._ratio) > 1e-9 * self._ratio:
             raise self._wrong_denominator(

@@ -73,7 +73,6 @@ class DatasetOperator(LinearOperator):
             counting=counting or "criterion",
         )
         self._kind, self._memory_limit = kind, of_data.memory_limit
-        self._sum.in_double = self._products_in_double
 
     def value(self) -> Tensor:
         """The loss over the data, a scalar tensor."""
@@ -115,7 +114,7 @@ class DatasetOperator(LinearOperator):
     def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
         """The products of the rows, where they are finite; warns if the products are not symmetric."""
         self._refuse_not_finite(rows, total, self.space, "the loss is", self._sum.whole)
-        self._sum.symmetry.record(rows, total)
+        self._sum.check_symmetry(rows, total, self._products_in_double)
         return total
 
     def _apply_kept(self, rows: Tensor, total: Tensor) -> Tensor:

@@ -221,23 +221,11 @@ class Symmetry:
     A backward that is not the derivative, or that is detached in part, mostly makes a Hessian
     asymmetric; the check costs two inner products, once.
 
-    half: the dtype of half precision that the loss computes in, if any; in_double: the products of rows
-    in float64, for a matrix whose own products are rounding, as of a classifier that fits all examples.
-    Both are asked for only where the matrix is not symmetric to the rounding of its own dtype.
     loss: the asymmetry of which is warned of once.
     """
 
-    def __init__(
-        self,
-        name: str,
-        enabled: bool,
-        space: Space,
-        half: Callable[[], torch.dtype | None],
-        in_double: Callable[[Tensor], Tensor | None],
-        loss: Any,
-    ) -> None:
-        self._name, self._space, self._half, self._loss = name, space, half, loss
-        self._in_double = in_double
+    def __init__(self, name: str, enabled: bool, space: Space, loss: Any) -> None:
+        self._name, self._space, self._loss = name, space, loss
         wide = space.precision in (torch.float64, torch.float32)
         self._bound = BOUNDS[space.precision] if enabled and wide else None
         self._first: list[tuple[Tensor, Tensor]] = []
@@ -247,8 +235,19 @@ class Symmetry:
         """Check again, because the matrix is another one now."""
         self._first, self._done = [], False
 
-    def record(self, rows: Tensor, products: Tensor) -> None:
-        """Compare the first two vectors and products, of one call or of two that follow each other."""
+    def record(
+        self,
+        rows: Tensor,
+        products: Tensor,
+        half: Callable[[], torch.dtype | None],
+        in_double: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """Compare the first two vectors and products, of one call or of two that follow each other.
+
+        half: the dtype of half precision that the loss computes in, if any; in_double: the products of
+        rows in float64, for a matrix whose own products are rounding, as of a classifier that fits all
+        examples. Both are asked for only where the matrix is not symmetric to its dtype's rounding.
+        """
         bound, key = self._bound, ("symmetric", self._name)
         known = rows.device.type != "cpu" and found_once(self._loss, key, lambda: None)
         self._done = self._done or bool(known)
@@ -264,8 +263,8 @@ class Symmetry:
         gap, size = asymmetry(self._space, v, Av, w, Aw)
         if not exceeds(self._space, gap, size, bound):
             found_once(self._loss, key, lambda: True)
-        elif (half := self._half()) is None or exceeds(self._space, gap, size, BOUNDS[half]):
-            if self._is_rounding(torch.stack([v, w])):
+        elif (dtype := half()) is None or exceeds(self._space, gap, size, BOUNDS[dtype]):
+            if self._is_rounding(torch.stack([v, w]), in_double):
                 return
             own = object()  # the first operator of a loss that finds it warns
             if found_once(self._loss, ("asymmetry", self._name), lambda: own) is not own:
@@ -278,9 +277,9 @@ class Symmetry:
                 "draws random numbers, as dropout does in train mode."
             )
 
-    def _is_rounding(self, rows: Tensor) -> bool:
+    def _is_rounding(self, rows: Tensor, in_double: Callable[[Tensor], Tensor | None]) -> bool:
         """Whether the products of two vectors in float64 show a symmetric matrix."""
-        products = self._in_double(rows) if rows.dtype == torch.float32 else None
+        products = in_double(rows) if rows.dtype == torch.float32 else None
         if products is None:
             return False
         v, w = rows.double()
