@@ -540,6 +540,7 @@ def test_the_kept_graph_is_freed_with_the_operator():
     batch = draw(5, 3), torch.arange(5) % 3
     operator = hog.HessianOperator(loss, hog.trainable_params(loss.model), batch)
     operator @ draw(12)
+    seen.append(weakref.ref(operator))
     del operator
     assert all(ref() is None for ref in seen)
 
