@@ -198,7 +198,9 @@ class DatasetSum:
         self._counting = counting
         own = self._mean and batch_size is None  # weights that nobody gave
         # of the loss alone: a method of this object would keep it in a cycle until a garbage collection
-        size = partial(criterion_denominator, loss) if own and counting == "criterion" else batch_size
+        size = (
+            partial(criterion_denominator, loss) if own and counting == "criterion" else batch_size
+        )
         sharded = space.placement.is_sharded
         self._batches = Batches(data, space.device, size, options.micro_batch, processes, sharded)
         # whether the first pass compares the denominators of the criterion with these weights
