@@ -24,6 +24,7 @@ from experiments.benchmarks import (
     penalties,
     remat,
     stand_ins,
+    tracers,
 )  # fmt: skip
 from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import _attention_blocks
@@ -83,6 +84,11 @@ def test_each_part_of_depth_prints_rows(printed, monkeypatch):
 def test_entering_a_graph_has_a_row_for_each_kind_of_tensors(printed):
     lines = printed(entering)[4:]
     assert [line.split("|")[1].strip() for line in lines] == list(entering.ENTERED)
+
+
+def test_both_tracers_take_a_plain_model(printed):
+    lines = printed(tracers)[4:]
+    assert [line.count("error 0e+00") for line in lines] == [2]
 
 
 def test_the_graph_that_is_entered_hands_out_what_its_first_call_computed():
