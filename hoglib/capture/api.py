@@ -53,7 +53,7 @@ def compile(
     their current values. A new graph is captured if ``fn`` reaches another module, number, string or
     function, a list of another length, or a module in another mode or with other hooks. Functions that
     are compiled twice share their graphs. Compiled code is shared by equal graphs, and kept for later
-    processes in ``HOGLIB_CACHE_DIR`` (default: ``hoglib`` in the user's cache directory).
+    processes in the cache of torch's compiler (``TORCHINDUCTOR_CACHE_DIR``).
 
     The outputs are differentiable to any order if those of ``fn`` are: the graph of a backward is
     captured when the backward is first called. Inside ``torch.func`` transforms, and while another tool
@@ -165,7 +165,7 @@ class Compiled:
         if found is None:
             return self.fn(*args, **kwargs)
         entry, lifted = found
-        if torch.is_grad_enabled() and True in entry.differentiable:
+        if torch.is_grad_enabled() and True in entry.output.differentiable:
             outputs = list(apply(GraphFunction, self, entry, form, len(tensors), *tensors, *lifted))
         else:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
@@ -335,7 +335,7 @@ class GraphFunction(torch.autograd.Function):
         ctx.compiled, ctx.entry, ctx.form, ctx.count = compiled, entry, form, count
         ctx.lifted = lifted
         ctx.set_materialize_grads(False)
-        pairs = zip(outputs, entry.differentiable, strict=True)
+        pairs = zip(outputs, entry.output.differentiable, strict=True)
         ctx.mark_non_differentiable(*[x for x, has in pairs if not has])
         return tuple(outputs)
 
@@ -350,7 +350,9 @@ class GraphFunction(torch.autograd.Function):
         ]
         check_unchanged(ctx.compiled, entry, form, given, lifted)
         args, kwargs = form.fill(given)
-        of_outputs = [g for g, has in zip(cotangents, entry.differentiable, strict=True) if has]
+        of_outputs = [
+            g for g, has in zip(cotangents, entry.output.differentiable, strict=True) if has
+        ]
         with form.restored_context():
             grads = ctx.compiled.pullback(entry, form)(args, kwargs, of_outputs)
         of = dict(zip(map(id, requiring_grad(given, lifted)), grads, strict=True))
@@ -543,11 +545,12 @@ class CompiledLoss(Compiled):
             return self.fn(*args, **kwargs)
         entry, lifted = found
         inputs = entry.graph_inputs(tensors, lifted)
-        value, *grads = entry.execute(inputs)
-        grads = self._without_aliases(entry, grads, inputs)
+        value, grads = self._run_graph(entry, inputs)
         versions = [x._version for x in inputs]
         arguments = requiring_grad(tensors, [])
-        variables = [(arguments if x.is_argument else lifted)[x.where] for x in entry.inputs_named]
+        variables = [
+            (arguments if x.is_argument else lifted)[x.where] for x in entry.output.inputs_named
+        ]
 
         def recompute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:
@@ -556,7 +559,7 @@ class CompiledLoss(Compiled):
                     "that the loss was computed from change, got one that was changed in place. Call "
                     "backward before it changes."
                 )
-            return self._without_aliases(entry, entry.execute(inputs)[1:], inputs)
+            return self._run_graph(entry, inputs)[1]
 
         def differentiable_gradients() -> list[Tensor]:
             check_unchanged(both, entry, form, tensors, lifted)
@@ -572,18 +575,25 @@ class CompiledLoss(Compiled):
             value, grads, variables, with_graph=differentiable_gradients, recompute=recompute
         )
 
-    def _without_aliases(
-        self, entry: capturing.GraphEntry, grads: list[Tensor], inputs: list[Tensor]
-    ) -> list[Tensor]:
-        """Gradients with memory of their own: a graph may return an input, or one tensor twice.
+    def _run_graph(
+        self, entry: capturing.GraphEntry, inputs: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The value, and gradients with memory of their own, as they are scaled in place: a graph may
+        return an input, one tensor twice, or an expanded tensor.
 
         A graph does so in each call or in none, but for a backend of the user's.
         """
-        if entry.aliases is None or callable(self._with_gradient.backend):
-            entry.aliases = _aliased_gradients(grads, inputs)
+        value, *grads = entry.execute(inputs)
+        if entry.aliases is None or callable(self.backend):
+            entry.aliases, known = [], {x.untyped_storage().data_ptr() for x in inputs}
+            for i, grad in enumerate(grads):
+                pointer = grad.untyped_storage().data_ptr()
+                if pointer in known or 0 in grad.stride():
+                    entry.aliases.append(i)
+                known.add(pointer)
         for i in entry.aliases:
             grads[i] = grads[i].clone()
-        return grads
+        return value, grads
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {count_graphs(self.signatures)}"
@@ -637,15 +647,3 @@ class _Gradient:
         if torch_internals.tracing():
             self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
         return [found[key] for key in self._reached if key in found]
-
-
-def _aliased_gradients(grads: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """The gradients that share memory with an input or with a gradient before them."""
-    known = {x.untyped_storage().data_ptr() for x in inputs}
-    found = []
-    for i, grad in enumerate(grads):
-        pointer = grad.untyped_storage().data_ptr()
-        if pointer in known:
-            found.append(i)
-        known.add(pointer)
-    return found

@@ -3,8 +3,7 @@ that it belongs to lives."""
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, final
@@ -20,9 +19,9 @@ from hoglib._core.closures import ClosureWalker
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state, random_state, set_random_state
 from hoglib.capture.passes import is_random, pin_strides, simplify
-from hoglib.capture.runners import make_runner
+from hoglib.capture.runners import Runner, make_runner
 from hoglib.capture.signature import CallSignature, Guards, TensorSlot, discard_traced_tensors
-from hoglib.capture.trace import InputRef, Traced, as_leaf, trace
+from hoglib.capture.trace import Output, Traced, as_leaf, trace
 from hoglib.errors import NoSecondDerivative
 
 CAPTURING = threading.RLock()
@@ -53,27 +52,24 @@ class GraphEntry:
 
     arguments: str
     nodes: int
-    backend: str
-    source: str
+    backend: str = field(init=False)
+    source: str = field(init=False)
     seconds_to_trace: float
-    seconds_to_compile: float
+    seconds_to_compile: float = field(init=False)
     draws: bool = field(repr=False)
     code: str = field(repr=False)
-    run: Callable[..., Any] = field(repr=False)
+    run: Callable[..., Any] = field(init=False, repr=False)
+    output: Output = field(repr=False)
     reached: Guards = field(repr=False)
     # Arguments that the function also reaches by another path, and their places among those lifted.
     shared: list[tuple[int, int]] = field(repr=False)
-    leaves: list[Any] = field(repr=False)  # of the output; a TensorSlot in the place of a tensor
-    structure: Any = field(repr=False)
-    differentiable: list[bool] = field(repr=False)  # which tensors of the output require grad
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # guards on symbolic shapes
-    # Of a loss: the gradients that share memory with an input or another one, after the first run.
+    # Of a loss: the gradients without memory of their own, after the first run.
     aliases: list[int] | None = field(default=None, repr=False)
 
-    @cached_property
-    def inputs_named(self) -> list[InputRef]:
-        """The inputs that the output names."""
-        return [x for x in self.leaves if type(x) is InputRef]
+    def run_by(self, runner: Runner) -> None:
+        """What runs the graph from now on."""
+        self.run, self.backend, self.source, self.seconds_to_compile = runner
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
         """Runs the graph without recording it; autocast and stand-ins are part of it already.
@@ -131,8 +127,8 @@ class GraphEntry:
         Returns:
             The output.
         """
-        leaves = [outputs[x.index] if type(x) is TensorSlot else x for x in self.leaves]
-        return pytree.unflatten(leaves, self.structure)
+        leaves = [outputs[x.index] if type(x) is TensorSlot else x for x in self.output.leaves]
+        return pytree.unflatten(leaves, self.output.structure)
 
 
 # A graph, and the tensors that its function reaches besides its arguments.
@@ -220,42 +216,29 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
         traced.graph.recompile()
         seconds = perf_counter() - began
         own = [i for i in range(len(tensors)) if i not in dict(shared)]
-        reached = Guards(root, traced.lifted, traced.modules)
-        inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
+        nodes = [node for node in traced.graph.graph.nodes if node.op == "call_function"]
         entry = GraphEntry(
             arguments=form.describe(tensors),
-            nodes=sum(node.op == "call_function" for node in traced.graph.graph.nodes),
-            backend="eager",
-            source="compiled",
+            nodes=len(nodes),
             seconds_to_trace=seconds,
-            seconds_to_compile=0.0,
-            draws=any(map(is_random, traced.graph.graph.nodes)),
+            draws=any(map(is_random, nodes)),
             code=traced.graph.code,
-            run=traced.graph.forward,
-            reached=reached,
+            output=traced.output,
+            reached=Guards(root, traced.lifted, traced.modules),
             shared=shared,
-            leaves=traced.leaves,
-            structure=traced.structure,
-            differentiable=traced.differentiable,
             holds=_shape_guards(traced.graph, own) if function.dynamic else lambda _: True,
         )
+        entry.run_by(Runner(traced.graph.forward))
         if function.check:  # before compiling, which may take minutes
             with inside(eager=True):  # compiled functions run without their graphs
                 comparison = Comparison(function, form, tensors, entry, tolerance_of(traced.graph))
                 comparison.check(entry, traced.lifted, OF_CAPTURE)
-            reached = reached.refresh(function.name, root, traced.lifted, traced.modules)
-        runner, backend = make_runner(
-            traced.graph, inputs, function.backend, function.name, function.dynamic
-        )
-        entry = replace(
-            entry,
-            backend=backend,
-            source=runner.source,
-            seconds_to_compile=runner.seconds,
-            run=runner.run,
-            reached=reached,
-        )
-        if function.check and backend != "eager":
+            now = entry.reached.refresh(function.name, root, traced.lifted, traced.modules)
+            entry.reached = now
+        inputs = [x.detach() for x in entry.graph_inputs(tensors, traced.lifted)]
+        options = function.backend, function.name, function.dynamic
+        entry.run_by(make_runner(traced.graph, inputs, *options))
+        if function.check and entry.backend != "eager":
             comparison.check(entry, traced.lifted, OF_BACKEND, traced.graph)
     return entry, traced.lifted
 

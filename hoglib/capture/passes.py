@@ -54,8 +54,10 @@ def is_random(node: fx.Node) -> bool:
 
 def is_fresh(node: fx.Node) -> bool:
     """Whether it is a copy by `torch_internals.fresh_copy`."""
-    layout = node.kwargs.get("memory_format")
-    return node.target is aten.clone.default and layout is torch.preserve_format
+    return (
+        node.target is aten.clone.default
+        and node.kwargs.get("memory_format") is torch.preserve_format
+    )
 
 
 def _has_no_dropout(node: fx.Node) -> bool:
@@ -152,11 +154,9 @@ def simplify(module: fx.GraphModule) -> None:
             key = node.target, _freeze(node.args), _freeze(node.kwargs)
             same = _viewed_node(node) or known.get(key)
             if same is None:
-                _collapse_reshapes(node)
                 known[key] = node
             else:
-                node.replace_all_uses_with(same)
-                graph.erase_node(node)
+                replace_node(graph, node, same)
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
 
 
@@ -188,24 +188,6 @@ def _viewed_node(node: fx.Node) -> fx.Node | None:
         if _layout_of(at) == wanted:
             return at if isinstance(at, fx.Node) else None
     return None
-
-
-def _collapse_reshapes(node: fx.Node) -> None:
-    """Turns a reshape of a reshape of a contiguous tensor into one reshape."""
-    if node.target not in RESHAPES:
-        return
-    source: Any = node.args[0]
-    while (
-        isinstance(source, fx.Node)
-        and source.target in RESHAPES
-        and isinstance(before := source.args[0], fx.Node)
-        and isinstance(value := before.meta.get("val"), Tensor)
-        and value.layout is torch.strided
-        and value.is_contiguous()
-    ):
-        source = before
-    if source is not node.args[0]:
-        node.args = (source, *node.args[1:])
 
 
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor)

@@ -147,7 +147,7 @@ class PartialEval:
     def _made(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Run:
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             return graph.forward
-        return make_runner(graph, inputs, self.backend, self.name)[0].run
+        return make_runner(graph, inputs, self.backend, self.name).run
 
 
 def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
