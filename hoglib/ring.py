@@ -42,8 +42,8 @@ from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.torch_internals import after_backward, eagerly
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once
-from hoglib.capture.api import Compiled, kept_graph
-from hoglib.capture.capturing import in_other_tracer
+from hoglib.capture.api import Compiled
+from hoglib.capture.capturing import CacheSlot, in_other_tracer
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -220,8 +220,10 @@ def graph_of(
     kind: type[Any] = Compiled,
 ) -> Callable[..., Any]:
     """A function of tensors, made anew for each call, as the graph that the policy asks for: that of
-    the calls before with the same owner and key; see :func:`~hoglib.capture.api.kept_graph`.
+    the calls before with the same owner, the object that it derives from, and the same key, of all else
+    that it depends on.
 
     kind: CompiledLoss for a scalar with its gradients.
     """
-    return kept_graph(body, name, owner, key, policy.backend, precheck=precheck, kind=kind)
+    place = CacheSlot.of(owner, name, key)
+    return kind(body, backend=policy.backend, name=name, place=place, precheck=precheck)

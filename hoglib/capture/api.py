@@ -1,8 +1,7 @@
 """`hoglib.compile`: a function of pytrees of tensors, second derivatives included, as one graph; and
 `hoglib.compiled_loss`: a loss whose value and gradient are computed together, by one graph."""
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from types import MethodType
 from typing import Any, final
@@ -18,14 +17,13 @@ from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_internals import apply, no_autocast
+from hoglib._core.torch_internals import apply
 from hoglib.capture import capturing, signature
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, as_leaf, refuse_outer_graph, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 from hoglib.verification.entry_points import examined_functions
 
-OPTIONS = ("backend", "dynamic", "check", "name")
 # of one function: with more, something changes at each call that should be a tensor
 MAX_GRAPHS = 16
 MISSES_TO_WARN = 3  # captures for one signature, one after the other
@@ -138,6 +136,10 @@ class Compiled:
         self._precheck = precheck
         self.__doc__ = fn.__doc__
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"backend": self.backend, "dynamic": self.dynamic, "check": self.check}
+
     @cached_property
     def _graphs(self) -> capturing.Graphs:
         owner, key = self._place
@@ -166,7 +168,8 @@ class Compiled:
             return self.fn(*args, **kwargs)
         entry, lifted = found
         if torch.is_grad_enabled() and True in entry.output.differentiable:
-            outputs = list(apply(GraphFunction, self, entry, form, len(tensors), *tensors, *lifted))
+            call = self, entry, form, len(tensors)
+            outputs = list(apply(GraphFunction, call, *tensors, *lifted))
         else:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
         return entry.assemble(outputs)
@@ -183,29 +186,29 @@ class Compiled:
             The graph and the tensors; None if there are too many graphs already.
         """
         found = self._lookup(form, tensors)
-        if found is not None:
-            return found
-        with capturing.CAPTURING:
-            found = self._lookup(form, tensors)  # another thread may have captured it meanwhile
-            if found is not None:
-                return found
-            if len(self._graphs.all()) >= MAX_GRAPHS:
-                self._warn_full(form, tensors)
-                return None
-            self._count_miss(form)
-            checked: AbstractContextManager[None] = nullcontext()
-            if self._precheck is not None:
-                args, kwargs = form.fill(tensors)
-                with examined_functions(self.name):
-                    self._precheck(*args, **kwargs)
-                checked = inside(value_checks_off=True)
-            with checked, examined_functions(self.name) as functions:
-                entry, lifted = capturing.capture(self, form, tensors)
-                if functions is not None and functions.only_traced:
-                    with preserve_random_state():
-                        self.on_tensors(form)(*tensors)
-            self._graphs.by_signature.setdefault(form.key, []).append(entry)
-        return entry, lifted
+        if found is None:
+            with capturing.CAPTURING:  # another thread may have captured it meanwhile
+                found = self._lookup(form, tensors) or self._capture(form, tensors)
+        return found
+
+    def _capture(self, form: CallSignature, tensors: list[Tensor]) -> capturing.Captured | None:
+        if len(self._graphs.all()) >= MAX_GRAPHS:
+            self._warn_full(form, tensors)
+            return None
+        self._count_miss(form)
+        checks: dict[str, Any] = {}
+        if self._precheck is not None:
+            args, kwargs = form.fill(tensors)
+            with examined_functions(self.name):
+                self._precheck(*args, **kwargs)
+            checks["value_checks_off"] = True
+        with inside(**checks), examined_functions(self.name) as functions:
+            captured = capturing.capture(self, form, tensors)
+            if functions is not None and functions.only_traced:
+                with preserve_random_state():
+                    self.on_tensors(form)(*tensors)
+        self._graphs.by_signature.setdefault(form.key, []).append(captured[0])
+        return captured
 
     def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
         """The function of the tensors among the arguments of a call.
@@ -231,26 +234,27 @@ class Compiled:
         Returns:
             A function (args, kwargs, cotangents) -> gradients.
         """
-        back = Pullback(self.fn, entry, form.constants)
-        return self._other(back, f"the backward of {self.name}", capturing.CacheSlot(entry, None))
+        back, name = Pullback(self.fn, entry, form.constants), f"the backward of {self.name}"
+        return Compiled(back, **self._options, name=name, place=capturing.CacheSlot(entry, None))
 
-    def _other(
-        self,
-        fn: Callable[..., Any],
-        name: str,
-        place: capturing.CacheSlot,
-        precheck: Callable[..., Any] | None = None,
-    ) -> "Compiled":
-        """Another function with the same options."""
-        return Compiled(
-            fn,
-            backend=self.backend,
-            dynamic=self.dynamic,
-            check=self.check,
-            name=name,
-            place=place,
-            precheck=precheck,
-        )
+    def check_unchanged(
+        self, entry: capturing.GraphEntry, form: CallSignature, given: list[Tensor], lifted: Any
+    ) -> None:
+        """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call.
+
+        Args:
+            entry: The graph.
+            form: The call without its tensors.
+            given: The tensors among its arguments.
+            lifted: The tensors that the function reached besides.
+        """
+        now = entry.resolve(self.fn, form, given)
+        if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
+            raise NoSecondDerivative(
+                f"{self.name}: expected backward to run while the function's parameters, modules and "
+                "numbers are those of the call, got others (a new tensor in the place of a parameter, "
+                "another mode, another value of an attribute). Call backward before they change."
+            )
 
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph for such a call, as a function of the tensors among its arguments, in their order.
@@ -310,7 +314,7 @@ class Compiled:
 
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
-        return partial(type(self), **{name: getattr(self, name) for name in OPTIONS}), (self.fn,)
+        return partial(type(self), **self._options, name=self.name), (self.fn,)
 
     def __repr__(self) -> str:
         return f"hoglib.compile({self.name}, backend={self.backend!r}), {count_graphs(self.signatures)}"
@@ -321,19 +325,11 @@ class GraphFunction(torch.autograd.Function):
     """A graph as one node of autograd. Its backward is the graph of a pullback, hence any order."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compiled: Compiled,
-        entry: capturing.GraphEntry,
-        form: CallSignature,
-        count: int,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        given, lifted = list(tensors[:count]), list(tensors[count:])
-        outputs = entry.execute(entry.graph_inputs(given, lifted))
+    def forward(ctx: Any, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        _, entry, _, count = call
+        ctx.call, ctx.lifted = call, list(tensors[count:])
+        outputs = entry.execute(entry.graph_inputs(list(tensors[:count]), ctx.lifted))
         ctx.save_for_backward(*tensors)
-        ctx.compiled, ctx.entry, ctx.form, ctx.count = compiled, entry, form, count
-        ctx.lifted = lifted
         ctx.set_materialize_grads(False)
         pairs = zip(outputs, entry.output.differentiable, strict=True)
         ctx.mark_non_differentiable(*[x for x, has in pairs if not has])
@@ -341,22 +337,22 @@ class GraphFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        entry, form, lifted = ctx.entry, ctx.form, ctx.lifted
-        saved = ctx.saved_tensors[: ctx.count]  # raises if one was changed in place
-        needed = ctx.needs_input_grad[4:]
+        compiled, entry, form, count = ctx.call
+        saved, lifted = ctx.saved_tensors[:count], ctx.lifted  # raises if one was changed in place
+        needed = ctx.needs_input_grad[1:]
         given = [
             x if x.requires_grad is has else x.detach().requires_grad_(has)  # of saved-tensor hooks
             for x, has in zip(saved, needed, strict=False)
         ]
-        check_unchanged(ctx.compiled, entry, form, given, lifted)
+        compiled.check_unchanged(entry, form, given, lifted)
         args, kwargs = form.fill(given)
         of_outputs = [
             g for g, has in zip(cotangents, entry.output.differentiable, strict=True) if has
         ]
         with form.restored_context():
-            grads = ctx.compiled.pullback(entry, form)(args, kwargs, of_outputs)
+            grads = compiled.pullback(entry, form)(args, kwargs, of_outputs)
         of = dict(zip(map(id, requiring_grad(given, lifted)), grads, strict=True))
-        return (None,) * 4 + tuple(of.pop(id(x), None) for x in (*given, *lifted))
+        return None, *[of.pop(id(x), None) for x in (*given, *lifted)]
 
 
 @final
@@ -380,42 +376,22 @@ class Pullback:
         with torch.enable_grad():
             outputs = [x for x in pytree.tensors(self.fn(*args, **kwargs)) if x.requires_grad]
             pairs = [(x, g) for x, g in zip(outputs, cotangents, strict=True) if g is not None]
-            with without_tensor_hooks(inputs), no_autocast():  # backward runs outside of autocast
-                grads = torch.autograd.grad(
-                    [x for x, _ in pairs],
-                    inputs,
-                    [g for _, g in pairs],
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
+            known, given = [x for x, _ in pairs], [g for _, g in pairs]
+            grads = _grad(known, given, inputs, create_graph)
         return materialize_grads(list(grads), inputs)
 
 
-def kept_graph(
-    run: Callable[..., Any],
-    name: str,
-    owner: Any,
-    key: Hashable,
-    backend: Any,
-    *,
-    precheck: Callable[..., Any] | None = None,
-    kind: Any = Compiled,
-) -> Any:
-    """A function that is made anew at each call, as a graph that is found again: by its owner, the
-    object that it derives from, and a key of all else that it depends on.
-
-    Args:
-        run: The function.
-        name: Its name in messages.
-        owner: A function, whose graphs a method shares with its object; or another object.
-        key: The options of ``run``.
-        backend: Of :func:`compile`.
-        precheck: Called with the arguments before each capture; see :class:`Compiled`.
-        kind: Compiled, or CompiledLoss.
-    """
-    place = capturing.CacheSlot.of(owner)
-    place = capturing.CacheSlot(place.owner, (place.key, name, key))
-    return kind(run, backend=backend, name=name, place=place, precheck=precheck)
+def _grad(
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor] | None,
+    inputs: list[Tensor],
+    create_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """As a backward does: outside of autocast, and the hooks of the inputs run later."""
+    with without_tensor_hooks(inputs), torch_internals.no_autocast():
+        return torch.autograd.grad(
+            outputs, inputs, cotangents, create_graph=create_graph, allow_unused=True
+        )
 
 
 def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> capturing.Captured:
@@ -428,23 +404,6 @@ def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> 
 def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
     """The tensors that require grad, each once."""
     return list({id(x): x for x in (*given, *lifted) if x.requires_grad}.values())
-
-
-def check_unchanged(
-    compiled: Compiled,
-    entry: capturing.GraphEntry,
-    form: CallSignature,
-    given: list[Tensor],
-    lifted: list[Tensor],
-) -> None:
-    """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call."""
-    now = entry.resolve(compiled.fn, form, given)
-    if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
-        raise NoSecondDerivative(
-            f"{compiled.name}: expected backward to run while the function's parameters, modules and "
-            "numbers are those of the call, got others (a new tensor in the place of a parameter, "
-            "another mode, another value of an attribute). Call backward before they change."
-        )
 
 
 def count_graphs(graphs: list[capturing.GraphEntry]) -> str:
@@ -525,7 +484,8 @@ class CompiledLoss(Compiled):
     def _gradient(self, create_graph: bool) -> Compiled:
         fn = _Gradient(self.fn, self.name, create_graph)
         place = self._place._replace(key=(self._place.key, "gradient", create_graph))
-        return self._other(fn, f"{self.name} and its gradient", place, self._precheck)
+        name = f"{self.name} and its gradient"
+        return Compiled(fn, **self._options, name=name, place=place, precheck=self._precheck)
 
     @property
     def signatures(self) -> list[capturing.GraphEntry]:
@@ -562,7 +522,7 @@ class CompiledLoss(Compiled):
             return self._run_graph(entry, inputs)[1]
 
         def differentiable_gradients() -> list[Tensor]:
-            check_unchanged(both, entry, form, tensors, lifted)
+            both.check_unchanged(entry, form, tensors, lifted)
             args, kwargs = form.fill(tensors)
             with form.restored_context():
                 if self._with_graph.find_or_capture(form, tensors) is None:
@@ -619,11 +579,7 @@ class _Gradient:
         given = requiring_grad(pytree.tensors((args, kwargs)), [])
         variables = given + self._leaves(value, given)
         if value.requires_grad:
-            # As a backward, it runs outside of autocast.
-            with without_tensor_hooks(variables), torch_internals.no_autocast():
-                grads = torch.autograd.grad(
-                    value, variables, create_graph=self._create_graph, allow_unused=True
-                )
+            grads = _grad([value], None, variables, self._create_graph)
             refs = [InputRef(i, True) for i in range(len(given))]
             refs += [InputRef(x, False) for x in variables[len(given) :]]
             found = [(g, of) for g, of in zip(grads, refs, strict=True) if g is not None]

@@ -154,9 +154,12 @@ class CacheSlot(NamedTuple):
     key: Hashable
 
     @classmethod
-    def of(cls, fn: Any) -> "CacheSlot":
-        """That of a function; of a method it is its object, since a method is made at each access."""
-        return cls(fn.__self__, fn.__func__) if isinstance(fn, MethodType) else cls(fn, None)
+    def of(cls, fn: Any, *key: Hashable) -> "CacheSlot":
+        """That of a function, or of what is made from it anew at each call and depends on the key
+        besides; of a method it is its object, since a method is made at each access."""
+        if isinstance(fn, MethodType):
+            return cls(fn.__self__, (fn.__func__, *key))
+        return cls(fn, key)
 
 
 _KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> what is kept
@@ -307,12 +310,12 @@ def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tenso
 # Compiled code that differs is compared with its operations in float64, at inputs that differ by
 # rounding:
 #
-#     c(x_k) = r(x_k) for one of x_0 = x, x_k = x (1 + eps u_k), u_k = +-1
+#     c(x_k) = r(x_k) for one of x_0 = x, x_k = x (1 - 2 eps u_k), u_k in [0, 1)
 #                                                                       r the operations in float64
 #
 # It adds in another order. Where two roundings of an intermediate value lie on the two sides of a point
 # without a derivative, such as the zero of a ReLU, the derivatives differ by as much as that of the
-# function jumps, and neither is wrong. At inputs that are moved by a unit in the last place the value
+# function jumps, and neither is wrong. At inputs that are moved in the last place the value
 # lies on one side, for some draws of u_k, and right code computes the derivative of this side; wrong
 # code does not.
 
@@ -364,7 +367,8 @@ class Comparison:
         self._name, self._tolerance = function.name, tolerance
         independent = getattr(function.fn, "independent", False)
         self._cases: list[_Case] = []
-        perturbed = _perturb(tensors, 0, _of_about_the_size)
+        # of about the same size and sign, so that probabilities stay so
+        perturbed = _perturb(tensors, 0, lambda _: 0.1)
         own = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
         for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
             perturbed[i] = own[i] = tensors[i]
@@ -428,7 +432,7 @@ class Comparison:
             return right
         try:
             for seed in range(DRAWS + 1):
-                at = _perturb(inputs, seed, _of_last_places) if seed else inputs
+                at = _perturb(inputs, seed, _two_last_places) if seed else inputs
                 with torch.no_grad():
                     reference: list[Tensor] = _InDouble(operations).run(*at)
                 found = execute(at)
@@ -485,9 +489,9 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
 
 
 def _perturb(
-    tensors: list[Tensor], seed: int, factor: Callable[[Tensor, torch.Generator], Tensor]
+    tensors: list[Tensor], seed: int, width: Callable[[torch.dtype], float]
 ) -> list[Tensor]:
-    """The tensors, those of floating point times random factors, in the same layout."""
+    """The tensors, those of floating point times random factors in [1 - width, 1], in their layout."""
     generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for x in tensors:
@@ -498,21 +502,17 @@ def _perturb(
             if x.is_neg() or x.is_conj():
                 plain = x.new_empty_strided(x.shape, x.stride()).copy_(plain)
             memory = plain.as_strided((span,), (1,))
-            changed = (memory * factor(memory, generator).to(device=x.device)).to(x.dtype)
+            drawn = torch.rand(span, generator=generator, dtype=torch.float64, device="cpu")
+            factor = 1 - width(x.dtype) * drawn
+            exact = torch.promote_types(x.dtype.to_real(), torch.float32)
+            changed = (memory * factor.to(x.device, exact)).to(x.dtype)
             x = changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad)
         found.append(x)
     return found
 
 
-def _of_about_the_size(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Factors for values of about the same size and sign, so that probabilities stay so."""
-    return 1 - 0.1 * torch.rand(x.shape, generator=generator, device="cpu")
-
-
-def _of_last_places(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Factors that move numbers by a unit in the last place, up or down."""
-    up = torch.randint(2, x.shape, generator=generator, device="cpu")
-    return 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
+def _two_last_places(dtype: torch.dtype) -> float:
+    return 2 * torch.finfo(dtype).eps
 
 
 def _norm_of(tensors: list[Tensor]) -> float:
