@@ -54,10 +54,8 @@ def is_random(node: fx.Node) -> bool:
 
 def is_fresh(node: fx.Node) -> bool:
     """Whether it is a copy by `torch_internals.fresh_copy`."""
-    return (
-        node.target is aten.clone.default
-        and node.kwargs.get("memory_format") is torch.preserve_format
-    )
+    layout = node.kwargs.get("memory_format")
+    return node.target is aten.clone.default and layout is torch.preserve_format
 
 
 def _has_no_dropout(node: fx.Node) -> bool:
