@@ -42,8 +42,8 @@ from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.torch_internals import after_backward, eagerly
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import found_once
-from hoglib.capture.api import kept_graph
-from hoglib.capture.capturing import in_other_tracer
+from hoglib.capture.api import Compiled
+from hoglib.capture.capturing import CacheSlot, in_other_tracer
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
@@ -218,4 +218,6 @@ def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inp
     name = f"{policy.caller} of {name_of(func)}"
     # a function that is made anew for each call shares its graphs by its code
     owner = owner_of(func) if isinstance(func, FunctionType | partial) else func
-    return kept_graph(body, name, owner, key, policy.backend, precheck=body)(*inputs)
+    place = CacheSlot.of(owner, name, key)
+    graph = Compiled(body, backend=policy.backend, name=name, place=place, precheck=body)
+    return graph(*inputs)

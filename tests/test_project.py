@@ -252,7 +252,7 @@ sys.exit(main(["check"]))
 def test_the_wheel_imports_torch_alone_and_passes_its_self_test(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    variables = {"HOGLIB_CACHE_DIR": str(tmp_path / "cache"), "CXX": "no-compiler"}
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "no-compiler"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore:Failed to initialize NumPy", "-c", SELF_TEST, str(tmp_path)],
         cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True,

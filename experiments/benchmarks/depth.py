@@ -124,7 +124,7 @@ def first_call(small: bool) -> list[str]:
                 command = [sys.executable, "-m", NAME, "--one-call", name, str(layers)]
                 done = subprocess.run(
                     [*command, *(["--smoke"] if small else [])], check=True, text=True,
-                    stdout=subprocess.PIPE, env={**os.environ, "HOGLIB_CACHE_DIR": cache},
+                    stdout=subprocess.PIPE, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
                 )  # fmt: skip
             seconds.append(json.loads(done.stdout.splitlines()[-1]))
             lines.append(f"first call  {layers} layers, {name:24} {seconds[-1]:6.1f} s")

@@ -150,9 +150,8 @@ def forget_compiled() -> None:
     """What is compiled next is found in no cache: as on a machine that has not run it before."""
     from torch._inductor.utils import clear_caches  # of torch's kernels, in this process
 
-    for name in ("HOGLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        os.environ[name] = mkdtemp()
-        atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
     torch.compiler.reset()
     clear_caches()
 

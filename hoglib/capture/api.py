@@ -1,8 +1,7 @@
 """`hoglib.compile`: a function of pytrees of tensors, second derivatives included, as one graph; and
 `hoglib.compiled_loss`: a loss whose value and gradient are computed together, by one graph."""
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from types import MethodType
 from typing import Any, final
@@ -18,14 +17,13 @@ from hoglib._core.closures import name_of
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_internals import apply, no_autocast
+from hoglib._core.torch_internals import apply
 from hoglib.capture import capturing, signature
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, as_leaf, refuse_outer_graph, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 from hoglib.verification.entry_points import examined_functions
 
-OPTIONS = ("backend", "dynamic", "check", "name")
 # of one function: with more, something changes at each call that should be a tensor
 MAX_GRAPHS = 16
 MISSES_TO_WARN = 3  # captures for one signature, one after the other
@@ -53,7 +51,7 @@ def compile(
     their current values. A new graph is captured if ``fn`` reaches another module, number, string or
     function, a list of another length, or a module in another mode or with other hooks. Functions that
     are compiled twice share their graphs. Compiled code is shared by equal graphs, and kept for later
-    processes in ``HOGLIB_CACHE_DIR`` (default: ``hoglib`` in the user's cache directory).
+    processes in the cache of torch's compiler (``TORCHINDUCTOR_CACHE_DIR``).
 
     The outputs are differentiable to any order if those of ``fn`` are: the graph of a backward is
     captured when the backward is first called. Inside ``torch.func`` transforms, and while another tool
@@ -138,6 +136,10 @@ class Compiled:
         self._precheck = precheck
         self.__doc__ = fn.__doc__
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"backend": self.backend, "dynamic": self.dynamic, "check": self.check}
+
     @cached_property
     def _graphs(self) -> capturing.Graphs:
         owner, key = self._place
@@ -165,8 +167,9 @@ class Compiled:
         if found is None:
             return self.fn(*args, **kwargs)
         entry, lifted = found
-        if torch.is_grad_enabled() and True in entry.differentiable:
-            outputs = list(apply(GraphFunction, self, entry, form, len(tensors), *tensors, *lifted))
+        if torch.is_grad_enabled() and True in entry.output.differentiable:
+            call = self, entry, form, len(tensors)
+            outputs = list(apply(GraphFunction, call, *tensors, *lifted))
         else:
             outputs = entry.execute(entry.graph_inputs(tensors, lifted))
         return entry.assemble(outputs)
@@ -183,29 +186,29 @@ class Compiled:
             The graph and the tensors; None if there are too many graphs already.
         """
         found = self._lookup(form, tensors)
-        if found is not None:
-            return found
-        with capturing.CAPTURING:
-            found = self._lookup(form, tensors)  # another thread may have captured it meanwhile
-            if found is not None:
-                return found
-            if len(self._graphs.all()) >= MAX_GRAPHS:
-                self._warn_full(form, tensors)
-                return None
-            self._count_miss(form)
-            checked: AbstractContextManager[None] = nullcontext()
-            if self._precheck is not None:
-                args, kwargs = form.fill(tensors)
-                with examined_functions(self.name):
-                    self._precheck(*args, **kwargs)
-                checked = inside(value_checks_off=True)
-            with checked, examined_functions(self.name) as functions:
-                entry, lifted = capturing.capture(self, form, tensors)
-                if functions is not None and functions.only_traced:
-                    with preserve_random_state():
-                        self.on_tensors(form)(*tensors)
-            self._graphs.by_signature.setdefault(form.key, []).append(entry)
-        return entry, lifted
+        if found is None:
+            with capturing.CAPTURING:  # another thread may have captured it meanwhile
+                found = self._lookup(form, tensors) or self._capture(form, tensors)
+        return found
+
+    def _capture(self, form: CallSignature, tensors: list[Tensor]) -> capturing.Captured | None:
+        if len(self._graphs.all()) >= MAX_GRAPHS:
+            self._warn_full(form, tensors)
+            return None
+        self._count_miss(form)
+        checks: dict[str, Any] = {}
+        if self._precheck is not None:
+            args, kwargs = form.fill(tensors)
+            with examined_functions(self.name):
+                self._precheck(*args, **kwargs)
+            checks["value_checks_off"] = True
+        with inside(**checks), examined_functions(self.name) as functions:
+            captured = capturing.capture(self, form, tensors)
+            if functions is not None and functions.only_traced:
+                with preserve_random_state():
+                    self.on_tensors(form)(*tensors)
+        self._graphs.by_signature.setdefault(form.key, []).append(captured[0])
+        return captured
 
     def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
         """The function of the tensors among the arguments of a call.
@@ -231,26 +234,27 @@ class Compiled:
         Returns:
             A function (args, kwargs, cotangents) -> gradients.
         """
-        back = Pullback(self.fn, entry, form.constants)
-        return self._other(back, f"the backward of {self.name}", capturing.CacheSlot(entry, None))
+        back, name = Pullback(self.fn, entry, form.constants), f"the backward of {self.name}"
+        return Compiled(back, **self._options, name=name, place=capturing.CacheSlot(entry, None))
 
-    def _other(
-        self,
-        fn: Callable[..., Any],
-        name: str,
-        place: capturing.CacheSlot,
-        precheck: Callable[..., Any] | None = None,
-    ) -> "Compiled":
-        """Another function with the same options."""
-        return Compiled(
-            fn,
-            backend=self.backend,
-            dynamic=self.dynamic,
-            check=self.check,
-            name=name,
-            place=place,
-            precheck=precheck,
-        )
+    def check_unchanged(
+        self, entry: capturing.GraphEntry, form: CallSignature, given: list[Tensor], lifted: Any
+    ) -> None:
+        """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call.
+
+        Args:
+            entry: The graph.
+            form: The call without its tensors.
+            given: The tensors among its arguments.
+            lifted: The tensors that the function reached besides.
+        """
+        now = entry.resolve(self.fn, form, given)
+        if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
+            raise NoSecondDerivative(
+                f"{self.name}: expected backward to run while the function's parameters, modules and "
+                "numbers are those of the call, got others (a new tensor in the place of a parameter, "
+                "another mode, another value of an attribute). Call backward before they change."
+            )
 
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
         """The graph for such a call, as a function of the tensors among its arguments, in their order.
@@ -310,7 +314,7 @@ class Compiled:
 
     def __reduce__(self) -> Any:
         """A copy has graphs of its own."""
-        return partial(type(self), **{name: getattr(self, name) for name in OPTIONS}), (self.fn,)
+        return partial(type(self), **self._options, name=self.name), (self.fn,)
 
     def __repr__(self) -> str:
         return f"hoglib.compile({self.name}, backend={self.backend!r}), {count_graphs(self.signatures)}"
@@ -321,40 +325,34 @@ class GraphFunction(torch.autograd.Function):
     """A graph as one node of autograd. Its backward is the graph of a pullback, hence any order."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compiled: Compiled,
-        entry: capturing.GraphEntry,
-        form: CallSignature,
-        count: int,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        given, lifted = list(tensors[:count]), list(tensors[count:])
-        outputs = entry.execute(entry.graph_inputs(given, lifted))
+    def forward(ctx: Any, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        _, entry, _, count = call
+        ctx.call, ctx.lifted = call, list(tensors[count:])
+        outputs = entry.execute(entry.graph_inputs(list(tensors[:count]), ctx.lifted))
         ctx.save_for_backward(*tensors)
-        ctx.compiled, ctx.entry, ctx.form, ctx.count = compiled, entry, form, count
-        ctx.lifted = lifted
         ctx.set_materialize_grads(False)
-        pairs = zip(outputs, entry.differentiable, strict=True)
+        pairs = zip(outputs, entry.output.differentiable, strict=True)
         ctx.mark_non_differentiable(*[x for x, has in pairs if not has])
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        entry, form, lifted = ctx.entry, ctx.form, ctx.lifted
-        saved = ctx.saved_tensors[: ctx.count]  # raises if one was changed in place
-        needed = ctx.needs_input_grad[4:]
+        compiled, entry, form, count = ctx.call
+        saved, lifted = ctx.saved_tensors[:count], ctx.lifted  # raises if one was changed in place
+        needed = ctx.needs_input_grad[1:]
         given = [
             x if x.requires_grad is has else x.detach().requires_grad_(has)  # of saved-tensor hooks
             for x, has in zip(saved, needed, strict=False)
         ]
-        check_unchanged(ctx.compiled, entry, form, given, lifted)
+        compiled.check_unchanged(entry, form, given, lifted)
         args, kwargs = form.fill(given)
-        of_outputs = [g for g, has in zip(cotangents, entry.differentiable, strict=True) if has]
+        of_outputs = [
+            g for g, has in zip(cotangents, entry.output.differentiable, strict=True) if has
+        ]
         with form.restored_context():
-            grads = ctx.compiled.pullback(entry, form)(args, kwargs, of_outputs)
+            grads = compiled.pullback(entry, form)(args, kwargs, of_outputs)
         of = dict(zip(map(id, requiring_grad(given, lifted)), grads, strict=True))
-        return (None,) * 4 + tuple(of.pop(id(x), None) for x in (*given, *lifted))
+        return None, *[of.pop(id(x), None) for x in (*given, *lifted)]
 
 
 @final
@@ -378,42 +376,22 @@ class Pullback:
         with torch.enable_grad():
             outputs = [x for x in pytree.tensors(self.fn(*args, **kwargs)) if x.requires_grad]
             pairs = [(x, g) for x, g in zip(outputs, cotangents, strict=True) if g is not None]
-            with without_tensor_hooks(inputs), no_autocast():  # backward runs outside of autocast
-                grads = torch.autograd.grad(
-                    [x for x, _ in pairs],
-                    inputs,
-                    [g for _, g in pairs],
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
+            known, given = [x for x, _ in pairs], [g for _, g in pairs]
+            grads = _grad(known, given, inputs, create_graph)
         return materialize_grads(list(grads), inputs)
 
 
-def kept_graph(
-    run: Callable[..., Any],
-    name: str,
-    owner: Any,
-    key: Hashable,
-    backend: Any,
-    *,
-    precheck: Callable[..., Any] | None = None,
-    kind: Any = Compiled,
-) -> Any:
-    """A function that is made anew at each call, as a graph that is found again: by its owner, the
-    object that it derives from, and a key of all else that it depends on.
-
-    Args:
-        run: The function.
-        name: Its name in messages.
-        owner: A function, whose graphs a method shares with its object; or another object.
-        key: The options of ``run``.
-        backend: Of :func:`compile`.
-        precheck: Called with the arguments before each capture; see :class:`Compiled`.
-        kind: Compiled, or CompiledLoss.
-    """
-    place = capturing.CacheSlot.of(owner)
-    place = capturing.CacheSlot(place.owner, (place.key, name, key))
-    return kind(run, backend=backend, name=name, place=place, precheck=precheck)
+def _grad(
+    outputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor] | None,
+    inputs: list[Tensor],
+    create_graph: bool,
+) -> tuple[Tensor | None, ...]:
+    """As a backward does: outside of autocast, and the hooks of the inputs run later."""
+    with without_tensor_hooks(inputs), torch_internals.no_autocast():
+        return torch.autograd.grad(
+            outputs, inputs, cotangents, create_graph=create_graph, allow_unused=True
+        )
 
 
 def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> capturing.Captured:
@@ -426,23 +404,6 @@ def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> 
 def requiring_grad(given: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
     """The tensors that require grad, each once."""
     return list({id(x): x for x in (*given, *lifted) if x.requires_grad}.values())
-
-
-def check_unchanged(
-    compiled: Compiled,
-    entry: capturing.GraphEntry,
-    form: CallSignature,
-    given: list[Tensor],
-    lifted: list[Tensor],
-) -> None:
-    """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call."""
-    now = entry.resolve(compiled.fn, form, given)
-    if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
-        raise NoSecondDerivative(
-            f"{compiled.name}: expected backward to run while the function's parameters, modules and "
-            "numbers are those of the call, got others (a new tensor in the place of a parameter, "
-            "another mode, another value of an attribute). Call backward before they change."
-        )
 
 
 def count_graphs(graphs: list[capturing.GraphEntry]) -> str:
@@ -523,7 +484,8 @@ class CompiledLoss(Compiled):
     def _gradient(self, create_graph: bool) -> Compiled:
         fn = _Gradient(self.fn, self.name, create_graph)
         place = self._place._replace(key=(self._place.key, "gradient", create_graph))
-        return self._other(fn, f"{self.name} and its gradient", place, self._precheck)
+        name = f"{self.name} and its gradient"
+        return Compiled(fn, **self._options, name=name, place=place, precheck=self._precheck)
 
     @property
     def signatures(self) -> list[capturing.GraphEntry]:
@@ -543,11 +505,12 @@ class CompiledLoss(Compiled):
             return self.fn(*args, **kwargs)
         entry, lifted = found
         inputs = entry.graph_inputs(tensors, lifted)
-        value, *grads = entry.execute(inputs)
-        grads = self._without_aliases(entry, grads, inputs)
+        value, grads = self._run_graph(entry, inputs)
         versions = [x._version for x in inputs]
         arguments = requiring_grad(tensors, [])
-        variables = [(arguments if x.is_argument else lifted)[x.where] for x in entry.inputs_named]
+        variables = [
+            (arguments if x.is_argument else lifted)[x.where] for x in entry.output.inputs_named
+        ]
 
         def recompute() -> list[Tensor]:
             if versions != [x._version for x in inputs]:
@@ -556,10 +519,10 @@ class CompiledLoss(Compiled):
                     "that the loss was computed from change, got one that was changed in place. Call "
                     "backward before it changes."
                 )
-            return self._without_aliases(entry, entry.execute(inputs)[1:], inputs)
+            return self._run_graph(entry, inputs)[1]
 
         def differentiable_gradients() -> list[Tensor]:
-            check_unchanged(both, entry, form, tensors, lifted)
+            both.check_unchanged(entry, form, tensors, lifted)
             args, kwargs = form.fill(tensors)
             with form.restored_context():
                 if self._with_graph.find_or_capture(form, tensors) is None:
@@ -572,18 +535,25 @@ class CompiledLoss(Compiled):
             value, grads, variables, with_graph=differentiable_gradients, recompute=recompute
         )
 
-    def _without_aliases(
-        self, entry: capturing.GraphEntry, grads: list[Tensor], inputs: list[Tensor]
-    ) -> list[Tensor]:
-        """Gradients with memory of their own: a graph may return an input, or one tensor twice.
+    def _run_graph(
+        self, entry: capturing.GraphEntry, inputs: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The value, and gradients with memory of their own, as they are scaled in place: a graph may
+        return an input, one tensor twice, or an expanded tensor.
 
         A graph does so in each call or in none, but for a backend of the user's.
         """
-        if entry.aliases is None or callable(self._with_gradient.backend):
-            entry.aliases = _aliased_gradients(grads, inputs)
+        value, *grads = entry.execute(inputs)
+        if entry.aliases is None or callable(self.backend):
+            entry.aliases, known = [], {x.untyped_storage().data_ptr() for x in inputs}
+            for i, grad in enumerate(grads):
+                pointer = grad.untyped_storage().data_ptr()
+                if pointer in known or 0 in grad.stride():
+                    entry.aliases.append(i)
+                known.add(pointer)
         for i in entry.aliases:
             grads[i] = grads[i].clone()
-        return grads
+        return value, grads
 
     def __repr__(self) -> str:
         return f"hoglib.compiled_loss({self.name}), {count_graphs(self.signatures)}"
@@ -609,11 +579,7 @@ class _Gradient:
         given = requiring_grad(pytree.tensors((args, kwargs)), [])
         variables = given + self._leaves(value, given)
         if value.requires_grad:
-            # As a backward, it runs outside of autocast.
-            with without_tensor_hooks(variables), torch_internals.no_autocast():
-                grads = torch.autograd.grad(
-                    value, variables, create_graph=self._create_graph, allow_unused=True
-                )
+            grads = _grad([value], None, variables, self._create_graph)
             refs = [InputRef(i, True) for i in range(len(given))]
             refs += [InputRef(x, False) for x in variables[len(given) :]]
             found = [(g, of) for g, of in zip(grads, refs, strict=True) if g is not None]
@@ -637,15 +603,3 @@ class _Gradient:
         if torch_internals.tracing():
             self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
         return [found[key] for key in self._reached if key in found]
-
-
-def _aliased_gradients(grads: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """The gradients that share memory with an input or with a gradient before them."""
-    known = {x.untyped_storage().data_ptr() for x in inputs}
-    found = []
-    for i, grad in enumerate(grads):
-        pointer = grad.untyped_storage().data_ptr()
-        if pointer in known:
-            found.append(i)
-        known.add(pointer)
-    return found

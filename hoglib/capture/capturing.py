@@ -3,8 +3,7 @@ that it belongs to lives."""
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, final
@@ -20,9 +19,9 @@ from hoglib._core.closures import ClosureWalker
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state, random_state, set_random_state
 from hoglib.capture.passes import is_random, pin_strides, simplify
-from hoglib.capture.runners import make_runner
+from hoglib.capture.runners import Runner, make_runner
 from hoglib.capture.signature import CallSignature, Guards, TensorSlot, discard_traced_tensors
-from hoglib.capture.trace import InputRef, Traced, as_leaf, trace
+from hoglib.capture.trace import Output, Traced, as_leaf, trace
 from hoglib.errors import NoSecondDerivative
 
 CAPTURING = threading.RLock()
@@ -53,27 +52,24 @@ class GraphEntry:
 
     arguments: str
     nodes: int
-    backend: str
-    source: str
+    backend: str = field(init=False)
+    source: str = field(init=False)
     seconds_to_trace: float
-    seconds_to_compile: float
+    seconds_to_compile: float = field(init=False)
     draws: bool = field(repr=False)
     code: str = field(repr=False)
-    run: Callable[..., Any] = field(repr=False)
+    run: Callable[..., Any] = field(init=False, repr=False)
+    output: Output = field(repr=False)
     reached: Guards = field(repr=False)
     # Arguments that the function also reaches by another path, and their places among those lifted.
     shared: list[tuple[int, int]] = field(repr=False)
-    leaves: list[Any] = field(repr=False)  # of the output; a TensorSlot in the place of a tensor
-    structure: Any = field(repr=False)
-    differentiable: list[bool] = field(repr=False)  # which tensors of the output require grad
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # guards on symbolic shapes
-    # Of a loss: the gradients that share memory with an input or another one, after the first run.
+    # Of a loss: the gradients without memory of their own, after the first run.
     aliases: list[int] | None = field(default=None, repr=False)
 
-    @cached_property
-    def inputs_named(self) -> list[InputRef]:
-        """The inputs that the output names."""
-        return [x for x in self.leaves if type(x) is InputRef]
+    def run_by(self, runner: Runner) -> None:
+        """What runs the graph from now on."""
+        self.run, self.backend, self.source, self.seconds_to_compile = runner
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
         """Runs the graph without recording it; autocast and stand-ins are part of it already.
@@ -131,8 +127,8 @@ class GraphEntry:
         Returns:
             The output.
         """
-        leaves = [outputs[x.index] if type(x) is TensorSlot else x for x in self.leaves]
-        return pytree.unflatten(leaves, self.structure)
+        leaves = [outputs[x.index] if type(x) is TensorSlot else x for x in self.output.leaves]
+        return pytree.unflatten(leaves, self.output.structure)
 
 
 # A graph, and the tensors that its function reaches besides its arguments.
@@ -158,9 +154,12 @@ class CacheSlot(NamedTuple):
     key: Hashable
 
     @classmethod
-    def of(cls, fn: Any) -> "CacheSlot":
-        """That of a function; of a method it is its object, since a method is made at each access."""
-        return cls(fn.__self__, fn.__func__) if isinstance(fn, MethodType) else cls(fn, None)
+    def of(cls, fn: Any, *key: Hashable) -> "CacheSlot":
+        """That of a function, or of what is made from it anew at each call and depends on the key
+        besides; of a method it is its object, since a method is made at each access."""
+        if isinstance(fn, MethodType):
+            return cls(fn.__self__, (fn.__func__, *key))
+        return cls(fn, key)
 
 
 _KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> what is kept
@@ -220,42 +219,29 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
         traced.graph.recompile()
         seconds = perf_counter() - began
         own = [i for i in range(len(tensors)) if i not in dict(shared)]
-        reached = Guards(root, traced.lifted, traced.modules)
-        inputs = [x.detach() for x in (*(tensors[i] for i in own), *traced.lifted)]
+        nodes = [node for node in traced.graph.graph.nodes if node.op == "call_function"]
         entry = GraphEntry(
             arguments=form.describe(tensors),
-            nodes=sum(node.op == "call_function" for node in traced.graph.graph.nodes),
-            backend="eager",
-            source="compiled",
+            nodes=len(nodes),
             seconds_to_trace=seconds,
-            seconds_to_compile=0.0,
-            draws=any(map(is_random, traced.graph.graph.nodes)),
+            draws=any(map(is_random, nodes)),
             code=traced.graph.code,
-            run=traced.graph.forward,
-            reached=reached,
+            output=traced.output,
+            reached=Guards(root, traced.lifted, traced.modules),
             shared=shared,
-            leaves=traced.leaves,
-            structure=traced.structure,
-            differentiable=traced.differentiable,
             holds=_shape_guards(traced.graph, own) if function.dynamic else lambda _: True,
         )
+        entry.run_by(Runner(traced.graph.forward))
         if function.check:  # before compiling, which may take minutes
             with inside(eager=True):  # compiled functions run without their graphs
                 comparison = Comparison(function, form, tensors, entry, tolerance_of(traced.graph))
                 comparison.check(entry, traced.lifted, OF_CAPTURE)
-            reached = reached.refresh(function.name, root, traced.lifted, traced.modules)
-        runner, backend = make_runner(
-            traced.graph, inputs, function.backend, function.name, function.dynamic
-        )
-        entry = replace(
-            entry,
-            backend=backend,
-            source=runner.source,
-            seconds_to_compile=runner.seconds,
-            run=runner.run,
-            reached=reached,
-        )
-        if function.check and backend != "eager":
+            now = entry.reached.refresh(function.name, root, traced.lifted, traced.modules)
+            entry.reached = now
+        inputs = [x.detach() for x in entry.graph_inputs(tensors, traced.lifted)]
+        options = function.backend, function.name, function.dynamic
+        entry.run_by(make_runner(traced.graph, inputs, *options))
+        if function.check and entry.backend != "eager":
             comparison.check(entry, traced.lifted, OF_BACKEND, traced.graph)
     return entry, traced.lifted
 
@@ -324,12 +310,12 @@ def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tenso
 # Compiled code that differs is compared with its operations in float64, at inputs that differ by
 # rounding:
 #
-#     c(x_k) = r(x_k) for one of x_0 = x, x_k = x (1 + eps u_k), u_k = +-1
+#     c(x_k) = r(x_k) for one of x_0 = x, x_k = x (1 - 2 eps u_k), u_k in [0, 1)
 #                                                                       r the operations in float64
 #
 # It adds in another order. Where two roundings of an intermediate value lie on the two sides of a point
 # without a derivative, such as the zero of a ReLU, the derivatives differ by as much as that of the
-# function jumps, and neither is wrong. At inputs that are moved by a unit in the last place the value
+# function jumps, and neither is wrong. At inputs that are moved in the last place the value
 # lies on one side, for some draws of u_k, and right code computes the derivative of this side; wrong
 # code does not.
 
@@ -381,7 +367,8 @@ class Comparison:
         self._name, self._tolerance = function.name, tolerance
         independent = getattr(function.fn, "independent", False)
         self._cases: list[_Case] = []
-        perturbed = _perturb(tensors, 0, _of_about_the_size)
+        # of about the same size and sign, so that probabilities stay so
+        perturbed = _perturb(tensors, 0, lambda _: 0.1)
         own = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
         for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
             perturbed[i] = own[i] = tensors[i]
@@ -414,20 +401,18 @@ class Comparison:
             inputs = graph.graph_inputs(case.values, lifted)
             found = graph.execute(inputs)
             scale = _norm_of(case.expected)
-            other: dict[int, str] = {}
-            moved: set[int] = set()  # those of other numbers of the same kind
-            for i, (a, b) in enumerate(zip(case.expected, found, strict=True)):
-                if difference := _difference(a, b, scale, self._tolerance):
-                    other[i] = difference
-                    if pytree.is_float(b) and _is_alike(a, b):
-                        moved.add(i)
-            if moved and operations is not None:
-                moved = self._right_nearby(graph.execute, operations, inputs, moved)
-                other = {i: difference for i, difference in other.items() if i not in moved}
-            for i, difference in other.items():
+            pairs = enumerate(zip(case.expected, found, strict=True))
+            other = {i: _difference(a, b, scale, self._tolerance) for i, (a, b) in pairs}
+            wrong = {i for i, difference in other.items() if difference}
+            if wrong and operations is not None:  # floats of the same kind may be right nearby
+                moved = {i for i in wrong if _is_alike(case.expected[i], found[i])}
+                moved = {i for i in moved if pytree.is_float(found[i])}
+                wrong -= self._right_nearby(graph.execute, operations, inputs, moved)
+            if wrong:
+                i = min(wrong)
                 raise NoSecondDerivative(
                     f"{self._name}: expected a graph that computes what the function does, got "
-                    f"{difference} in output {i}{case.where}. {cause}, or pass check=False to skip "
+                    f"{other[i]} in output {i}{case.where}. {cause}, or pass check=False to skip "
                     "this comparison."
                 )
 
@@ -441,11 +426,12 @@ class Comparison:
         """Those of the outputs that are what the operations give in float64, at these inputs or at
         others that differ by rounding, for which they are not zero."""
         right: set[int] = set()
-        if any(map(is_random, operations.graph.nodes)):  # the numbers are others in float64
+        random = any(map(is_random, operations.graph.nodes))  # the numbers are others in float64
+        if random or not outputs:
             return right
         try:
             for seed in range(DRAWS + 1):
-                at = _perturb(inputs, seed, _of_last_places) if seed else inputs
+                at = _perturb(inputs, seed, _two_last_places) if seed else inputs
                 with torch.no_grad():
                     reference: list[Tensor] = _InDouble(operations).run(*at)
                 found = execute(at)
@@ -502,9 +488,9 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
 
 
 def _perturb(
-    tensors: list[Tensor], seed: int, factor: Callable[[Tensor, torch.Generator], Tensor]
+    tensors: list[Tensor], seed: int, width: Callable[[torch.dtype], float]
 ) -> list[Tensor]:
-    """The tensors, those of floating point times random factors, in the same layout."""
+    """The tensors, those of floating point times random factors in [1 - width, 1], in their layout."""
     generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for x in tensors:
@@ -515,21 +501,17 @@ def _perturb(
             if x.is_neg() or x.is_conj():
                 plain = x.new_empty_strided(x.shape, x.stride()).copy_(plain)
             memory = plain.as_strided((span,), (1,))
-            changed = (memory * factor(memory, generator).to(device=x.device)).to(x.dtype)
+            drawn = torch.rand(span, generator=generator, dtype=torch.float64, device="cpu")
+            factor = 1 - width(x.dtype) * drawn
+            exact = torch.promote_types(x.dtype.to_real(), torch.float32)
+            changed = (memory * factor.to(x.device, exact)).to(x.dtype)
             x = changed.as_strided(x.shape, x.stride()).requires_grad_(x.requires_grad)
         found.append(x)
     return found
 
 
-def _of_about_the_size(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Factors for values of about the same size and sign, so that probabilities stay so."""
-    return 1 - 0.1 * torch.rand(x.shape, generator=generator, device="cpu")
-
-
-def _of_last_places(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Factors that move numbers by a unit in the last place, up or down."""
-    up = torch.randint(2, x.shape, generator=generator, device="cpu")
-    return 1 + torch.finfo(x.dtype).eps * (2 * up - 1).double()
+def _two_last_places(dtype: torch.dtype) -> float:
+    return 2 * torch.finfo(dtype).eps
 
 
 def _norm_of(tensors: list[Tensor]) -> float:

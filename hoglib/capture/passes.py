@@ -33,8 +33,8 @@ def optimized(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx
         module = functionalized(module, tensors)
         merge_sums(module)
     specialize_convolutions(module)
-    if not dynamic:
-        module = channels_last(module, tensors)
+    if not dynamic and all(x.device.type == "cpu" for x in tensors):
+        channels_last(module)
     module.recompile()
     return module
 
@@ -152,11 +152,9 @@ def simplify(module: fx.GraphModule) -> None:
             key = node.target, _freeze(node.args), _freeze(node.kwargs)
             same = _viewed_node(node) or known.get(key)
             if same is None:
-                _collapse_reshapes(node)
                 known[key] = node
             else:
-                node.replace_all_uses_with(same)
-                graph.erase_node(node)
+                replace_node(graph, node, same)
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
 
 
@@ -188,24 +186,6 @@ def _viewed_node(node: fx.Node) -> fx.Node | None:
         if _layout_of(at) == wanted:
             return at if isinstance(at, fx.Node) else None
     return None
-
-
-def _collapse_reshapes(node: fx.Node) -> None:
-    """Turns a reshape of a reshape of a contiguous tensor into one reshape."""
-    if node.target not in RESHAPES:
-        return
-    source: Any = node.args[0]
-    while (
-        isinstance(source, fx.Node)
-        and source.target in RESHAPES
-        and isinstance(before := source.args[0], fx.Node)
-        and isinstance(value := before.meta.get("val"), Tensor)
-        and value.layout is torch.strided
-        and value.is_contiguous()
-    ):
-        source = before
-    if source is not node.args[0]:
-        node.args = (source, *node.args[1:])
 
 
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor)
@@ -303,10 +283,11 @@ def merge_sums(module: fx.GraphModule) -> None:
     graph = module.graph
     if len(graph.nodes) > MAX_NODES:
         return
+    merged: set[fx.Node] = set()  # sums that are terms of others, which come first
     for root in reversed(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
-        if not root.users or not _is_sum(root) or _within_a_sum(root):
+        if not root.users or not _is_sum(root) or root in merged:
             continue
-        terms = list(_matrix_terms(root, False))
+        terms = list(_matrix_terms(root, False, merged))
         pairs = [(term, pair) for term in terms if (pair := _matmul_factors(term)) is not None]
         rows, columns = fake_value(root).shape
         inner = sum(fake_value(a).shape[1] for _, (a, _, _) in pairs)
@@ -326,14 +307,17 @@ def merge_sums(module: fx.GraphModule) -> None:
         graph.eliminate_dead_code()
 
 
-def _matrix_terms(node: fx.Node, turned: bool) -> Iterator[tuple[fx.Node, bool]]:
-    """The terms of a sum of matrices, and whether each is transposed."""
+def _matrix_terms(
+    node: fx.Node, turned: bool, merged: set[fx.Node]
+) -> Iterator[tuple[fx.Node, bool]]:
+    """The terms of a sum of matrices, and whether each is transposed; the sums in it join `merged`."""
     for term in node.args[:2]:
         at, turns = term, turned
         while isinstance(at, fx.Node) and at.target is aten.t.default and len(at.users) == 1:
             at, turns = at.args[0], not turns
         if isinstance(at, fx.Node) and _is_sum(at) and len(at.users) == 1:
-            yield from _matrix_terms(at, turns)
+            merged.add(at)
+            yield from _matrix_terms(at, turns, merged)
         else:
             yield at, turns  # type: ignore[misc]
 
@@ -343,15 +327,6 @@ def _is_sum(node: fx.Node) -> bool:
         return False
     shape = fake_value(node).shape
     return all(isinstance(x, fx.Node) and fake_value(x).shape == shape for x in node.args[:2])
-
-
-def _within_a_sum(node: fx.Node) -> bool:
-    """Whether a sum is only used as a term of another sum."""
-    while len(node.users) == 1:
-        (node,) = node.users
-        if node.target is not aten.t.default:
-            return _is_sum(node)
-    return False
 
 
 def _matmul_factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
@@ -416,21 +391,8 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
         shape = new_node(graph, aten.new_empty.default, g, weight)
         none = [0] * len(sizes)  # it is not transposed; torch gives it the padding of one that is
-        both = new_node(
-            graph,
-            aten.convolution_backward.default,
-            g,
-            x,
-            shape,
-            [0],
-            dilation,
-            padding,
-            stride,
-            False,
-            none,
-            1,
-            [False, True, False],
-        )
+        same = padding, stride, False, none, 1, [False, True, False]
+        both = new_node(graph, aten.convolution_backward.default, g, x, shape, [0], dilation, *same)
         by_weight = new_node(graph, _get, both, 1)
     for user in list(node.users):
         replace_node(graph, user, by_weight)
@@ -446,57 +408,41 @@ def _is_exchanged(node: Any) -> bool:
 
 
 _CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _STRIDED_OPS = (
     aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default,
 )  # fmt: skip
 
 
-def channels_last(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
-    """The graph with images and weights of convolutions in channels-last layout, on a CPU.
+def channels_last(module: fx.GraphModule) -> None:
+    """Puts images and weights of convolutions in channels-last layout, on a CPU.
 
     oneDNN reorders images in another layout in every convolution and in each of its derivatives.
     torch's compiler changes the layout of convolutions only, which leaves each derivative a copy in the
-    old order.
+    old order. Outputs keep their layout: autograd keeps a gradient as .grad only in its parameter's
+    layout.
     """
-    nodes = list(module.graph.nodes)
+    graph = module.graph
+    nodes = list(graph.nodes)
     strided = any(node.target in _STRIDED_OPS for node in nodes)
     if strided or not any(map(_is_image_convolution, nodes)):
-        return module
-    if any(x.device.type != "cpu" for x in tensors):
-        return module
-    interpreter = _ChannelsLast(module)
-    with torch.no_grad():
-        return make_fx(lambda *given: interpreter.run(*given), tracing_mode="fake")(*tensors)
+        return
+
+    def copied_to(layout: torch.memory_format, node: fx.Node, x: Any) -> fx.Node:
+        with graph.inserting_before(node):
+            return graph.call_function(aten.contiguous.default, (x,), {"memory_format": layout})
+
+    for node in nodes:
+        if node.target in RESHAPES:  # a view may be impossible in the new layout
+            node.target = aten.reshape.default
+        for i, x in enumerate(node.args[: _CONVOLUTIONS.get(node.target, 0)]):
+            if fake_value(x).dim() == 4:
+                node.update_arg(i, copied_to(torch.channels_last, node, x))
+    output = graph.output_node()
+    for x in output.all_input_nodes:
+        if fake_value(x).is_contiguous():
+            output.replace_input_with(x, copied_to(torch.contiguous_format, output, x))
 
 
 def _is_image_convolution(node: fx.Node) -> bool:
-    value = node.args[0].meta.get("val") if node.target in _CONVOLUTIONS else None  # type: ignore[union-attr]
-    return isinstance(value, Tensor) and value.dim() == 4 and value.dtype == torch.float32
-
-
-class _ChannelsLast(fx.Interpreter):
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in _CONVOLUTIONS:
-            count = _CONVOLUTIONS[target]
-            args = (*map(_to_channels_last, args[:count]), *args[count:])
-        if target in _VIEWS:  # a view may be impossible in the new layout
-            target = aten.reshape.default
-        return super().call_function(target, args, kwargs)
-
-    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Outputs keep their layout: autograd keeps a gradient as .grad only in its parameter's
-        layout."""
-        (found,) = args
-        (nodes,) = next(iter(reversed(self.module.graph.nodes))).args  # type: ignore[union-attr, arg-type]
-        return [_like_node(x, node) for x, node in zip(found, nodes, strict=True)]
-
-
-def _to_channels_last(x: Any) -> Any:
-    is_image = isinstance(x, Tensor) and x.dim() == 4
-    return x.contiguous(memory_format=torch.channels_last) if is_image else x
-
-
-def _like_node(x: Any, node: Any) -> Any:
-    was = node.meta["val"] if isinstance(node, fx.Node) else None
-    return x.contiguous() if isinstance(was, Tensor) and was.is_contiguous() else x
+    value = fake_value(node.args[0]) if node.target in _CONVOLUTIONS else None
+    return value is not None and value.dim() == 4 and value.dtype == torch.float32

@@ -21,7 +21,8 @@ from hoglib._core.ambient import inside
 from hoglib._core.closures import is_plain, name_of
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.torch_modes import without_stand_ins
-from hoglib.capture.api import Compiled, kept_graph, trace_graph
+from hoglib.capture.api import Compiled, trace_graph
+from hoglib.capture.capturing import CacheSlot
 from hoglib.errors import UnsupportedError
 
 _MAX_CONSTANT = 64  # numbers of a tensor that two blocks have in common
@@ -75,7 +76,8 @@ class Template:
         found = self.levels.get(run.key)
         if found is None:
             name = f"{run.key[0]} of {_block_name(self.call)}"
-            found = kept_graph(_Level(self._own(run)), name, self, run.key, self.call.backend)
+            level, place = _Level(self._own(run)), CacheSlot.of(self, name, run.key)
+            found = Compiled(level, backend=self.call.backend, name=name, place=place)
             self.levels[run.key] = found
         return found
 

@@ -6,14 +6,11 @@ before, and settings of `torch._inductor.config`.
 """
 
 import os
-import platform
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,7 +18,6 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core import validation
-from hoglib._core.ambient import replaced
 from hoglib._core.logger import LOGGER
 from hoglib._core.source_location import warn
 from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
@@ -33,11 +29,12 @@ LONG = 10  # seconds of compilation that are announced
 
 
 class Runner(NamedTuple):
-    """What runs a graph."""
+    """What runs a graph: the backend's name, and what its compiler did."""
 
     run: Callable[..., Any]
-    seconds: float
-    source: str  # "compiled" or "cache"
+    backend: str = "eager"
+    source: str = "compiled"  # or "cache"
+    seconds: float = 0.0
 
 
 class NoCompilerError(Exception):
@@ -46,8 +43,8 @@ class NoCompilerError(Exception):
 
 def make_runner(
     graph: fx.GraphModule, inputs: list[Tensor], backend: Any, name: str, dynamic: bool = False
-) -> tuple[Runner, str]:
-    """What runs a graph at tensors like the inputs, and the name of the backend."""
+) -> Runner:
+    """What runs a graph at tensors like the inputs."""
     if callable(backend):
         began = perf_counter()
         run = backend(copied(graph), inputs)  # which it may change
@@ -58,9 +55,9 @@ def make_runner(
                 "`graph.forward`."
             )
         own_name = str(getattr(backend, "__name__", None) or repr(backend))
-        return Runner(run, perf_counter() - began, "compiled"), own_name
+        return Runner(run, own_name, seconds=perf_counter() - began)
     if backend == "eager":
-        return Runner(graph.forward, 0.0, "compiled"), "eager"
+        return Runner(graph.forward)
     try:
         found = compile_graph(graph, inputs, dynamic, name, backend)
     except NoCompilerError as error:
@@ -68,10 +65,10 @@ def make_runner(
             f"{name} is not compiled, and runs its {len(graph.graph.nodes):,} operations one by one: "
             f"{error}. Pass backend='eager' to avoid this warning."
         )
-        return Runner(graph.forward, 0.0, "compiled"), "eager"
+        return Runner(graph.forward)
     if found.source == "compiled":
         LOGGER.info("compiled %s in %.1f s, cached in %s", name, found.seconds, cache_dir())
-    return found, backend
+    return found
 
 
 _MISSING_COMPILER = ("InvalidCxxCompiler", "CppCompileError", "TritonMissing")
@@ -104,11 +101,11 @@ def compile_graph(
         overwrites = config.triton.cudagraphs
         before = _count_found()
         try:
-            with _torch_cache(), _inductor_settings(compact):
+            with _inductor_settings(compact):
                 run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
         except Exception:
-            # An interrupted compilation left files in the cache, or the C++ wrapper does not support
-            # an operation.
+            # An interrupted compilation left files in the cache, which may also be one that cannot be
+            # written; or the C++ wrapper does not support an operation.
             try:
                 with fresh_cache(), _inductor_settings(False):
                     run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
@@ -119,7 +116,7 @@ def compile_graph(
         source = "compiled" if _count_found() == before else "cache"
     # the next run of a CUDA graph writes its results to the same memory
     kept = (lambda *inputs: [x.clone() for x in run(*inputs)]) if overwrites else run
-    return Runner(kept, perf_counter() - began, source)
+    return Runner(kept, mode, source, perf_counter() - began)
 
 
 def _log_slow_compile(name: str, graph: fx.Graph) -> None:
@@ -134,26 +131,11 @@ def _log_slow_compile(name: str, graph: fx.Graph) -> None:
         LOGGER.info(text, f"{count:,}", name, seconds)
 
 
-def cache_dir() -> Path:
-    """Where compiled graphs are kept: HOGLIB_CACHE_DIR, or `hoglib` in the user's cache directory."""
-    chosen = os.environ.get("HOGLIB_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hoglib"
+def cache_dir() -> str:
+    """Where torch's compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or a temporary directory."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-
-def make_cache_dir() -> Path:
-    """The same, created where there is none, readable for the user only.
-
-    Raises OSError where it cannot be written, and where it is another user's: reading it runs code.
-    """
-    directory = cache_dir()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = getattr(os, "getuid", lambda: None)()
-    if owner is not None and directory.stat().st_uid != owner:
-        raise PermissionError(f"{directory} belongs to another user")
-    with TemporaryFile(dir=directory):
-        return directory
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
 
 
 def _count_found() -> int:
@@ -161,27 +143,6 @@ def _count_found() -> int:
     from torch._dynamo.utils import counters
 
     return sum(n for kind in counters.values() for key, n in kind.items() if "cache_hit" in key)
-
-
-@contextmanager
-def _torch_cache() -> Iterator[None]:
-    """Inside, the caches of torch's compiler are in hoglib's directory, one for each kind of processor
-    and number of threads, which not every version of torch has in its keys."""
-    from torch._inductor.utils import fresh_cache
-
-    capability = getattr(torch.backends.cpu, "get_cpu_capability", platform.machine)()
-    try:
-        directory = make_cache_dir() / f"{capability}-{torch.get_num_threads()}"
-    except OSError as error:
-        warn(
-            f"hoglib could not write compiled code to {cache_dir()} ({error}). Set HOGLIB_CACHE_DIR to "
-            "a directory of yours that can be written to."
-        )
-        with fresh_cache():
-            yield
-        return
-    with replaced([(os.environ, "TORCHINDUCTOR_CACHE_DIR", str(directory))]):
-        yield
 
 
 @contextmanager
@@ -194,18 +155,25 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
       compiling a program, which takes eight seconds on two cores. This test is skipped unless
       TORCH_VEC_ISA_OK is set.
     - On a CPU, images keep the layout of `channels_last`.
+    - Compiled code is for one number of threads and one vector instruction set. Given as settings, they
+      are in the keys of torch's caches, as they are not by themselves in every version of torch.
     - With `compact`, a graph is one C++ program, instead of one per kernel called from Python, which is
       slower for small graphs. A program that calls an operator of torch.library with a list of tensors
       crashes the process (torch 2.13).
     """
-    import torch._inductor.config as config
+    from torch._inductor import config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    given = {"fallback_random": True, "layout_optimization": torch.cuda.is_available()}
+    given = {
+        "fallback_random": True,
+        "layout_optimization": torch.cuda.is_available(),
+        "cpp.threads": torch.get_num_threads(),
+    }
     if compact:
         given |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     if "TORCH_VEC_ISA_OK" not in os.environ:
         given["cpp.vec_isa_ok"] = True
-    with config.patch(given):
+    with config.patch(given), config.patch({"cpp.simdlen": pick_vec_isa().bit_width()}):
         yield
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from operator import itemgetter
 from types import FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -45,37 +45,29 @@ class TensorSlot:
         self.index = index
 
 
-class CallSignature:
+class CallSignature(NamedTuple):
     """A call without its tensors: the structure and the constants of its arguments, and its context.
 
     Two calls run the same graph if their ``key`` is equal and the guards of the graph hold.
     """
 
-    __slots__ = ("_autocast", "_leaves", "_stand_ins", "_structure", "constants", "key")
-
-    def __init__(
-        self,
-        leaves: list[Any],
-        structure: Any,
-        key: Hashable,
-        autocast: AutocastState,
-        stand_ins: ActiveStandIns,
-    ) -> None:
-        self.key = key
-        self.constants = [leaf for leaf in leaves if type(leaf) is not TensorSlot]
-        self._leaves, self._structure = leaves, structure
-        self._autocast, self._stand_ins = autocast, stand_ins
+    key: Hashable
+    constants: list[Any]
+    leaves: list[Any]  # a TensorSlot in the place of a tensor
+    structure: Any
+    autocast: AutocastState
+    stand_ins: ActiveStandIns
 
     def fill(self, tensors: list[Tensor]) -> tuple[Any, Any]:
         """The arguments and keyword arguments with these tensors."""
-        leaves = [tensors[x.index] if type(x) is TensorSlot else x for x in self._leaves]
-        args, kwargs = pytree.unflatten(leaves, self._structure)
+        leaves = [tensors[x.index] if type(x) is TensorSlot else x for x in self.leaves]
+        args, kwargs = pytree.unflatten(leaves, self.structure)
         return args, kwargs
 
     def describe(self, tensors: list[Tensor]) -> str:
         """dtypes and shapes of the arguments, in short."""
         parts = [
-            _describe(tensors[x.index]) if type(x) is TensorSlot else repr(x) for x in self._leaves
+            _describe(tensors[x.index]) if type(x) is TensorSlot else repr(x) for x in self.leaves
         ]
         if len(parts) > 8:
             parts = [*parts[:7], f"... {len(parts)} in all"]
@@ -84,7 +76,7 @@ class CallSignature:
     @contextmanager
     def restored_context(self) -> Iterator[None]:
         """Inside, autocast and stand-ins are as they were around the call."""
-        with self._autocast.restored(), self._stand_ins.resume():
+        with self.autocast.restored(), self.stand_ins.resume():
             yield
 
 
@@ -95,7 +87,7 @@ def parse_call(
     leaves, structure = pytree.flatten((args, kwargs))
     tensors: list[Tensor] = []
     places: dict[int, TensorSlot] = {}
-    slots, kinds = [], []
+    slots, kinds, constants = [], [], []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             slot = places.get(id(leaf))
@@ -109,20 +101,14 @@ def parse_call(
             slots.append(slot)
         else:
             kinds.append(_constant_key(what, leaf))
+            constants.append(leaf)
             slots.append(leaf)
     autocast, stand_ins = AutocastState(), ActiveStandIns()
     # a default device is a mode, and takes its time to ask for
     device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
-    key = (
-        tuple(kinds),
-        structure,
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        autocast.key,
-        stand_ins.active,
-        device,
-    )
-    return CallSignature(slots, structure, key, autocast, stand_ins), tensors
+    modes = torch.is_grad_enabled(), torch.get_default_dtype(), device
+    key = tuple(kinds), structure, modes, autocast.key, stand_ins.active
+    return CallSignature(key, constants, slots, structure, autocast, stand_ins), tensors
 
 
 def tensor_key(tensor: Tensor, dynamic: bool = False) -> Hashable:
@@ -364,9 +350,7 @@ def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[E
     if not missing:
         return []
     whole = ClosureWalker(root, ALL)
-    first: dict[int, Edge] = {}
-    for edge in whole.edges:
-        first.setdefault(edge.held, edge)
+    first = {edge.held: edge for edge in reversed(whole.edges)}
     found: list[Edge] = []
     for value in missing:
         path: list[Edge] = []

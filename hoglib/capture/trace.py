@@ -234,15 +234,25 @@ def user_line(trace: TracebackType | None = None) -> str:
     return f" in {at.file}:{at.line}" if at else ""
 
 
+class Output(NamedTuple):
+    """What a function returns, without its tensors."""
+
+    leaves: list[Any]  # a TensorSlot in the place of a tensor
+    structure: Any
+    differentiable: list[bool]  # which tensors require grad
+
+    @property
+    def inputs_named(self) -> list["InputRef"]:
+        return [x for x in self.leaves if type(x) is InputRef]
+
+
 class Traced(NamedTuple):
     """A graph of tensors, and what it was traced from."""
 
     graph: fx.GraphModule  # of the tensors among the arguments, then of those lifted
     lifted: list[Tensor]  # the tensors that the function reaches besides
     modules: list[nn.Module]  # that ran
-    leaves: list[Any]  # of the output; a TensorSlot in the place of a tensor
-    structure: Any
-    differentiable: list[bool]  # which tensors of the output require grad
+    output: Output
 
 
 class InputRef:
@@ -261,19 +271,19 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
 
     Raises UnsupportedError, with the user's line, for what a graph cannot contain.
     """
-    out: dict[str, Any] = {}
     modules: list[nn.Module] = []
+    found, output = list[Tensor](), Output([], None, [])
 
     def run(*given: Tensor) -> list[Tensor]:
+        nonlocal found, output
         with OperationChecks(name, given):
-            leaves, out["structure"] = pytree.flatten(function(*given))
+            leaves, structure = pytree.flatten(function(*given))
         if any(x.grad is not None for x in given if x.is_leaf):  # by `torch.autograd.backward`
             raise backward_call_error(name, "")
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         count = iter(range(len(found)))
-        out["leaves"] = [TensorSlot(next(count)) if isinstance(x, Tensor) else x for x in leaves]
-        out["recorded"] = [x for x in found if x.requires_grad]
-        out["differentiable"] = [x.requires_grad for x in found]
+        leaves = [TensorSlot(next(count)) if isinstance(x, Tensor) else x for x in leaves]
+        output = Output(leaves, structure, [x.requires_grad for x in found])
         return found
 
     with (
@@ -290,14 +300,15 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         mode: Any = "symbolic" if dynamic else "fake"
         tracer = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)
         graph = tracer(*[as_leaf(x) for x in tensors])
-    _check_outputs(name, out["leaves"])
-    lifted = _lift_constants(name, graph, out["recorded"])
-    if out["recorded"]:
+    _check_outputs(name, output.leaves)
+    recorded = [x for x in found if x.requires_grad]
+    lifted = _lift_constants(name, graph, recorded)
+    if recorded:
         _check_independent(name, lifted)
-    for leaf in out["leaves"]:
-        if isinstance(leaf, InputRef) and isinstance(leaf.where, Tensor):
-            leaf.where = next(i for i, x in enumerate(lifted) if x is leaf.where)
-    return Traced(graph, lifted, modules, out["leaves"], out["structure"], out["differentiable"])
+    for ref in output.inputs_named:
+        if isinstance(ref.where, Tensor):
+            ref.where = next(i for i, x in enumerate(lifted) if x is ref.where)
+    return Traced(graph, lifted, modules, output)
 
 
 def as_leaf(tensor: Tensor) -> Tensor:

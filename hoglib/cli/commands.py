@@ -199,7 +199,7 @@ def _describe_environment() -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "threads": torch.get_num_threads(),
         "compiler": cpp_compiler(),
-        "cache": str(cache_dir()),
+        "cache": cache_dir(),
     }
 
 

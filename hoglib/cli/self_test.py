@@ -4,8 +4,10 @@ Each check compares one part of hoglib with a closed form, or with central diffe
 gradient. None of them needs more than torch.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import NamedTuple
 
@@ -17,7 +19,7 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib._core.source_location import error_text
 from hoglib._core.state import preserve_random_state
-from hoglib.capture.runners import cpp_compiler, make_cache_dir
+from hoglib.capture.runners import cache_dir, cpp_compiler
 
 Check = Callable[[torch.device], None]
 STEP = 1e-5  # of the central differences in float64, whose error is about 1e-10
@@ -160,9 +162,13 @@ def compiled(device: torch.device) -> None:
 def writable_cache(device: torch.device) -> None:
     """Compiled graphs can be kept for later processes."""
     try:
-        make_cache_dir()
+        os.makedirs(cache_dir(), exist_ok=True)
+        with TemporaryFile(dir=cache_dir()):
+            pass
     except OSError as error:
-        text = f"{error}; set HOGLIB_CACHE_DIR to a directory of yours that can be written to"
+        text = (
+            f"{error}; set TORCHINDUCTOR_CACHE_DIR to a directory of yours that can be written to"
+        )
         raise OSError(text) from None
 
 

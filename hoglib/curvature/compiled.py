@@ -22,7 +22,8 @@ from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Vector
 from hoglib._core.closures import name_of
 from hoglib._core.problem import Policy, Problem
-from hoglib.capture.api import kept_graph
+from hoglib.capture.api import Compiled
+from hoglib.capture.capturing import CacheSlot
 from hoglib.capture.passes import VIEWS, functionalized
 from hoglib.capture.runners import make_runner
 from hoglib.curvature.linear_map import CurvatureKind, LinearMap
@@ -40,8 +41,8 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
     if several and not policy.create_graph:
         backend = PartialEval(len(problem.leaves), policy.backend, name)
     body = partial(_product, kind, problem.loss, problem.structure, policy)
-    key = kind, policy, problem.structure
-    compiled = kept_graph(body, name, problem.loss, key, backend, precheck=body)
+    place = CacheSlot.of(problem.loss, name, kind, policy, problem.structure)
+    compiled = Compiled(body, backend=backend, name=name, place=place, precheck=body)
     residuals, unused = Residuals(), None
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
@@ -151,7 +152,7 @@ class PartialEval:
     def _made(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Run:
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             return graph.forward
-        return make_runner(graph, inputs, self.backend, self.name)[0].run
+        return make_runner(graph, inputs, self.backend, self.name).run
 
 
 def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:

@@ -30,7 +30,8 @@ from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
-from hoglib.capture.api import kept_graph
+from hoglib.capture.api import Compiled
+from hoglib.capture.capturing import CacheSlot
 from hoglib.capture.within import recorded, traced, uncompiled
 from hoglib.errors import (
     ArgumentTypeError,
@@ -507,7 +508,8 @@ def _captured(
         whole = partial(_meta_gradient, loop, used, mapped, wanted)
         policy = loop.options.policy
         name = f"{policy.caller}.loss"
-        graph = kept_graph(whole, name, learner, (mapped, wanted), policy.backend)
+        place = CacheSlot.of(learner, name, mapped, wanted)
+        graph = Compiled(whole, backend=policy.backend, name=name, place=place)
         return graph(key, weight_tensor, start, support, query)
 
     return partial(run, False), partial(run, True)

@@ -23,7 +23,7 @@ from hoglib._core.problem import Policy
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import no_autocast
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.capture.api import Compiled, CompiledLoss, kept_graph
+from hoglib.capture.api import Compiled, CompiledLoss
 from hoglib.capture.capturing import CacheSlot, kept
 from hoglib.capture.signature import parse_call
 from hoglib.capture.within import within_compile
@@ -158,7 +158,8 @@ def run_as_graph(
             raise _DrawsChanged
 
     def by_graph(precheck: Callable[..., Any]) -> Any:
-        graph = kept_graph(run, name, owner, None, backend, precheck=precheck, kind=kind)
+        place = CacheSlot.of(owner, name)
+        graph = kind(run, backend=backend, name=name, place=place, precheck=precheck)
         drawn = [
             random_like(torch.empty((), dtype=dtype, device=device), sampler, shape, generator)
             for sampler, shape, dtype, device in known.get(signature, ())

@@ -201,3 +201,9 @@ def test_beyond_the_limit_it_is_an_ordinary_loss():
     with pytest.warns(UserWarning, match="16 graphs"):
         value = loss(x, 17)
     assert_close(torch.autograd.grad(value, weight)[0], 17 * x)
+
+
+def test_a_gradient_that_is_one_number_in_all_places_is_scaled():
+    weight = draw(3).requires_grad_()
+    (compiled(lambda x: (weight.sum() + x).sum())(draw(1)) / 2).backward()
+    assert_close(weight.grad, torch.full_like(weight, 0.5))

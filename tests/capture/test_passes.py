@@ -26,7 +26,6 @@ GRAPHS = {
     "what nothing uses goes": (lambda x: (x.exp(), x * 2)[1], 1),
     "what is computed twice is computed once": (lambda x: (x.sin() + 1, x.sin() + 1), 2),
     "numbers of another kind are other numbers": (lambda x: (x * 2, x * 2.0, x * True), 3),
-    "reshapes of reshapes": (lambda x: x.reshape(3, 1).reshape(1, 3).reshape(3, 1, 1).sin(), 2),
     "views that come back": (lambda x: x[None].transpose(0, 1).t()[0:1].squeeze(0).unsqueeze(0).squeeze(0).sin(), None),
     "detached": (lambda x: x.detach().view_as(x).sin(), 1),
     "random numbers are drawn each": (lambda x: (torch.rand(3), torch.rand(3)), 2),

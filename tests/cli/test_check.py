@@ -15,7 +15,7 @@ from hoglib.cli.main import main
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -77,12 +77,12 @@ def test_what_is_broken_is_named(name, capsys, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch, no_compiler):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
     status, found = outcomes(capsys)
     assert status == 1
     wrong = [name for name, one in found.items() if one["status"] == "WRONG"]
     assert wrong == ["directory of compiled graphs"]
-    assert "HOGLIB_CACHE_DIR" in found["directory of compiled graphs"]["why"]
+    assert "TORCHINDUCTOR_CACHE_DIR" in found["directory of compiled graphs"]["why"]
 
 
 @pytest.mark.parametrize("command", [[], ["verify"], ["audit"], ["ops"], ["env"], ["check"]])

@@ -64,5 +64,4 @@ def trained(in_an_empty_folder, kept_runs, tmp_path_factory, request):
 @pytest.fixture
 def own_caches(monkeypatch, tmp_path):
     """Benchmarks forget what was compiled; other tests of this process have their caches back."""
-    for name in ("HOGLIB_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

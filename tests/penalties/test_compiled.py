@@ -137,7 +137,7 @@ def test_true_is_the_compiler_of_torch(name, monkeypatch):
 @FULL  # tests/capture has what inductor makes of graphs
 @pytest.mark.parametrize("name", ["wgan_gp", "r1"])
 def test_the_compiler_agrees(name, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOGLIB_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     make, penalty = KINDS[name]
     expected = train(build(make), penalty)
     assert_close(train(build(make), penalty, compile=True), expected, rtol=1e-10, atol=1e-12)
