@@ -57,7 +57,8 @@ NESTED = {
     "lu_unpack", "linalg_lstsq", "linalg_pinv", "linalg_matrix_exp", "linalg_householder_product", "ormqr",
     "i0", "special_i0e", "special_i1", "special_i1e", "special_erfcx", "special_log_ndtr", "special_ndtri", "polygamma",
     "median", "nanmedian", "nextafter", "frexp", "adaptive_max_pool2d", "adaptive_max_pool3d", "_upsample_bilinear2d_aa",
-    "scatter_reduce", "masked_scatter", "put", "as_strided_scatter",
+    "scatter_reduce", "masked_scatter", "put", "as_strided_scatter", "masked_select", "_trilinear",
+    "cholesky", "linalg_cholesky_ex", "linalg_solve_triangular", "copysign", "erfinv",
 }  # fmt: skip
 # What is wrong for a reason that is no fault of hoglib: operator -> (points, reason).
 EXCEPTIONS = {

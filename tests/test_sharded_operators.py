@@ -299,7 +299,7 @@ def refused(rank, world):
         "kfac": hog.KFACOperator(loss, params, batches).exact_diagonal,
         "mixed": lambda: score(data(), solver=K),
         "mixed, product": lambda: K @ v,
-        "queries": lambda: score([batches[rank]]),
+        "queries": lambda: score([batches[rank % 2]]),
         "self": lambda: score(None),
         "damping": lambda: score(data(), damping=1.0 if rank else -1.0),
         "failing": hog.KFACOperator(loss, params, failing).update,

@@ -68,7 +68,11 @@ class GraphEntry:
     aliases: list[int] | None = field(default=None, repr=False)
 
     def run_by(self, runner: Runner) -> None:
-        """What runs the graph from now on."""
+        """Sets what runs the graph from now on.
+
+        Args:
+            runner: What runs it, by which backend, and how long that took.
+        """
         self.run, self.backend, self.source, self.seconds_to_compile = runner
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
