@@ -544,14 +544,16 @@ class CompiledLoss(Compiled):
         A graph does so in each call or in none, but for a backend of the user's.
         """
         value, *grads = entry.execute(inputs)
-        if entry.aliases is None or callable(self.backend):
-            entry.aliases, known = [], {x.untyped_storage().data_ptr() for x in inputs}
+        aliases = entry.aliases
+        if aliases is None or callable(self.backend):
+            aliases, known = [], {x.untyped_storage().data_ptr() for x in inputs}
             for i, grad in enumerate(grads):
                 pointer = grad.untyped_storage().data_ptr()
                 if pointer in known or 0 in grad.stride():
-                    entry.aliases.append(i)
+                    aliases.append(i)
                 known.add(pointer)
-        for i in entry.aliases:
+            entry.aliases = aliases  # complete: another thread may read it at any time
+        for i in aliases:
             grads[i] = grads[i].clone()
         return value, grads
 

@@ -103,7 +103,13 @@ def compile_graph(
         try:
             with _inductor_settings(compact):
                 run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
-        except Exception:
+        except Exception as first:
+            cause = first.__cause__ or first
+            if isinstance(cause, OSError):
+                warn(
+                    f"hoglib could not write compiled code to {cache_dir()} ({cause}). Set "
+                    "TORCHINDUCTOR_CACHE_DIR to a directory of yours that can be written to."
+                )
             # An interrupted compilation left files in the cache, which may also be one that cannot be
             # written; or the C++ wrapper does not support an operation.
             try:
@@ -135,7 +141,7 @@ def cache_dir() -> str:
     """Where torch's compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or a temporary directory."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 def _count_found() -> int:
@@ -164,11 +170,14 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    given = {
+    given: dict[str, Any] = {
         "fallback_random": True,
         "layout_optimization": torch.cuda.is_available(),
-        "cpp.threads": torch.get_num_threads(),
     }
+    threads = torch.get_num_threads()
+    # code for all cores follows later calls of set_num_threads, and one that is set is the user's
+    if config.cpp.threads < 1 and not config.cpp.dynamic_threads and threads != os.cpu_count():
+        given["cpp.threads"] = threads
     if compact:
         given |= {"cpp_wrapper": True, "cpp_wrapper_build_separate": True}
     if "TORCH_VEC_ISA_OK" not in os.environ:

@@ -42,7 +42,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     options, leave = vars(given), os._exit
-    os._exit = partial(_tell_exit, options.get("target"), os.getpid(), leave)
+    os._exit = partial(_tell_exit, options.get("target") or "hoglib", os.getpid(), leave)
     try:
         try:
             # a command is the function of its name, whose keyword arguments are the options
@@ -60,9 +60,10 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `| head`, has ended
         _discard_stdout()
         return 1
-    except OSError as error:  # a full disk
+    except OSError as error:  # a full disk, or a file or folder that the error names
         _discard_stdout()
-        print(f"error: the output could not be written: {error}", file=sys.stderr)
+        what = "" if error.filename else "the output could not be written: "
+        print(f"error: {what}{error}", file=sys.stderr)
         return 2
     finally:
         os._exit = leave

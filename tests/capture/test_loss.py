@@ -207,3 +207,18 @@ def test_a_gradient_that_is_one_number_in_all_places_is_scaled():
     weight = draw(3).requires_grad_()
     (compiled(lambda x: (weight.sum() + x).sum())(draw(1)) / 2).backward()
     assert_close(weight.grad, torch.full_like(weight, 0.5))
+
+
+def test_another_thread_sees_no_part_of_the_shared_gradients(monkeypatch):
+    w, b, x = (draw(3, seed=i).requires_grad_(i < 2) for i in range(3))
+    loss, seen = hog.compiled_loss(lambda: ((w + b) * x).sum(), backend="eager", check=False), []
+    plain = torch.Tensor.untyped_storage
+
+    def look(tensor):
+        seen.extend(entry.aliases for entry in loss.signatures)
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "untyped_storage", look)
+    loss().backward()
+    assert set(map(str, seen)) == {"None"}
+    assert [len(entry.aliases) for entry in loss.signatures] == [1]
