@@ -102,7 +102,9 @@ def test_a_long_compilation_is_announced_and_a_directory_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
     fast = hog.compile(function())
-    with pytest.warns(UserWarning, match="could not write compiled code to .*file .*Set TORCHINDUCTOR"):
+    with pytest.warns(
+        UserWarning, match="could not write compiled code to .*file .*Set TORCHINDUCTOR"
+    ):
         assert_close(fast(draw(3)), function()(draw(3)))
     assert f"operations of {fast.name}, for about" in capfd.readouterr().err
 
