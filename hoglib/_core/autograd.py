@@ -108,7 +108,7 @@ def vjp(
     are; an error names its custom Functions.
     """
     both = zip(outputs, cotangents, strict=True)
-    pairs = [(y, _at_even(u)) for y, u in both if y is not None and y.requires_grad]
+    pairs = [(y, at_even(u)) for y, u in both if y is not None and y.requires_grad]
     if not pairs:
         return [None] * len(inputs)
     with translate_errors(what, graph):
@@ -117,7 +117,7 @@ def vjp(
         return gradients(values, inputs, weights, retain_graph=keep, create_graph=create_graph)
 
 
-def _at_even(u: Tensor) -> Tensor:
+def at_even(u: Tensor) -> Tensor:
     """The vector; a copy of a slice of pairs with an odd offset, which view_as_complex refuses."""
     return u.clone() if u.shape[-1:] == (2,) and u.storage_offset() % 2 else u
 

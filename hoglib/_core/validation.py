@@ -312,8 +312,10 @@ def _in_order_of(params: Any, tree: Any) -> Any:
         for name, part in params.items():
             same[name] = _in_order_of(part, tree[name])
         return same
-    if type(tree) in (tuple, list) and type(tree) is type(params) and len(tree) == len(params):
-        return type(tree)(map(_in_order_of, params, tree))
+    alike = type(tree) is type(params) and isinstance(tree, tuple | list)
+    if alike and len(tree) == len(params):
+        make = getattr(tree, "_make", type(tree))  # of a namedtuple
+        return make(map(_in_order_of, params, tree))
     return tree
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from hoglib._core.ambient import AMBIENT, inside
-from hoglib._core.autograd import Vector
+from hoglib._core.autograd import Vector, at_even
 from hoglib._core.closures import name_of
 from hoglib._core.problem import Policy, Problem
 from hoglib.capture.api import Compiled
@@ -52,7 +52,8 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
             # anew at each
             with inside(residuals=residuals), torch.set_grad_enabled(policy.create_graph):
                 # new tensors: one that is both vector and parameter would be one input of the graph
-                fresh = [v.view_as(v) for v in vector]
+                # with even offsets, since a graph does not ask for them again
+                fresh = [at_even(v.view_as(v)) for v in vector]
                 value, product, unused = compiled(fresh, problem.leaves, problem.args)
         finally:
             if not keep_graph:

@@ -311,12 +311,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         read, drawn = None, False
         with self._sum.one_pass(total, first_order=True) as batches:
             for batch, number, share in batches:
-                before = generator_state(self.device)
+                self._random_state = generator_state(self.device)
                 with self._sum.entered(batch) as problem, problem.gathered() as own:
                     placement = problem.placement
                     add = partial(self._add, sums, own, number, share * placement.weight)
                     value = placement.mean_of(add) if placement.is_sharded else add()
-                drawn = drawn or not torch.equal(before, generator_state(self.device))
+                drawn = drawn or self._has_drawn()
                 self._sum.advance()
                 batches.record(value)
                 if self._sum.alone and self._sum.single_batch:
@@ -335,6 +335,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             self._sum.warn_of_draws(batch)
         return batches.totals
 
+    def _has_drawn(self) -> bool:
+        """Whether random numbers were drawn since the batch began."""
+        return not torch.equal(self._random_state, generator_state(self.device))
+
     def _add(self, sums: BlockSums, problem: Problem, number: int, share: float) -> Tensor:
         """Add what a batch of this process has; return its loss."""
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
@@ -343,9 +347,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         if self._automatic:
             self._automatic = False
             if run.outputs_of_an_example() > FEW_OUTPUTS:
-                drawn = replace(self._factors.metric, kind="mc").seeded()
-                self._factors = replace(self._factors, metric=drawn)
-                factors = replace(factors, metric=drawn.for_batch(number))
+                has_drawn = self._has_drawn()
+                sampled = replace(self._factors.metric, kind="mc").seeded()
+                if not has_drawn:  # the seed is no draw of the loss
+                    self._random_state = generator_state(self.device)
+                self._factors = replace(self._factors, metric=sampled)
+                factors = replace(factors, metric=sampled.for_batch(number))
                 run = ModelRun(problem, self.space, factors, self.row_order)
         if run.expanded and first:  # the outputs may not be those of the model
             run, self.row_order = checked_run(run, self.by_example)

@@ -102,8 +102,9 @@ class Space:
         parts = [self.placement.copy_share(i) for i in range(len(held))]
         self._copy_shares: Tensor | float = parts[0]
         if len(set(parts)) > 1:
-            each = [torch.full((n,), part) for n, part in zip(self._sizes, parts, strict=True)]
-            self._copy_shares = torch.cat(each).to(self.device, self.precision)
+            like = torch.empty(0, device=self.device, dtype=self.precision)
+            pairs = zip(self._sizes, parts, strict=True)
+            self._copy_shares = torch.cat([like.new_full((n,), part) for n, part in pairs])
 
     def leaves(self) -> list[Tensor]:
         """The parameters as they are now; of DTensors the shards of this process."""

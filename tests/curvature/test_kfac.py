@@ -737,6 +737,22 @@ class Noisy(nn.Linear):
         return super().forward(x + torch.randn(x.shape[1:], dtype=x.dtype))
 
 
+def test_the_seed_of_sampled_targets_is_no_draw_of_the_loss():
+    """Beyond 100 outputs they are sampled; a dropout that is not called draws nothing."""
+
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.dropout = nn.Linear(3, 101), nn.Dropout()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    loss = hog.functional_loss(Unused(), F.cross_entropy)
+    params, batch = hog.trainable_params(loss.model), (torch.randn(4, 3), LABELS[:4])
+    hog.KFACOperator(loss, params, batch).update()
+
+
 def test_the_check_of_layers_draws_no_random_numbers():
     """A model that draws continues with the numbers that follow those of its one run."""
     loss = hog.functional_loss(Noisy(3, 2), F.cross_entropy)

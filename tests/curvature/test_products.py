@@ -53,6 +53,15 @@ def test_any_pytree_in_and_the_same_out(tree, mode):
         assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_graph_takes_slices_at_any_offset(offset):
+    func = lambda p: torch.view_as_complex(p).abs().pow(4).sum()  # noqa: E731
+    x, flat = torch.randn(2, 2), torch.randn(6)
+    for start in (offset, 1 - offset):
+        v = flat[start:][:4].view(2, 2)
+        assert_close(hog.hvp(func, x, v, compile="eager"), hog.hvp(func, x, v))
+
+
 def test_grad_of_hvp_needs_no_create_graph_inside_transforms():
     x = torch.randn(3, dtype=torch.float64)
     func = lambda p: p.pow(4).sum()  # noqa: E731
@@ -108,8 +117,11 @@ def test_buffers_that_a_forward_changes_are_restored(name, mode):
 
 def test_v_in_another_order():
     x, v = {"a": torch.randn(2), "b": torch.randn(3)}, {"b": torch.ones(3), "a": torch.ones(2)}
-    _, [product] = hog.hvp(lambda p: p[0]["a"].pow(3).sum() + p[0]["b"].pow(2).sum(), [x], [v])
-    assert list(product) == ["a", "b"]
+    func = lambda p: p[0]["a"].pow(3).sum() + p[0]["b"].pow(2).sum()  # noqa: E731
+    One = namedtuple("One", "only")
+    for wrap in (list, One._make):
+        _, [product] = hog.hvp(func, wrap([x]), wrap([v]))
+        assert list(product) == ["a", "b"]
     assert_close(product["b"], 2 * v["b"])
 
 
