@@ -1,14 +1,17 @@
 # make run: the main job.  make test: lint, format, types and tests.  Each installs what it needs, once.
 PYTHON ?= python3
-PY := .venv/bin/python
-READY := .venv/.ready
+TORCH ?= # a release other than the pinned one, in an environment of its own: make test TORCH=2.15.0
+VENV := .venv$(if $(strip $(TORCH)),-torch$(strip $(TORCH))-$(notdir $(PYTHON)))
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+PINS := $(VENV)/constraints.txt
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume
 
 .DEFAULT_GOAL := help
-.PHONY: help run gan smoke bench bench-full test test-full test-device opinfo size docs docs-serve clean
+.PHONY: help env run gan smoke bench bench-full test test-full test-device opinfo size docs docs-serve clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,11 +31,14 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("hoglib: expected Python 3.11 or newer, got " + sys.version.split()[0] + "; name another one with make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
-	@echo "Setting up .venv (once; one to three minutes)"
-	@$(PYTHON) -m venv .venv
-	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools
-	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable '.[experiments,dev,docs]'
+	@echo "Setting up $(VENV) (once; one to three minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@sed '$(if $(strip $(TORCH)),s/^torch==.*/torch==$(strip $(TORCH))/; s/^setuptools==.*/setuptools<82/)' constraints.txt > $(PINS)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) 'setuptools>=77'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --no-build-isolation --editable '.[experiments,dev,docs]'
 	@touch $@
+
+env: $(READY)
 
 run: $(READY)
 	@$(PY) -m experiments fit --config configs/maml/sinusoid_joint.yaml
@@ -56,14 +62,14 @@ bench: $(READY)
 	@$(PY) -m experiments.benchmarks --device auto $(BENCH)
 
 bench-full: $(READY)
-	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --constraint constraints-peers.txt --no-build-isolation --editable '.[peers]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --constraint constraints-peers.txt --no-build-isolation --editable '.[peers]'
 	@$(PY) -m experiments.benchmarks --full --device auto $(BENCH)
 
 test: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@.venv/bin/lint-imports
+	@$(VENV)/bin/lint-imports
 	@$(PY) -m pytest --numprocesses 2 --dist worksteal --quiet $(CASES)
 
 test-full: CASES := -m ''
@@ -86,5 +92,5 @@ docs-serve: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --strict
 
 clean:
-	rm -rf .venv build dist hoglib.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch* build dist hoglib.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
