@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree, torch_internals, validation
+from hoglib._core import function_watch, pytree, torch_internals, validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.detachment import DetachmentWatch
 from hoglib._core.gradient_graph import FunctionNode, saved_tensors, walk
@@ -101,7 +101,7 @@ def graph(fn: Callable[..., Any] | type[Function], inputs: Any, *, order: int = 
         preserve_random_state(),
         restore_buffers(),
         torch_internals.record_backward_origins(),
-        torch_internals.watching_functions(record) as applying,
+        function_watch.watching_functions(record) as applying,
     ):
         warnings.simplefilter("ignore")  # the picture shows what torch would warn about
         call = Call(fn, given, None)

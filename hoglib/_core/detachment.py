@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import pytree, source_location
+from hoglib._core.function_watch import Applying, watching_functions
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine
-from hoglib._core.torch_internals import Applying, watching_constructors, watching_functions
+from hoglib._core.torch_internals import watching_constructors
 
 # Calls whose result does not depend on the values of their arguments.
 VALUE_INDEPENDENT = (

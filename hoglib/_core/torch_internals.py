@@ -22,7 +22,6 @@ from torch._C import _functorch
 from torch._functorch import pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
-from torch.autograd.function import _SingleLevelFunction
 from torch.nn.utils import parametrize, stateless
 from torch.overrides import TorchFunctionMode
 
@@ -439,90 +438,9 @@ def fresh_copy(x: Tensor) -> Tensor:
 
 # Who watches. What stands in torch's place meanwhile is put there by the first one in any thread,
 # and taken away by the last.
-_WATCHES: list[Callable[..., Any]] = []
 _CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
 # reentrant: an object that is freed inside may run code that watches too
 _LOCK = threading.RLock()
-
-
-class Applying:
-    """How many custom Functions are running their forward."""
-
-    depth = 0
-
-
-@final
-class watching_functions:  # noqa: N801 a context manager
-    """Calls seen(function, args) for each custom Function that is applied inside, also by an `apply`
-    that was bound before; not for those that another one's forward applies (unless it `recomputes`
-    what the user wrote), nor in other threads. If that returns a function, it is called with the result
-    of the application.
-
-    May stand inside of another one, and in several threads at once. A class, as it stands around each
-    derivative: generators of contextlib take several times as long to enter and to leave.
-    """
-
-    def __init__(
-        self, seen: Callable[[type[Function], tuple[Any, ...]], Callable[[Any], None] | None]
-    ) -> None:
-        self._seen = seen
-
-    def __enter__(self) -> Applying:
-        self._applying, self._thread = Applying(), threading.get_ident()
-        self._watch = self._apply  # the same object when it is removed
-        with _LOCK:
-            if not _WATCHES:
-                for place in _PLACES:
-                    place.apply = _WATCHED
-            _WATCHES.append(self._watch)
-        return self._applying
-
-    def __exit__(self, *raised: object) -> None:
-        with _LOCK:
-            _WATCHES.remove(self.__dict__.pop("_watch"))  # a cycle
-            if not _WATCHES:
-                del _PLACES[0].apply  # it is inherited
-                if _BY_CLASS:
-                    _PLACES[1].apply = _BASE_APPLY
-
-    def _apply(self, function: Any, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        if threading.get_ident() != self._thread or getattr(function, "recomputes", False):
-            return run()
-        applying = self._applying
-        applying.depth += 1
-        try:
-            outermost = applying.depth == 1
-            then = self._seen(*torch_library.as_written(function, args)) if outermost else None
-            result = run()
-            if then is not None:
-                then(result)
-            return result
-        finally:
-            applying.depth -= 1
-
-
-def _watched(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Function.apply, through all that watch it."""
-    if _BY_CLASS and function.setup_context is not _SingleLevelFunction.setup_context:
-        bind: Any = vars(torch_function)["_bind_default_args"]
-        args, kwargs = bind(function.forward, args, kwargs)
-
-    def run() -> Any:
-        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
-
-    if _BY_CLASS and transforms_active() and issubclass(function, Function):
-        return run()  # each of its levels is an application, which is seen
-    for watch in tuple(_WATCHES):
-        run = partial(watch, function, args, run)
-    return run()
-
-
-# It stands where Function.apply ends, between it and the C++ base. From torch 2.14 on both are one,
-# and an apply that was bound before is not seen.
-_BASE_APPLY: Any = vars(torch._C._FunctionBase)["apply"]
-_BY_CLASS = vars(Function).get("apply") is _BASE_APPLY
-_PLACES: Any = (_SingleLevelFunction, Function) if _BY_CLASS else (_SingleLevelFunction,)
-_WATCHED: Any = classmethod(_watched)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from hoglib._core.autograd import Vector, fresh_leaves
 from hoglib._core.detachment import name_of_call
 from hoglib._core.element_differences import random_like
 from hoglib._core.finite_differences import to_double
+from hoglib._core.function_watch import watching_functions
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.module_names import ModuleNames, watching_modules
 from hoglib._core.pytree import is_float
@@ -43,7 +44,6 @@ from hoglib._core.torch_internals import (
     is_once_differentiable,
     no_autocast,
     transforms_active,
-    watching_functions,
 )
 from hoglib.auditing.routes import Checker, Locator, StopGradientReplay, reverse_over_reverse, scale
 from hoglib.verification.call import DOUBLE, real

@@ -29,11 +29,12 @@ from hoglib._core.finite_differences import (
     gradient_function,
     steps,
 )
+from hoglib._core.function_watch import Applying, watching_functions
 from hoglib._core.module_names import ModuleNames
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import SourceLine, caller_line, running_module, torch_call_line
 from hoglib._core.swap import call_with
-from hoglib._core.torch_internals import Applying, transforms_active, unwrap, watching_functions
+from hoglib._core.torch_internals import transforms_active, unwrap
 from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification import call as calls
 from hoglib.verification.attribution import detached_copy, requires_grad

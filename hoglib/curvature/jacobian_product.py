@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib import errors
-from hoglib._core import pytree, torch_forward_mode, torch_internals, validation
+from hoglib._core import function_watch, pytree, torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
     Vector,
     clone_inference_tensors,
@@ -219,7 +219,7 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
         without_stand_ins(),
         torch_forward_mode.NoGradStopsForwardAD(_refuse_checkpoint, run_operator),
         stand_ins.resume(),
-        torch_internals.watching_functions(_refuse_own_jvp),
+        function_watch.watching_functions(_refuse_own_jvp),
     ):
         # copies, because an operation in place changes both
         primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import mixed_precision, pytree, torch_internals, validation
+from hoglib._core import function_watch, mixed_precision, pytree, torch_internals, validation
 from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors, vjp
 from hoglib._core.call_errors import translate_batch_errors
 from hoglib._core.closures import STATE, ClosureWalker, owner_of
@@ -284,7 +284,7 @@ def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
     """Where a call of the function detaches; else its Functions, whose backward may."""
     # a search for a message: what fails in it is not told
     with DetachmentWatch(module=in_module) as watch, suppress(Exception):
-        with torch_internals.watching_functions(lambda function, given: None) as applying:
+        with function_watch.watching_functions(lambda function, given: None) as applying:
             watch.applying = applying
             result = problem.loss(problem.params(leaves), *problem.args)
         places = [str(detached) for detached in watch.detached]

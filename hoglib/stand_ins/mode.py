@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from hoglib._core import pytree, torch_internals, torch_library, validation
+from hoglib._core import function_watch, pytree, torch_internals, torch_library, validation
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.source_location import running_module
 from hoglib._core.state import preserve_random_state
@@ -255,7 +255,7 @@ def _has_graph(x: Any) -> bool:
 def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
     """The custom Functions that a call of an operator applies, found by a call of it with copies."""
     found: list[type[Function]] = []
-    with torch_internals.watching_functions(lambda function, _: found.append(function)):
+    with function_watch.watching_functions(lambda function, _: found.append(function)):
         _run_on_copies(operator, args, kwargs)
     return found
 

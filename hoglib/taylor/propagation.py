@@ -24,7 +24,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hoglib._core import pytree, torch_internals
+from hoglib._core import function_watch, pytree, torch_internals
 from hoglib._core.logger import LOGGER
 from hoglib._core.torch_modes import plain_operations
 from hoglib.taylor.kinks import Kink, Kinks, kink_here
@@ -68,7 +68,7 @@ class Propagation(TorchDispatchMode):
         if self._outside is None:
             self._outside = torch_internals.RecordingBelow()
             self._stack.enter_context(plain_operations())
-            self._stack.enter_context(torch_internals.watching_functions(self._see_function))
+            self._stack.enter_context(function_watch.watching_functions(self._see_function))
         super().__enter__()
         return self
 

@@ -21,10 +21,11 @@ from torch.autograd import Function
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
+from hoglib._core.function_watch import Ended, watching_functions
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn
-from hoglib._core.torch_internals import transforms_active, watching_functions
+from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.stand_ins import mode
@@ -244,8 +245,8 @@ class AppliedFunctions:
             for function in self._traced - others
         )
 
-    def record(self, function: type[Function], args: Args) -> Callable[[Any], None] | None:
-        """Notes an application; what is returned gets its result."""
+    def record(self, function: type[Function], args: Args) -> Ended | None:
+        """Notes an application; what is returned is called with its node and results."""
         if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
             return None
         if self.by_hand is not None and (AMBIENT.examining or on_wrong() == "ignore"):
@@ -296,7 +297,7 @@ class AppliedFunctions:
             self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
-    def _watch_part(self, function: type[Function], args: Args, result: Any) -> None:
+    def _watch_part(self, function: type[Function], args: Args, node: Any, result: Any) -> None:
         """Notes a part of a backward when its own backward runs with a graph."""
 
         def note(_: Any) -> None:
@@ -306,8 +307,7 @@ class AppliedFunctions:
                     self.differentiated[noted[0]] = 2
                     self.parts.add(noted[0])
 
-        node = next((y.grad_fn for y in pytree.tensors(result) if y.grad_fn is not None), None)
-        if node is not None:
+        if any(node.needs_input_grad):
             node.register_prehook(note)
 
     def verdict(self, key: Key) -> Verdict:
@@ -340,13 +340,15 @@ class AppliedFunctions:
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
-    def _watch_application(self, key: Key, given: Args, versions: list[Any], result: Any) -> None:
+    def _watch_application(
+        self, key: Key, given: Args, versions: list[Any], node: Any, result: Any
+    ) -> None:
         results = result if isinstance(result, tuple) else (result,)
         changed = [(i, x) for i, x, version in versions if x._version != version]
-        changed = [(i, x) for i, x in changed if not any(x is y for y in results)]
-        self._note_backward(key, results)
-        node = next((y.grad_fn for y in results if isinstance(y, Tensor) and y.grad_fn), None)
-        if node is None:
+        declared = node.dirty_tensors or ()
+        changed = [(i, x) for i, x in changed if not any(x is y for y in declared)]
+        self._note_backward(key, node, results)
+        if not any(node.needs_input_grad):
             return
         self._watch_kept(key, node, given, results)
         self._watch_gradients(key, node, given)
@@ -425,7 +427,7 @@ class AppliedFunctions:
             if total is None or not torch.equal(total.detach(), given[0].detach()):
                 self._mutates[key] = "inputs"
 
-    def _note_backward(self, key: Key, results: Args) -> None:
+    def _note_backward(self, key: Key, node: Any, results: Args) -> None:
         """Notes it as differentiated when its backward runs; in a transform, of which that is not
         known, at once."""
         runs_again = inside_recomputation()  # in a later backward, with a graph
@@ -436,12 +438,10 @@ class AppliedFunctions:
             if self.by_hand is not None and AMBIENT.functions is not self:  # after the context
                 torch_internals.after_backward(partial(self.by_hand, self))
 
-        for y in results:
-            if isinstance(y, Tensor) and torch_internals.unwrap(y) is not y:
-                self.differentiated[key] = 2
-            elif isinstance(y, Tensor) and y.grad_fn is not None:
-                y.grad_fn.register_prehook(note)
-                return
+        if any(isinstance(y, Tensor) and torch_internals.unwrap(y) is not y for y in results):
+            self.differentiated[key] = 2
+        elif any(node.needs_input_grad):
+            node.register_prehook(note)
 
 
 def _counts_changes(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hoglib._core import pytree, torch_internals
+from hoglib._core import function_watch, pytree, torch_internals
 from hoglib._core.closures import held
 from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
@@ -293,7 +293,7 @@ def applications(run: Callable[[], Any]) -> list[Application]:
         if app is not None:
             found.setdefault((function, tuple(_argument_kind(x) for x in args)), app)
 
-    with torch_internals.watching_functions(seen):
+    with function_watch.watching_functions(seen):
         run()
     return list(found.values())
 

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import hoglib as hog
-from hoglib._core import torch_internals
+from hoglib._core import function_watch, torch_internals
 from tests.functions import Cube, made
 
 
@@ -73,7 +73,7 @@ bound = Twice.apply
 
 def test_functions_are_seen_as_they_are_applied_but_not_inside_one_another():
     seen = []
-    with torch_internals.watching_functions(lambda f, args: seen.append((f, args))) as applying:
+    with function_watch.watching_functions(lambda f, args: seen.append((f, args))) as applying:
         y = FourTimes.apply(bound(x))
         assert applying.depth == 0
         other = threading.Thread(target=lambda: seen.append(float(bound(x))))
@@ -215,8 +215,8 @@ def test_what_is_known_of_a_node():
 
 def test_a_watch_on_functions_may_stand_inside_of_another():
     outer, inner, x = [], [], torch.ones(2)
-    with torch_internals.watching_functions(lambda function, args: outer.append(function)):
-        with torch_internals.watching_functions(lambda function, args: inner.append(function)):
+    with function_watch.watching_functions(lambda function, args: outer.append(function)):
+        with function_watch.watching_functions(lambda function, args: inner.append(function)):
             Cube.apply(x)
         Cube.apply(x)
     assert (outer, inner) == ([Cube, Cube], [Cube])
@@ -273,7 +273,7 @@ scaled_sine.register_autograd(_slope, setup_context=_keep)
 def test_operators_have_the_rules_that_the_user_registered():
     at = torch.tensor([0.3, 0.4], requires_grad=True)
     seen = []
-    with torch_internals.watching_functions(lambda function, args: seen.append((function, args))):
+    with function_watch.watching_functions(lambda function, args: seen.append((function, args))):
         y = scaled_sine(at, by=3.0)
     ((function, args),) = seen
     assert function.__qualname__ == "torch.ops.hoglib_internals.scaled_sine"

@@ -15,7 +15,7 @@ from torch.autograd import function as autograd_function
 
 import hoglib as hog
 from hoglib import penalties
-from hoglib._core import torch_internals
+from hoglib._core import function_watch, torch_internals
 from hoglib._core.detachment import DetachmentWatch
 from tests.functions import Cube
 from tests.verification.test_entry_points import ENTRY_POINTS, FIRST_ORDER, X, with_loss
@@ -92,7 +92,7 @@ def test_nothing_of_torch_is_changed_by_two_threads():
 
 
 WATCHES = {
-    "functions": lambda: torch_internals.watching_functions(lambda function, args: None),
+    "functions": lambda: function_watch.watching_functions(lambda function, args: None),
     "compiled pieces": torch_internals.eagerly,
     "constructors": lambda: torch_internals.watching_constructors(lambda make, *_: make),
 }
