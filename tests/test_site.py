@@ -109,9 +109,14 @@ def test_the_reference_has_every_public_name_once():
 
 def cells(row):
     """Of a page whose rows are of all versions that were tried, of the CPU, and replaced, if they say nothing else."""
-    since, until = ("torch {}.{}".format(*v) if v else "" for v in (row.since, row.until))
+    since = "torch {}.{}".format(*row.since)
+    until = [
+        ", ".join(filter(row.until.get, row.modes)) * (len(row.until) < len(row.modes))
+        + " until torch {}.{}".format(*last)
+        for last in dict.fromkeys(row.until.values())
+    ]
     other = [
-        f"from {since}" * (row.since > torch_version.OLDEST), f"until {until}" * bool(until),
+        f"from {since}" * (row.since > torch_version.OLDEST), *map(str.strip, until),
         row.device * (row.device != "cpu"), "" if row.replaces else "an error instead",
     ]  # fmt: skip
     notes = "; ".join(filter(None, other))

@@ -9,7 +9,7 @@ from torch import Tensor
 from hoglib._core import validation
 from hoglib._core.mixed_precision import is_autocast, upcast_half
 from hoglib.errors import ArgumentValueError
-from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, stands_in_for
+from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, OVER, stands_in_for
 
 _MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
 _PADDING_MODES = ("zeros", "border", "reflection")
@@ -18,7 +18,13 @@ _CUBIC = -0.75
 _NAN_PLACE = -2.0  # the place of a coordinate that is NaN
 
 
-@stands_in_for(F.grid_sample, lacks=NO_FORWARD, modes=IN_FORWARD, issue="117582")
+@stands_in_for(
+    F.grid_sample,
+    lacks=NO_FORWARD,
+    modes=IN_FORWARD,
+    issue="117582",
+    until=dict.fromkeys(OVER, (2, 14)),
+)
 def grid_sample(
     input: Tensor,
     grid: Tensor,

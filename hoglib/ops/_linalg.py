@@ -20,10 +20,16 @@ __all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", 
 
 # By so much can the rank be less than n with every derivative to the third order right.
 _DEFICIENCY = 3
-_DETERMINANTS, _SYSTEMS = "det, slogdet, logdet", "linalg.solve"
+_LOGARITHMS, _SYSTEMS = "slogdet, logdet", "linalg.solve"
 _ISSUE = "198017"
 _LACKS = f"a wrong forward mode{SILENT}"
 _WRONG_FORWARD: Any = {"lacks": _LACKS, "modes": ("fr", "ff"), "issue": _ISSUE}
+_OVER_FORWARD: Any = {
+    "lacks": OVER_FORWARD,
+    "modes": OVER,
+    "issue": _ISSUE,
+    "until": dict.fromkeys(OVER, (2, 14)),
+}
 
 
 def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,9 +43,7 @@ def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
 
 @stands_in_for(
     torch.linalg.det,
-    name=_DETERMINANTS,
-    lacks=f"{OVER_FORWARD}; near a singular matrix det is wrong in reverse over reverse too",
-    modes=OVER,
+    lacks=f"wrong second derivatives of singular matrices{SILENT}; before torch 2.15 {OVER_FORWARD}",
     issue=_ISSUE,
 )
 @full_precision(widen=False)
@@ -89,7 +93,7 @@ def det(A: Tensor) -> Tensor:
     return value + (product - product.detach())
 
 
-@stands_in_for(torch.linalg.slogdet, name=_DETERMINANTS)
+@stands_in_for(torch.linalg.slogdet, name=_LOGARITHMS, **_OVER_FORWARD)
 @full_precision(widen=False)
 def slogdet(A: Tensor) -> Any:
     r"""Sign of the determinant and logarithm of its absolute value, as `torch.linalg.slogdet`.
@@ -121,11 +125,11 @@ def slogdet(A: Tensor) -> Any:
     return make(_by_factors(A))
 
 
-stands_in_for(torch.det, Tensor.det, name=_DETERMINANTS)(_of_input(det))
-stands_in_for(torch.slogdet, Tensor.slogdet, name=_DETERMINANTS)(_of_input(slogdet))
+stands_in_for(torch.det, Tensor.det, name="det")(_of_input(det))
+stands_in_for(torch.slogdet, Tensor.slogdet, name=_LOGARITHMS)(_of_input(slogdet))
 
 
-@stands_in_for(torch.logdet, Tensor.logdet, name=_DETERMINANTS)
+@stands_in_for(torch.logdet, Tensor.logdet, name=_LOGARITHMS)
 @full_precision(widen=False)
 def logdet(input: Tensor) -> Tensor:
     r"""Logarithm of the determinant, as `torch.logdet`.
@@ -230,7 +234,7 @@ def _det_up_to_3(M: Tensor) -> Tensor:
     )
 
 
-@stands_in_for(torch.linalg.solve, name=_SYSTEMS, lacks=OVER_FORWARD, modes=OVER, issue=_ISSUE)
+@stands_in_for(torch.linalg.solve, name=_SYSTEMS, **_OVER_FORWARD)
 @full_precision(widen=True)
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
     r"""The solution of a linear system, as `torch.linalg.solve`.

@@ -34,7 +34,7 @@ class StandIn(NamedTuple):
         instead: For those, what to write instead.
         issue: The number of the issue of pytorch/pytorch.
         since: The first torch version it was measured on.
-        until: The last torch version that needs the replacement; None if the newest one does.
+        until: From modes that newer torch versions have right to the last one that has not.
         device: The type of device on which the derivative is missing or wrong.
     """
 
@@ -46,13 +46,15 @@ class StandIn(NamedTuple):
     instead: str = ""
     issue: str = ""
     since: Version = (2, 11)
-    until: Version | None = None
+    until: Mapping[str, Version] = {}
     device: str = "cpu"
 
     @property
-    def applies(self) -> bool:
-        """Whether the installed torch needs it."""
-        return self.since <= TORCH_VERSION and (self.until is None or self.until >= TORCH_VERSION)
+    def needed(self) -> tuple[str, ...]:
+        """The modes for which the installed torch needs it."""
+        if self.since > TORCH_VERSION:
+            return ()
+        return tuple(m for m in self.modes if self.until.get(m, TORCH_VERSION) >= TORCH_VERSION)
 
 
 NO_DOUBLE_BACKWARD = "no double backward, no forward mode"

@@ -157,7 +157,7 @@ def stand_in_table() -> tuple[StandIn, ...]:
         >>> row.name, row.modes
         ('scaled_dot_product_attention', ('rr', 'fr', 'rf', 'ff'))
     """
-    return tuple(stand_in for stand_in in STAND_INS if stand_in.applies)
+    return tuple(row._replace(modes=row.needed) for row in STAND_INS if row.needed)
 
 
 def stand_in_of(func: Any) -> StandIn | None:

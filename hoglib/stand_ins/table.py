@@ -28,7 +28,12 @@ from hoglib.ops._norms import torch_batch_norm
 from hoglib.ops._stand_in import EVERY, IN_FORWARD, SILENT, TABLE, StandIn, stands_in_for
 
 
-@stands_in_for(torch.group_norm, lacks="channels-last, its forward mode raises", modes=IN_FORWARD)
+@stands_in_for(
+    torch.group_norm,
+    lacks="channels-last, its forward mode raises",
+    modes=IN_FORWARD,
+    until=dict.fromkeys(IN_FORWARD, (2, 13)),
+)
 def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """torch.group_norm of an input whose layout its forward mode can view as groups."""
     return torch.group_norm(input.contiguous() if forward_mode_active() else input, *args, **kwargs)
@@ -61,7 +66,12 @@ for _layer in (torch.gru, torch.rnn_tanh, torch.rnn_relu):
     stands_in_for(_layer, lacks=_lacks, modes=("rr",), device="cuda")(native_kernels()(_layer))
 
 _SERIES = ("airy", "bessel", "polynomial")
-_CONSTANT = [name for name in vars(torch.special) if any(part in name for part in _SERIES)]
+_CONSTANT = {name for name in vars(torch.special) if any(part in name for part in _SERIES)}
+_BESSEL = {f"{kind}{n}" for kind in ("bessel_j", "bessel_y") for n in (0, 1)} | {
+    f"modified_bessel_{kind}{n}" for kind in "ik" for n in (0, 1)
+}
+_IS_CONSTANT = f"torch takes the result for a constant{SILENT}"
+_DEFINE = "Give it its derivatives, of bessel_j0 -bessel_j1, by `hoglib.ops.define`."
 STAND_INS = (
     *TABLE.values(),
     StandIn(
@@ -73,12 +83,19 @@ STAND_INS = (
         "index_add.",
     ),
     StandIn(
-        "special.bessel_j0, airy_ai, hermite_polynomial_h",
-        f"torch takes the result for a constant{SILENT}; so of all Bessel functions and orthogonal "
-        "polynomials",
+        "special.airy_ai, spherical_bessel_j0, hermite_polynomial_h",
+        f"{_IS_CONSTANT}; so of scaled_modified_bessel_k0 and k1, and of all orthogonal polynomials",
         EVERY,
-        refuses=tuple(getattr(torch.special, name) for name in _CONSTANT),
-        instead="Give it its derivatives, of bessel_j0 -bessel_j1, by `hoglib.ops.define`.",
+        refuses=tuple(getattr(torch.special, name) for name in sorted(_CONSTANT - _BESSEL)),
+        instead=_DEFINE,
+    ),
+    StandIn(
+        "special.bessel_j0, modified_bessel_k0",
+        f"{_IS_CONSTANT}; so of bessel_y0, modified_bessel_i0, and those of order 1",
+        EVERY,
+        refuses=tuple(getattr(torch.special, name) for name in sorted(_BESSEL)),
+        instead=_DEFINE,
+        until=dict.fromkeys(EVERY, (2, 14)),
     ),
 )
 
@@ -119,7 +136,7 @@ _BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     ),
     "_embedding_bag": (torch.embedding_bag, torch_embedding_bag, {}),
     "_linalg_det": (torch.linalg.det, ops.det, {}),
-    "_linalg_slogdet": (torch.linalg.det, ops.slogdet, {}),
+    "_linalg_slogdet": (torch.linalg.slogdet, ops.slogdet, {}),
     "_linalg_solve_ex": (torch.linalg.solve, lambda **given: ops.solve_ex(**given)[0], {}),
 }  # fmt: skip
 _MODES = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist")
