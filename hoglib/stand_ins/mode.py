@@ -211,7 +211,7 @@ class _SecondOrder(StandInMode):
         if func is COND_OPERATOR:
             return cond(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func is torch._C._set_grad_enabled and torch_internals.forward_mode_active():
+        if func is torch_internals.set_grad_enabled and torch_internals.forward_mode_active():
             # what has no graph is a constant of forward mode too, as it is of backward
             follow_grad_mode(args[0])
         return result
