@@ -10,6 +10,7 @@ Private attributes of objects are used as they are, and have rows here, too: `Te
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import getclosurevars, signature
 from types import FunctionType
@@ -574,6 +575,7 @@ _ROWS = (
 TABLE = {row.name: row for row in _ROWS}
 _REFUSE: Any = object()
 _ABSENT: Any = object()
+REFUSED: list[str] = []  # each time that a name was: for code that goes on after errors
 
 
 def private(name: str, default: Any = _REFUSE) -> Any:
@@ -608,10 +610,20 @@ def require(*found: Any) -> None:
 def refuse(name: str) -> NoReturn:
     """Raises UnsupportedError for a name of the table, which torch lacks."""
     row = TABLE[name]
+    REFUSED.append(name)
     raise UnsupportedError(
         f"hoglib uses `{name}` ({row.used_for}), which torch {torch.__version__} does not have. Not "
         f"available here: {row.without}. `hoglib check` lists what does not hold."
     )
+
+
+@contextmanager
+def nothing_refused() -> Iterator[None]:
+    """Refuses at its end for what was refused inside, and taken for an error of the user's function."""
+    before = len(REFUSED)
+    yield
+    if len(REFUSED) > before:
+        refuse(REFUSED[-1])
 
 
 def failing() -> Iterator[PrivateName]:
