@@ -32,8 +32,10 @@ from hoglib.errors import UnsupportedError
 reparametrize_module = private("torch.nn.utils.stateless._reparametrize_module")
 _parametrize = holder("torch.nn.utils.parametrize._cache")
 _levels = holder("torch.autograd.forward_ad._current_level")
-_are_transforms_active = private("torch._C._are_functorch_transforms_active")
 _interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
+_are_transforms_active = private(
+    "torch._C._are_functorch_transforms_active", lambda: _interpreter_stack() is not None
+)
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor")
 _get_unwrapped = private("torch._C._functorch.get_unwrapped")
 _maybe_get_bdim = private("torch._C._functorch.maybe_get_bdim")

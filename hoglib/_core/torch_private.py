@@ -35,7 +35,7 @@ SCRIPTS = "scripted code"
 STAND_INS = "stand-ins for torch calls (second_order)"
 TAYLOR = "Taylor mode (jet, laplacian)"
 SHARDED = "models that processes share"
-SPEED = "nothing; it is slower"  # there is another way
+SPEED = "nothing; another way is slower"
 NOTHING = "nothing; no call of it is left"  # what it stands for has gone, too
 
 
@@ -212,7 +212,7 @@ _ROWS = (
     R(
         "torch._C._are_functorch_transforms_active",
         "whether any is active",
-        ALL,
+        SPEED,
         lambda f: f() is False,
     ),
     R(
