@@ -17,7 +17,7 @@ from hoglib.errors import ArgumentValueError
 Tree = Any
 _tree_flatten = private("torch.utils._pytree.tree_flatten")
 _tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path")
-_REGISTERED = private("torch.utils._pytree.SUPPORTED_NODES", ())
+_REGISTERED = private("torch.utils._pytree.SUPPORTED_NODES")
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core import source_location, torch_library
 from hoglib._core.ambient import AMBIENT
-from hoglib._core.torch_private import holder, private, refuse, require
+from hoglib._core.torch_private import holder, needing, private, refuse, require
 from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
@@ -447,9 +447,9 @@ def without_saved_tensor_hooks() -> Iterator[None]:
             hooks.__enter__()
 
 
-_get_dispatch_mode = private("torch._C._get_dispatch_mode")
 _PROXY = private("torch._C._TorchDispatchModeKey.PROXY")
 _FUNCTIONAL = private("torch._C._TorchDispatchModeKey.FUNCTIONAL")
+_get_dispatch_mode = needing(private("torch._C._get_dispatch_mode"), _PROXY, _FUNCTIONAL)
 
 
 def tracing() -> bool:
@@ -604,6 +604,7 @@ class watching_scripts:  # noqa: N801 a context manager
     graphs that torch optimizes, from the second run on, drop tangents without an error."""
 
     def __enter__(self) -> None:
+        require(_METHOD)
         with _LOCK:
             if not _SCRIPT_WATCHES:
                 _FUNCTION.__call__, _METHOD.__call__ = _WATCHED_SCRIPTS

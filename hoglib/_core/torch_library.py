@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import pytree
-from hoglib._core.torch_private import private
+from hoglib._core.torch_private import private, require
 
 Overload = Any  # an operator of torch.ops for arguments of given types, and a packet of them
 OpOverloadPacket: Any = type(torch.ops.aten.sin)
@@ -110,8 +110,9 @@ def overload_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def as_written(function: type[Function], args: tuple[Any, ...] = ()) -> Application:
     """An application of a Function, with the rules and the arguments that the user wrote where torch
     made it of an operator's."""
-    if function.__module__ != _made_functions.__name__:  # where those that torch makes are
+    if not function.__module__.startswith("torch._library"):  # where those that torch makes are
         return function, args
+    require(_made_functions)
     overload, rules = _made_of(function)
     if not _is_supported(overload):
         return function, args

@@ -396,14 +396,24 @@ _ROWS = (
     R("torch.nn.utils.stateless._reparametrize_module", "swaps that Dynamo traces", COMPILED),
     R("torch.backends.__allow_nonbracketed_mutation", "precision, where it is frozen", "verify"),
     # Pytrees, which torch.func takes; torch.utils has no public name of them.
-    R("torch.utils._pytree.tree_flatten", "trees", ALL, lambda f: f({"a": [1, 2]})[0] == [1, 2]),
+    R(
+        "torch.utils._pytree.tree_flatten",
+        "trees",
+        "trees of other containers than dict, list and tuple",
+        lambda f: f({"a": [1, 2]})[0] == [1, 2],
+    ),
     R(
         "torch.utils._pytree.tree_flatten_with_path",
         "names of leaves",
-        ALL,
+        "messages that name a leaf of a tree",
         lambda f: f({"a": 1})[0][0][0][0].key == "a",
     ),
-    R("torch.utils._pytree.SUPPORTED_NODES", "classes of trees", ALL, lambda kinds: dict in kinds),
+    R(
+        "torch.utils._pytree.SUPPORTED_NODES",
+        "classes of trees",
+        "named tuples of tensors",
+        lambda kinds: dict in kinds,
+    ),
     # Operators of torch.library, whose rules torch keeps to itself.
     R("torch._library.custom_ops.OPDEFS", "their rules", OPERATORS, lambda d: d.get),
     R("torch.library._impls", "rules in the dispatcher", OPERATORS, lambda names: "" not in names),
@@ -443,7 +453,7 @@ _ROWS = (
     R("torch.ops.aten._unsafe_view.default", "views in a graph", COMPILE),
     R("torch.ops.aten._to_copy.default", "casts in a graph", COMPILE),
     R("torch._decomp.decomposition_table", "operations by others", TAYLOR, lambda d: len(d) > 99),
-    R("torch._C.ScriptMethod", "scripted calls", SCRIPTS, lambda kind: kind.__call__),
+    R("torch._C.ScriptMethod", "scripted calls", ALL, lambda kind: kind.__call__),
     # Graphs of hog.compile: which tensors are a tracer's, and the compiler, which takes a graph.
     R(
         "torch._subclasses.fake_tensor.FakeTensor",
@@ -491,7 +501,9 @@ _ROWS = (
         "Node._input_metadata",
         "shapes and dtypes of its outputs",
         "graph()",
-        lambda n: (*n._input_metadata[0].shape, n._input_metadata[0].dtype) == (2, torch.float32),
+        lambda n: (
+            (*n._input_metadata[0].shape, n._input_metadata[0].dtype.is_floating_point) == (2, True)
+        ),
     ),
     R(
         "Node._raw_saved_tensors",
@@ -597,14 +609,24 @@ def holder(name: str) -> Any:
     """The module that has a name of the table, whose value changes; where torch lacks it, what refuses
     all use."""
     found = private(name)
-    return found if type(found) is _Refusing else _resolved(name.rpartition(".")[0])
+    return found if is_missing(found) else _resolved(name.rpartition(".")[0])
 
 
 def require(*found: Any) -> None:
     """Refuses for the first that torch lacks: for what would else go on, as after `func is missing`."""
     for one in found:
-        if type(one) is _Refusing:
+        if is_missing(one):
             one()
+
+
+def is_missing(found: Any) -> bool:
+    """Whether it is what `private` returns where torch lacks a name."""
+    return type(found) is _Refusing
+
+
+def needing(found: Any, *others: Any) -> Any:
+    """found, where torch has these others, too, without which it is of no use."""
+    return next(filter(is_missing, (found, *others)), found)
 
 
 def refuse(name: str) -> NoReturn:

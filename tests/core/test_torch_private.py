@@ -65,14 +65,9 @@ def names_of_torch(tree):
 
 def asked_for(tree):
     """The names that a file gives to `private`, `holder` and `refuse`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
-            "private",
-            "holder",
-            "refuse",
-        ):
-            if "." in (name := node.args[0].value):  # other functions are called so, too
-                yield name
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    own = (c for c in calls if getattr(c.func, "id", "") in ("private", "holder", "refuse"))
+    yield from (c.args[0].value for c in own if "." in c.args[0].value)  # others are called so, too
 
 
 def attributes(tree):
