@@ -734,7 +734,8 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 
 # What torch.compile made
 
-_frame_callback = private("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+# without it torch itself refuses to change the stance there
+_frame_callback = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 
 
 def has_dynamo() -> bool:

@@ -470,7 +470,7 @@ _ROWS = (
     R(
         "torch._C._dynamo.eval_frame.get_eval_frame_callback",
         "whether compiled code calls",
-        COMPILED,
+        "derivatives that compiled code takes",
         lambda f: f() in (None, False),
     ),
     R("torch._dynamo.graph_break", "what Dynamo cannot trace", COMPILED),

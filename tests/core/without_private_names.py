@@ -179,7 +179,10 @@ def run(name):
         if not hasattr(owner, attribute):
             import_module(name)
         kept = getattr(owner, attribute)
-        delattr(owner, attribute)
+        try:
+            delattr(owner, attribute)
+        except (AttributeError, KeyError, TypeError):
+            return {}  # Python does not let it be taken away
         loaded = sys.modules.pop(name, None)
         if loaded is not None:
             sys.modules[name] = None  # it cannot be imported
