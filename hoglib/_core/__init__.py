@@ -9,7 +9,8 @@ One module for one question:
     detachment            where a function leaves the graph
     finite_differences    what products are compared with (element_differences: of single elements)
     state                 saving and restoring parameters, modes, random numbers
-    closures              what a callable reaches (module_names: what its modules are called)
+    closures              what a callable reaches (module_names: what its modules are called;
+                          module_kinds: which are norms and dropout)
     fingerprint           whether what a loss depends on has changed
     trust                 whether two ways to compute something agree, so that one is trusted
     swap                  other parameters in a module
@@ -19,6 +20,7 @@ One module for one question:
     problem               what an algorithm gets of a user's function, and its options, checked
     torch_internals       torch's private API (torch_forward_mode: levels and tangents;
                           torch_sharding: FSDP, tensor parallelism, DDP)
+    torch_private         every private name of torch that is used, and what goes with it
     torch_version         which torch it is, and whether it is new enough
 
 The others are smaller, or serve the kernels: tolerances, mixed_precision, logger.

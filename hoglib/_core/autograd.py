@@ -28,7 +28,10 @@ from hoglib._core.torch_internals import (
     transforms_active,
 )
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib._core.torch_private import private
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError
+
+_foreach_norm = private("torch._foreach_norm")
 
 T = TypeVar("T")
 Vector = list[Tensor]  # one tensor per parameter
@@ -364,7 +367,7 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
             return not finite and _finite([value])
         parts = [x.detach() for x in parts]
         # one launch for all of them
-        norms = torch._foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
+        norms = _foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
         total = value.detach().sum() if value.dim() else value.detach()
         numbers = torch.stack([total, *(x.to(value.device) for x in norms)])
         found = read_late((caller, *(x.shape for x in parts)), numbers)

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.device_reads import DeviceRead
 from hoglib._core.pytree import tensors_in
+from hoglib._core.torch_private import private
+
+_foreach_norm = private("torch._foreach_norm")
 
 
 @final
@@ -74,7 +77,7 @@ def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
     floats = [t for t in found if t.is_floating_point()]
     norms: list[Tensor] = []
     for device in dict.fromkeys(t.device for t in floats):  # in one launch each
-        norms += torch._foreach_norm([t for t in floats if t.device == device])
+        norms += _foreach_norm([t for t in floats if t.device == device])
     return Numbers([*(t.sum() for t in found), *norms])
 
 

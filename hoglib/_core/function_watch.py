@@ -67,6 +67,24 @@ class watching_functions:  # noqa: N801 a context manager
                 del FunctionMeta.__getattribute__
 
 
+def sees_applications() -> bool:
+    """Whether the installed torch looks the names up, so that an application is seen."""
+    seen: list[Any] = []
+    with watching_functions(lambda function, args: lambda node, result: seen.append(node)):
+        y: Any = _Identity.apply(torch.ones((), requires_grad=True))
+    return len(seen) == 1 and seen[0] is y.grad_fn
+
+
+class _Identity(Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
 @final
 class _State(threading.local):
     """What C++ is doing in this thread, between two look-ups."""

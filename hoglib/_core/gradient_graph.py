@@ -88,7 +88,7 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
             leaf = _leaf_of(node)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
-        elif hasattr(node, "_forward_cls"):
+        elif torch_internals.is_custom(node):
             functions.append(FunctionNode(node, torch_internals.custom_function(node)))
         elif name := torch_internals.cpp_function(node):
             cpp_functions.add(name)

@@ -762,7 +762,7 @@ class _Jvp(_Derivative):
 
         as_tangents = self.run.as_tangents
         at: Any = tuple(inputs[i] for i in self.moved)
-        with forward_ad._set_fwd_grad_enabled(True):  # the mode beneath the new level
+        with torch_forward_mode.tangents_enabled(True):  # the mode beneath the new level
             found: Any = torch.func.jvp(of_moved, at, tangents, has_aux=True)
         if moved:
             for j, value, tangent in zip(moved, *found[:2], strict=True):

@@ -14,11 +14,11 @@ from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.ambient import AMBIENT, Items, logical_thread, replaced
+from hoglib._core.module_kinds import NORMS
 from hoglib._core.placement import full_tensor, refuse_sharded
 from hoglib._core.pytree import in_dtype
 from hoglib._core.torch_internals import (
@@ -50,7 +50,7 @@ def train_mode_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
 
 def use_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
     """A normalization layer uses the statistics of the batch, and updates none, in either mode."""
-    if isinstance(layer, _NormBase) and layer.track_running_stats:
+    if isinstance(layer, NORMS) and layer.track_running_stats:
         for name, value in _NO_RUNNING_STATISTICS.items():
             patch.put(layer, name, value)
 
@@ -194,7 +194,7 @@ def _structure_of(module: nn.Module) -> Any:
         or module._forward_pre_hooks
         or module._forward_hooks
         or vars(module).get("max_norm") is not None
-        or (isinstance(module, _NormBase) and module.track_running_stats)
+        or (isinstance(module, NORMS) and module.track_running_stats)
     ):
         return None
     return type(module), [(name, id(part)) for name, part in module._modules.items()]

@@ -11,16 +11,23 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
-from torch._functorch import eager_transforms, pyfunctorch
 from torch.autograd import forward_ad, grad_mode
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals
 from hoglib._core.ambient import AMBIENT
 from hoglib._core.torch_library import OPERATORS
+from hoglib._core.torch_private import holder, private, require
 from hoglib.errors import UnsupportedError
 
+tangents_enabled = private("torch.autograd.forward_ad._set_fwd_grad_enabled")
+_are_tangents_enabled = private("torch._C._is_fwd_grad_enabled")
+_eager_transforms = holder("torch._functorch.eager_transforms.JVP_NESTING")
+_interpreter = private("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
+_interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
+_unwrap_if_dead = private("torch._C._functorch.unwrap_if_dead")
+_wrap_for_grad = private("torch._C._functorch._wrap_for_grad")
+_unwrap_for_grad = private("torch._C._functorch._unwrap_for_grad")
 _FORWARD_THREADS: dict[int, int] = {}  # thread -> how many entry points it is in
 _FORWARD_LOCK = threading.Lock()
 
@@ -56,7 +63,7 @@ def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
 def in_dual_level() -> bool:
     """Whether a `forward_ad.dual_level` around the caller is not that of `torch.func.jvp`, which cannot
     be entered there."""
-    return torch_internals.forward_mode_active() and not eager_transforms.JVP_NESTING
+    return torch_internals.forward_mode_active() and not _eager_transforms.JVP_NESTING
 
 
 def follow_grad_mode(enabled: bool) -> None:
@@ -76,11 +83,11 @@ def follow_grad_mode(enabled: bool) -> None:
     if managed and name == "__exit__":
         enabled = vars(manager).pop("_tangents", enabled)
     elif managed:
-        vars(manager).setdefault("_tangents", torch._C._is_fwd_grad_enabled())
+        vars(manager).setdefault("_tangents", _are_tangents_enabled())
     of_backward = torch_internals.running_backward() != -1 and not AMBIENT.recomputing
     if (name == "__init__" or not managed) and of_backward:
         return
-    torch._C._set_fwd_grad_enabled(enabled)
+    tangents_enabled(enabled)
 
 
 @final
@@ -94,6 +101,7 @@ class NoGradStopsForwardAD(TorchFunctionMode):
 
     def __init__(self, outside: Callable[[], None], run_operator: Callable[..., Any]) -> None:
         super().__init__()
+        require(torch_internals.set_grad_enabled)
         self._outside, self._run_operator = outside, run_operator
         self._frame = torch_internals.checkpoint_frame()
 
@@ -102,25 +110,25 @@ class NoGradStopsForwardAD(TorchFunctionMode):
             result = self._run_operator(func, args, kwargs or {})
         else:
             result = func(*args, **(kwargs or {}))
-        if func is torch._C._set_grad_enabled:
+        if func is torch_internals.set_grad_enabled:
             follow_grad_mode(args[0])
         elif torch_internals.checkpoint_frame() is not self._frame:
             self._outside()
         return result
 
     def __enter__(self) -> "NoGradStopsForwardAD":
-        self._before = torch._C._is_fwd_grad_enabled()
+        self._before = _are_tangents_enabled()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch._C._set_fwd_grad_enabled(self._before)
+        tangents_enabled(self._before)
 
 
 def tangent_of(x: Tensor) -> Tensor | None:
     """The tangent of a dual tensor outside of torch.func transforms; None where it has none or zero."""
-    if not torch._C._is_fwd_grad_enabled() or not torch_internals.has_tangent(x):
+    if not _are_tangents_enabled() or not torch_internals.has_tangent(x):
         return None
     tangent = forward_ad.unpack_dual(x).tangent
     return None if tangent is None or tangent._is_zerotensor() else tangent
@@ -133,7 +141,7 @@ def keep_tangents(variables: Sequence[Tensor]) -> None:
     def tangent(grad: Tensor | None) -> Tensor | None:
         if grad is None:  # of a norm of order 0, which is constant
             return None
-        with forward_ad._set_fwd_grad_enabled(True):
+        with tangents_enabled(True):
             found = forward_ad.unpack_dual(grad).tangent
         return torch.zeros_like(grad) if found is None else found
 
@@ -143,16 +151,20 @@ def keep_tangents(variables: Sequence[Tensor]) -> None:
 
 def primal(x: Tensor | None) -> Tensor | None:
     """The tensor without a tangent of `forward_ad.dual_level`, with its graph."""
-    if x is None or torch_internals.transforms_active() or forward_ad._current_level < 0:
+    if (
+        x is None
+        or torch_internals.transforms_active()
+        or not torch_internals.forward_mode_active()
+    ):
         return x
     # torch switches tangents off in the forward and the jvp of a Function
-    with forward_ad._set_fwd_grad_enabled(True):
+    with tangents_enabled(True):
         return forward_ad.unpack_dual(x).primal if torch_internals.has_tangent(x) else x
 
 
 def gradient_with_tangents() -> bool:
     """Whether exactly one `torch.func.jvp` is active, and inside it one gradient."""
-    return torch_internals.transform_kinds() == [TransformType.Jvp, TransformType.Grad]
+    return torch_internals.transform_kinds() == ["Jvp", "Grad"]
 
 
 def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
@@ -161,25 +173,25 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     tensor has a tangent.
     """
     inside = gradient_with_tangents()
-    if not inside and torch_internals.transform_kinds() != [TransformType.Jvp]:
+    if not inside and torch_internals.transform_kinds() != ["Jvp"]:
         return None
-    stack = torch._C._functorch.get_interpreter_stack()
+    stack = _interpreter_stack()
     found = []
     with ExitStack() as lowered:
         if inside:
-            lowered.enter_context(pyfunctorch.retrieve_current_functorch_interpreter().lower())
+            lowered.enter_context(_interpreter().lower())
         # as in `primal`
-        lowered.enter_context(forward_ad._set_fwd_grad_enabled(True))
+        lowered.enter_context(tangents_enabled(True))
         for x in tensors:
-            x = None if x is None else torch._C._functorch.unwrap_if_dead(x)
+            x = None if x is None else _unwrap_if_dead(x)
             if x is not None and inside:
-                x = torch._C._functorch._unwrap_for_grad(x, stack[1].level())
+                x = _unwrap_for_grad(x, stack[1].level())
             tangent = None
             if x is not None and torch_internals.has_tangent(x):
                 tangent = forward_ad.unpack_dual(x).tangent
-                tangent = torch._C._functorch._unwrap_for_grad(tangent, stack[0].level())
+                tangent = _unwrap_for_grad(tangent, stack[0].level())
             if x is not None:
-                x = torch._C._functorch._unwrap_for_grad(x, stack[0].level())
+                x = _unwrap_for_grad(x, stack[0].level())
             if any(t is not None and t.requires_grad for t in (x, tangent)):
                 return None
             found.append(tangent)
@@ -188,15 +200,14 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
 
 def at_this_level(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The tensors as constants of the innermost transform of torch.func."""
-    level = torch._C._functorch.current_level()
-    wrap = torch._C._functorch._wrap_for_grad
-    return tuple(None if x is None else wrap(x, level) for x in tensors)
+    level = _interpreter_stack()[-1].level()
+    return tuple(None if x is None else _wrap_for_grad(x, level) for x in tensors)
 
 
 @contextmanager
 def dual_tensors() -> Iterator[None]:
     """Inside, dual tensors may be made and compute tangents, also within a level of forward mode that
     is active, and in a Function's forward and jvp, where torch switches tangents off."""
-    level = forward_ad.dual_level() if forward_ad._current_level < 0 else nullcontext()
-    with forward_ad._set_fwd_grad_enabled(True), level:
+    level = forward_ad.dual_level() if not torch_internals.forward_mode_active() else nullcontext()
+    with tangents_enabled(True), level:
         yield

@@ -1,5 +1,5 @@
-"""The private torch API that hoglib reads, with `torch_forward_mode`, `torch_sharding` and
-`torch_library`, but for what tracing and torch's compiler take (`hoglib.capture`).
+"""What hoglib reads of torch beneath its public API, with `torch_forward_mode`, `torch_sharding` and
+`torch_library`; what names of torch these and others take is in `torch_private`.
 
 torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
 differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
@@ -12,36 +12,47 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial, partialmethod
 from typing import Any, final
 
 import torch
 from torch import Tensor, overrides
-from torch._C import _functorch
-from torch._functorch import pyfunctorch
 from torch.autograd import Function, forward_ad
 from torch.autograd import function as torch_function
-from torch.nn.utils import parametrize, stateless
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import source_location, torch_library
 from hoglib._core.ambient import AMBIENT
+from hoglib._core.torch_private import holder, needing, private, refuse, require
 from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
-reparametrize_module = stateless._reparametrize_module
+reparametrize_module = private("torch.nn.utils.stateless._reparametrize_module")
+_parametrize = holder("torch.nn.utils.parametrize._cache")
+_levels = holder("torch.autograd.forward_ad._current_level")
+_interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
+_are_transforms_active = private(
+    "torch._C._are_functorch_transforms_active", lambda: _interpreter_stack() is not None
+)
+_is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = private("torch._C._functorch.get_unwrapped")
+_maybe_get_bdim = private("torch._C._functorch.maybe_get_bdim")
+_unwrap_if_dead = private("torch._C._functorch.unwrap_if_dead")
+_is_legacy_batched = private("torch._C._functorch.is_legacy_batchedtensor")
+_made_functions = private("torch._functorch.autograd_function")  # the module that makes them
 
 
 def exchange_parametrized(tensors: dict[Any, Any]) -> dict[Any, Any]:
     """Puts other tensors in the place of those that `parametrize.cached()` keeps, which it returns."""
-    before, parametrize._cache = parametrize._cache, tensors
+    before, _parametrize._cache = _parametrize._cache, tensors
     return before
 
 
 def transforms_active() -> bool:
     """Whether the caller runs inside a `torch.func` transform."""
-    return bool(torch._C._are_functorch_transforms_active())
+    return bool(_are_transforms_active())
 
 
 def constant_transforms_active() -> bool:
@@ -53,45 +64,43 @@ def constant_transforms_active() -> bool:
 constant_transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def transform_kinds() -> list[Any]:
-    """The kinds of the active transforms of torch.func, the outermost first."""
-    return [level.key() for level in _functorch.get_interpreter_stack() or ()]
+def transform_kinds() -> list[str]:
+    """The kinds of the active transforms of torch.func, the outermost first: Grad, Jvp, Vmap."""
+    return [level.key().name for level in _interpreter_stack() or ()]
 
 
 def forward_levels() -> int:
     """How many `torch.func.jvp` transforms are active around the caller."""
-    return transform_kinds().count(_functorch.TransformType.Jvp)
+    return transform_kinds().count("Jvp")
 
 
 def innermost_is_forward() -> bool:
     """Whether the innermost derivative of torch.func around the caller is a `jvp`, not a gradient."""
-    types = _functorch.TransformType
-    kinds = (kind for kind in reversed(transform_kinds()) if kind != types.Vmap)
-    return next(kinds, None) == types.Jvp
+    return next((kind for kind in reversed(transform_kinds()) if kind != "Vmap"), "") == "Jvp"
 
 
 def forward_mode_active() -> bool:
     """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
-    return forward_ad._current_level >= 0
+    return _levels._current_level >= 0
 
 
 def reverse_mode_active(x: Tensor) -> bool:
     """Whether a gradient can be taken of what is computed from x, at any level of torch.func."""
-    if _functorch.TransformType.Grad in transform_kinds() or x.requires_grad:
+    if "Grad" in transform_kinds() or x.requires_grad:
         return True
     inner = beneath(x)
     return inner is not x and reverse_mode_active(inner)
 
 
-def without_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform of torch.func is active."""
-    return pyfunctorch.temporarily_clear_interpreter_stack()
+# A context manager: inside, no transform of torch.func is active.
+without_transforms: Callable[[], AbstractContextManager[Any]] = private(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+)
 
 
 def beneath(tensor: Any) -> Any:
     """The tensor beneath the outermost wrapper of torch.func; itself where there is none."""
-    wrapped = _functorch.is_functorch_wrapped_tensor(tensor)
-    return _functorch.get_unwrapped(tensor) if wrapped else tensor
+    return _get_unwrapped(tensor) if _is_wrapped(tensor) else tensor
 
 
 def unwrap(tensor: Any) -> Any:
@@ -103,10 +112,10 @@ def unwrap(tensor: Any) -> Any:
 
 def first_sample(x: Any) -> Any:
     """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
-    while isinstance(x, Tensor) and _functorch.is_functorch_wrapped_tensor(x):
-        dim = _functorch.maybe_get_bdim(x) if _functorch.is_batchedtensor(x) else None
-        x = _functorch.get_unwrapped(x)
-        x = x if dim is None else x.select(dim, 0)
+    while isinstance(x, Tensor) and _is_wrapped(x):
+        dim = _maybe_get_bdim(x)  # -1 where vmap does not map over it
+        x = _get_unwrapped(x)
+        x = x if dim == -1 else x.select(dim, 0)
     return x
 
 
@@ -142,19 +151,20 @@ def unwrap_kept(func: Any) -> None:
         own = vars(module)
         for held in (own, *(x for x in own.values() if type(x) in (dict, list) and x)):
             for key, x in held.items() if type(held) is dict else enumerate(held):
-                if type(x) is Tensor and _functorch.is_dead_tensor_wrapper(x):  # type: ignore[attr-defined]
-                    held[key] = _functorch.unwrap_if_dead(x).detach()
+                if type(x) is Tensor and (inner := _unwrap_if_dead(x)) is not x:
+                    held[key] = inner.detach()
 
 
 def has_tangent(x: Tensor) -> bool:
     """Whether the innermost level of forward mode differentiates a tensor."""
-    if forward_ad._current_level < 0 or x.layout is not torch.strided:
+    if _levels._current_level < 0 or x.layout is not torch.strided:
         return False
     return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_differentiated(x: Tensor) -> bool:
-    return x.requires_grad or _functorch.is_gradtrackingtensor(x) or has_tangent(x)
+    by_func = _is_wrapped(x) and _maybe_get_bdim(x) == -1
+    return x.requires_grad or by_func or has_tangent(x)
 
 
 def outside_transforms(
@@ -163,6 +173,8 @@ def outside_transforms(
     """An application of a Function as it would be outside of torch.func: the Function that the user
     wrote, its arguments without wrappers, those of the first sample under vmap, and which of them it is
     differentiated by."""
+    if transforms_active():
+        require(_made_functions)
     by = tuple(isinstance(x, Tensor) and _is_differentiated(x) for x in args)
     while function.__module__.startswith("torch._functorch"):  # made for one level of a transform
         made_of = inspect.getclosurevars(function.forward).nonlocals
@@ -185,10 +197,13 @@ def under_vmap(function: type[Function], made: type[Function]) -> bool:
     frame: Any = sys._getframe(1) if rule is not None else None
     while frame is not None and frame.f_code is not rule:
         frame = frame.f_back
-    return frame is not None or _functorch.TransformType.Vmap in transform_kinds()
+    return frame is not None or "Vmap" in transform_kinds()
 
 
 # Memory
+
+_storage_use_count = private("torch._C._storage_Use_Count")
+_TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -207,20 +222,19 @@ def is_held_elsewhere(grad: Tensor) -> bool:
     storage = grad.untyped_storage()
     is_whole = grad.numel() * grad.element_size() >= storage.nbytes()
     # this object of the storage, the view and what it is a view of
-    return is_whole and torch._C._storage_Use_Count(storage._cdata) > 3
+    return is_whole and _storage_use_count(storage._cdata) > 3
 
 
 def is_batched(tensor: Any) -> bool:
     """Whether a tensor stands for the samples of `torch.autograd.grad(is_grads_batched=True)`, whose
     vmap is not one of the transforms of torch.func."""
-    return bool(_functorch.is_legacy_batchedtensor(tensor))
+    return bool(_is_legacy_batched(tensor))
 
 
 def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
     """Whether tensors have the type, dtype, device, sizes, strides and requires_grad of these, in C++;
     False also where only the state of the thread differs (autocast, inference mode)."""
-    guards: Any = torch._C._dynamo.guards
-    return guards.TensorGuards(
+    return _TensorGuards(
         *tensors,
         dynamic_dims_sizes=[list(x.size()) for x in tensors],
         dynamic_dims_strides=[list(x.stride()) for x in tensors],
@@ -228,6 +242,11 @@ def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
 
 
 # The engine, and the backward that runs
+
+_run_backward = private("torch.autograd.graph._engine_run_backward", None)
+_graph_task_id = private("torch._C._current_graph_task_id")
+_running_node = private("torch._C._current_autograd_node")
+_queue_callback = private("torch.autograd.Variable._execution_engine.queue_callback")
 
 
 def apply(function: type[Function], *args: Any) -> Any:
@@ -259,21 +278,20 @@ def gradients(
     weights = [torch.ones_like(y) for y in outputs] if weights is None else weights
     keep = create_graph if retain_graph is None else retain_graph
     handled = not unhandled and overrides.has_torch_function((*outputs, *inputs))
-    if torch.compiler.is_compiling() or handled:
+    if torch.compiler.is_compiling() or handled or _run_backward is None:
         found: Any = torch.autograd.grad(
             outputs, inputs, weights, keep, create_graph, allow_unused=True
         )
     else:
-        run = torch.autograd.graph._engine_run_backward
         given = tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs)
-        found = run(*given, allow_unreachable=True, accumulate_grad=False)
+        found = _run_backward(*given, allow_unreachable=True, accumulate_grad=False)
     return list(found)
 
 
 def running_backward() -> int:
     """The number of the backward pass of the engine that the caller runs inside, each another; -1 for
     none."""
-    return int(torch._C._current_graph_task_id())
+    return int(_graph_task_id())
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -282,13 +300,12 @@ def after_backward(callback: Callable[[], None]) -> None:
     What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
     step late in the backward, so this waits until what was queued in it has been called.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(callback))
+    _queue_callback(lambda: _queue_callback(callback))
 
 
 def running_function() -> type[Function] | None:
     """The custom Function whose backward is running, if one is."""
-    node = torch._C._current_autograd_node()
+    node = _running_node()
     return None if node is None else custom_function(node)
 
 
@@ -311,9 +328,16 @@ def made_at(node: Any) -> list[str]:
 # Nodes of a graph, and the custom Functions that they belong to
 
 
+def is_custom(node: Any) -> bool:
+    """Whether a node of a graph belongs to a custom Function in Python."""
+    return isinstance(node, torch_function.BackwardCFunction)
+
+
 def custom_function(node: Any) -> type[Function] | None:
     """The custom Function that a node of a graph belongs to, if to one."""
-    function = getattr(type(node), "_forward_cls", None)
+    if not is_custom(node):
+        return None
+    function: Any = getattr(type(node), "_forward_cls", None) or refuse("Node._forward_cls")
     while function is not None and function.__module__.startswith("torch._functorch"):
         # made by torch.func for one level; what it stands for is in the closure of its rules
         function = inspect.getclosurevars(function.backward).nonlocals.get("autograd_function")
@@ -389,13 +413,19 @@ def output_dtypes(node: Any) -> list[torch.dtype]:
 
 # Hooks of saved tensors, and tracers
 
+_top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")
+_checkpoint_hook = private("torch.utils.checkpoint._checkpoint_hook")
+
 
 def checkpoint_frame() -> Any:
     """What the innermost non-reentrant checkpoint around the caller keeps to run again, or None."""
     if torch.compiler.is_compiling():
         return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
+    hooks = _top_saved_tensors_hooks(True)
+    if hooks is None:
+        return None
+    require(_checkpoint_hook)
+    if not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
         return None
     pack: Any = hooks[0]
     cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
@@ -405,28 +435,28 @@ def checkpoint_frame() -> Any:
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Disables the saved-tensor hooks of the caller inside, such as those of a checkpoint."""
-    hooks = torch._C._autograd
     taken = []
-    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
-        taken.append(pair)
-        hooks._pop_saved_tensors_default_hooks()
+    while (pair := _top_saved_tensors_hooks(True)) is not None:
+        taken.append(saved_tensors_hooks(*pair))
+        taken[-1].__exit__()  # left here, and entered again
     try:
         yield
     finally:
-        for pair in reversed(taken):
-            hooks._push_saved_tensors_default_hooks(*pair)
+        for hooks in reversed(taken):
+            hooks.__enter__()
 
 
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
+_PROXY = private("torch._C._TorchDispatchModeKey.PROXY")
+_FUNCTIONAL = private("torch._C._TorchDispatchModeKey.FUNCTIONAL")
+_get_dispatch_mode = needing(private("torch._C._get_dispatch_mode"), _PROXY, _FUNCTIONAL)
 
 
 def tracing() -> bool:
     """Whether torch.compile, torch.export or make_fx is recording the caller."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._get_dispatch_mode(_PROXY) is not None
-        or torch._C._get_dispatch_mode(_FUNCTIONAL) is not None
+        or _get_dispatch_mode(_PROXY) is not None
+        or _get_dispatch_mode(_FUNCTIONAL) is not None
     )
 
 
@@ -492,6 +522,7 @@ class watching_scripts:  # noqa: N801 a context manager
     graphs that torch optimizes, from the second run on, drop tangents without an error."""
 
     def __enter__(self) -> None:
+        require(_METHOD)
         with _LOCK:
             if not _SCRIPT_WATCHES:
                 _FUNCTION.__call__, _METHOD.__call__ = _WATCHED_SCRIPTS
@@ -505,7 +536,7 @@ class watching_scripts:  # noqa: N801 a context manager
 
 
 def _call_script(script: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    followed = forward_mode_active() or transforms_active() or torch._C._len_torch_dispatch_stack()
+    followed = forward_mode_active() or transforms_active() or _dispatch_mode() is not None
     if AMBIENT.stand_ins is None or not followed:
         return call(script, *args, **kwargs)
 
@@ -516,11 +547,16 @@ def _call_script(script: Any, call: Callable[..., Any], *args: Any, **kwargs: An
     return AMBIENT.stand_ins.run_script(script, run)
 
 
-_FUNCTION: Any = torch._C.ScriptFunction
-_METHOD: Any = torch._C.ScriptMethod
+_dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
+_FUNCTION: Any = torch.jit.ScriptFunction
+_METHOD: Any = private("torch._C.ScriptMethod")
 _SCRIPTS = (_FUNCTION.__call__, _METHOD.__call__)
 _WATCHED_SCRIPTS = tuple(partialmethod(_call_script, call) for call in _SCRIPTS)
 _SCRIPT_WATCHES: list[watching_scripts] = []
+
+
+_function_mode = private("torch.overrides._get_current_function_mode")
+_function_modes = private("torch.overrides._get_current_function_mode_stack")
 
 
 class SuspendedMode:
@@ -536,13 +572,15 @@ class SuspendedMode:
         self._kind = kind
 
     def __enter__(self) -> "SuspendedMode":
-        mode = overrides._get_current_function_mode()
-        self._mode = overrides._pop_mode() if isinstance(mode, self._kind) else None
+        mode = _function_mode()
+        self._mode = mode if isinstance(mode, self._kind) else None
+        if self._mode is not None:
+            TorchFunctionMode.__exit__(self._mode, None, None, None)  # takes it off
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._mode is not None:
-            overrides._push_mode(self._mode)
+            TorchFunctionMode.__enter__(self._mode)
 
     def resumed(self) -> AbstractContextManager[object]:
         """Inside of it, the mode is there again."""
@@ -551,8 +589,23 @@ class SuspendedMode:
 
 def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
     """The mode of this class that sees torch's functions now."""
-    stack = overrides._get_current_function_mode_stack()
-    return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
+    return next((mode for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
+
+
+def default_device() -> torch.device | None:
+    """That of tensors that are made here; None outside of modes, of which it is one."""
+    # which takes its time to ask for
+    return None if _function_mode() is None else torch.get_default_device()
+
+
+_included_keys = private("torch._C._dispatch_tls_local_include_set")
+_excluded_keys = private("torch._C._dispatch_tls_local_exclude_set")
+_ForcedKeys = private("torch._C._ForceDispatchKeyGuard")
+without_functions_seen = private("torch._C.DisableTorchFunction")  # by modes; a context manager
+# A context manager: inside, autocast casts nothing, also where a region of it is entered.
+no_autocast: Callable[[], AbstractContextManager[Any]] = private("torch._C._DisableAutocast")
+set_grad_enabled = private("torch._C._set_grad_enabled")  # as modes see it
+_is_any_autocast_enabled = private("torch._C._is_any_autocast_enabled")
 
 
 @final
@@ -561,40 +614,46 @@ class RecordingBelow:
     autocast and no saved-tensor hooks; what runs is seen by the dispatch modes beneath."""
 
     def __init__(self) -> None:
-        include = torch._C._dispatch_tls_local_include_set()
-        exclude = torch._C._dispatch_tls_local_exclude_set()
-        self._keys = include, exclude
+        self._keys = _included_keys(), _excluded_keys()
 
     @contextmanager
     def __call__(self, record: bool) -> Iterator[None]:
         before = torch.is_grad_enabled()
         with (
-            torch._C._ForceDispatchKeyGuard(*self._keys),
-            torch._C.DisableTorchFunction(),
+            _ForcedKeys(*self._keys),
+            without_functions_seen(),
             no_autocast(),
             without_saved_tensor_hooks(),
         ):
-            torch._C._set_grad_enabled(record)
+            set_grad_enabled(record)
             try:
                 yield
             finally:
-                torch._C._set_grad_enabled(before)
+                set_grad_enabled(before)
 
 
-def no_autocast() -> AbstractContextManager[Any]:
-    """Inside, autocast casts nothing, also where a region of it is entered."""
-    return torch._C._DisableAutocast()
+def _has_autocast(device_type: str) -> bool:
+    with suppress(RuntimeError):  # a type that this torch does not know
+        return torch.amp.is_autocast_available(device_type)
+    return False
+
+
+_DEVICE_TYPES = "cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla", "privateuseone"
+_AUTOCASTING = tuple(filter(_has_autocast, _DEVICE_TYPES))
 
 
 def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
     """The device types for which autocast is active, and its dtypes."""
-    if not torch._C._is_any_autocast_enabled():
+    if not _is_any_autocast_enabled():
         return ()
-    kinds = filter(torch.is_autocast_enabled, torch._C._autocast_supported_devices())
+    kinds = filter(torch.is_autocast_enabled, _AUTOCASTING)
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 # What torch.compile made
+
+# without it torch itself refuses to change the stance there
+_frame_callback = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 
 
 def has_dynamo() -> bool:
@@ -619,12 +678,11 @@ class eagerly:  # noqa: N801 a context manager
     no second derivative, and one with a custom Function a wrong one, without an error.
 
     torch has one stance for all threads: the first that enters changes it, the last that leaves puts it
-    back. A class, as it stands around each derivative; `torch.compiler.set_stance` takes four times as
-    long.
+    back. A class, as it stands around each derivative.
     """
 
     _inside = 0  # of all threads
-    _before: Any = None
+    _stance: Any = None
 
     def __init__(self, wanted: bool = True) -> None:
         self._wanted = wanted
@@ -632,13 +690,11 @@ class eagerly:  # noqa: N801 a context manager
     def __enter__(self) -> None:
         # not in what is compiled now
         wanted = self._wanted and has_dynamo() and not torch.compiler.is_compiling()
-        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
-        self._entered = wanted and callback() in (None, False)
+        self._entered = wanted and _frame_callback() in (None, False)
         if self._entered:
-            frames = torch._dynamo.eval_frame
             with _LOCK:
-                if not eagerly._inside:
-                    eagerly._before = frames._set_stance(frames.DynamoStance("force_eager"))
+                if not eagerly._inside:  # it holds from here on
+                    eagerly._stance = torch.compiler.set_stance("force_eager")
                 eagerly._inside += 1
 
     def __exit__(self, *raised: object) -> None:
@@ -646,7 +702,7 @@ class eagerly:  # noqa: N801 a context manager
             with _LOCK:
                 eagerly._inside -= 1
                 if not eagerly._inside:
-                    torch._dynamo.eval_frame._set_stance(eagerly._before)
+                    eagerly._stance.__exit__(None, None, None)
 
 
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -660,18 +716,18 @@ def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def decomposition(func: Any) -> Callable[..., Any] | None:
     """An operation of the dispatcher by others, as torch decomposes it; None if it does not."""
-    from torch._decomp import decomposition_table
-
-    found: Callable[..., Any] | None = decomposition_table.get(func)
+    table = private("torch._decomp.decomposition_table")
+    found: Callable[..., Any] | None = table.get(func)
     if found is None and func._can_decompose():
         found = func.decompose
     return found
 
 
-def settable_precisions() -> AbstractContextManager[None]:
-    """Inside, settings of torch.backends can be changed, also where `torch.testing._internal` has
-    forbidden it to the whole process, as tests of others do."""
-    return torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation"]()
+# A context manager: inside, settings of torch.backends can be changed, also where
+# `torch.testing._internal` has forbidden it to the whole process, as tests of others do.
+settable_precisions: Callable[[], AbstractContextManager[Any]] = private(
+    "torch.backends.__allow_nonbracketed_mutation", nullcontext
+)
 
 
 @contextmanager
@@ -680,18 +736,23 @@ def native_kernels() -> Iterator[None]:
 
     `torch.backends.mkldnn.flags` sets TF32 too, by an interface that torch warns of.
     """
-    onednn, cudnn = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
+    backends: Any = torch.backends
+    onednn, cudnn = backends.mkldnn.enabled, backends.cudnn.enabled
+    with settable_precisions():
+        backends.mkldnn.enabled = backends.cudnn.enabled = False
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(onednn)
-        torch._C._set_cudnn_enabled(cudnn)
+        with settable_precisions():
+            backends.mkldnn.enabled, backends.cudnn.enabled = onednn, cudnn
 
 
 # torch's fused attention for the CPU, [n, h, L, E], of which `F.scaled_dot_product_attention` hides the
 # second output.
+_cpu_attention = private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
+_cpu_attention_backward = private(
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"
+)
 
 
 def cpu_attention(
@@ -700,9 +761,7 @@ def cpu_attention(
     """softmax(Q K^T + B) V and the logarithm of the sums of the softmax, [n, h, L]; zero where a row
     attends to nothing."""
     query, key, value = map(_with_dense_rows, (query, key, value))
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, causal, attn_mask=bias, scale=1.0
-    )
+    return _cpu_attention(query, key, value, 0.0, causal, attn_mask=bias, scale=1.0)
 
 
 def cpu_attention_gradients(
@@ -716,9 +775,10 @@ def cpu_attention_gradients(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by query, key and value, from the outputs of `cpu_attention`."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     given = map(_with_dense_rows, (grad, query, key, value))
-    return backward(*given, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0)
+    return _cpu_attention_backward(
+        *given, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
+    )
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

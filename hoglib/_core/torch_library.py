@@ -26,18 +26,27 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._library import custom_ops, utils
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import Function
-from torch.utils import _pytree
 
-OPERATORS = (OpOverload, OpOverloadPacket)
+from hoglib._core import pytree
+from hoglib._core.torch_private import private, require
+
+Overload = Any  # an operator of torch.ops for arguments of given types, and a packet of them
+OpOverloadPacket: Any = type(torch.ops.aten.sin)
+OPERATORS = (type(torch.ops.aten.sin.default), OpOverloadPacket)
+_tree_flatten = private("torch.utils._pytree.tree_flatten")
+_DEFINITIONS = private("torch._library.custom_ops.OPDEFS")
+_LIBRARIES = private("torch.library._impls")
+_BINDINGS = private("torch._C._nn")
+_resolve_packet = private("torch._C._jit_resolve_packet")
+_BelowAutograd = private("torch._C._AutoDispatchBelowAutograd")
+_made_functions = private("torch._library.autograd")  # the module that makes them
 _OWN = frozenset({"aten", "prim", "prims", "hoglib"})
 Rules = tuple[Any, Any]  # backward, setup_context
 Application = tuple[type[Function], tuple[Any, ...]]  # and the arguments
-_FUNCTIONS: WeakKeyDictionary[OpOverload, tuple[Rules, type[Function]]] = WeakKeyDictionary()
+_FUNCTIONS: WeakKeyDictionary[Overload, tuple[Rules, type[Function]]] = WeakKeyDictionary()
 # Of operators whose rules torch keeps in its dispatcher alone; None for one that has none.
-_BY_LIBRARY: WeakKeyDictionary[OpOverload, type[Function] | None] = WeakKeyDictionary()
+_BY_LIBRARY: WeakKeyDictionary[Overload, type[Function] | None] = WeakKeyDictionary()
 
 
 def call_as_function(
@@ -50,7 +59,7 @@ def call_as_function(
     if not is_users(operator):
         return None
     overload = overload_of(operator, args, kwargs)
-    definition = custom_ops.OPDEFS.get(overload._schema.name)
+    definition = _DEFINITIONS.get(overload._schema.name)
     if definition is not None and definition._opoverload is overload:
         backward, setup_context = definition._backward_fn, definition._setup_context_fn
         if backward is None or not _is_supported(overload):
@@ -82,33 +91,34 @@ def callables(name: str) -> Iterator[tuple[Any, Any]]:
         if not any(argument.is_out for argument in overload._schema.arguments):
             yield overload, overload
     yield packet, packet
-    for module in (torch, torch._C._nn, torch.linalg):
+    for module in (torch, _BINDINGS, torch.linalg):
         if isinstance(binding := getattr(module, name, None), BuiltinFunctionType):
             yield binding, packet
 
 
-def overload_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpOverload:
+def overload_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Overload:
     """The overload that a call of an operator runs."""
     if type(operator) is not OpOverloadPacket:
         return operator
     name, *more = operator.overloads()
     if more:
         qualified = operator._qualified_op_name
-        name = torch._C._jit_resolve_packet(qualified, *args, **kwargs) or "default"
+        name = _resolve_packet(qualified, *args, **kwargs) or "default"
     return getattr(operator, name)
 
 
 def as_written(function: type[Function], args: tuple[Any, ...] = ()) -> Application:
     """An application of a Function, with the rules and the arguments that the user wrote where torch
     made it of an operator's."""
-    if function.__module__ != "torch._library.autograd":  # where those that torch makes are
+    if not function.__module__.startswith("torch._library"):  # where those that torch makes are
         return function, args
+    require(_made_functions)
     overload, rules = _made_of(function)
     if not _is_supported(overload):
         return function, args
     if args:
         if (structure := getattr(args[-1], "input_spec", None)) is not None:
-            args = tuple(_pytree.tree_unflatten(list(args[:-1]), structure))
+            args = tuple(structure.unflatten(args[:-1]))
         args = _flat(overload, args[:-1], args[-1].keyword_only_args)
     return _function_of(overload, rules), args
 
@@ -118,7 +128,7 @@ def result_of(function: Any, outputs: Any) -> Any:
     return list(outputs) if _returns_list(function.operator) else outputs
 
 
-def _made_of(function: type[Function]) -> tuple[OpOverload, Rules]:
+def _made_of(function: type[Function]) -> tuple[Overload, Rules]:
     """The operator, and its rules."""
     cells = getclosurevars(function.backward).nonlocals
     if "orig_backward" in cells:  # it takes or returns lists of tensors
@@ -126,32 +136,43 @@ def _made_of(function: type[Function]) -> tuple[OpOverload, Rules]:
     return cells["op"], (cells["info"]._backward_fn, cells["info"]._setup_context_fn)
 
 
-def _has_python_rules(overload: OpOverload) -> bool:
+def _has_python_rules(overload: Overload) -> bool:
     name = overload._schema.name.split("::")[-1]
     if overload._schema.overload_name:
         name += f".{overload._schema.overload_name}"
-    return f"{overload.namespace}/{name}/Autograd" in torch.library._impls
+    return f"{overload.namespace}/{name}/Autograd" in _LIBRARIES
 
 
-def _is_supported(overload: OpOverload) -> bool:
+def _is_supported(overload: Overload) -> bool:
     """Whether it returns tensors, or one list of them."""
     returns = overload._schema.returns
-    return len(returns) == 1 or not any(utils.is_tensorlist_like_type(r.type) for r in returns)
+    return len(returns) == 1 or not any(_is_list_of_tensors(r.type) for r in returns)
 
 
-def _returns_list(overload: OpOverload) -> bool:
+def _returns_list(overload: Overload) -> bool:
     returns = overload._schema.returns
-    return len(returns) == 1 and utils.is_tensorlist_like_type(returns[0].type)
+    return len(returns) == 1 and _is_list_of_tensors(returns[0].type)
 
 
-def _has_structure(overload: OpOverload) -> bool:
+def _is_list_of_tensors(kind: Any) -> bool:
+    return str(kind).replace("Optional[", "").rstrip("]") == "List[Tensor"
+
+
+def _with_defaults(schema: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments by position and by keyword, with those that were left out."""
+    by_position = [a.default_value for a in schema.arguments if not a.kwarg_only]
+    by_keyword = {a.name: a.default_value for a in schema.arguments if a.kwarg_only}
+    return (*args, *by_position[len(args) :]), {**by_keyword, **kwargs}
+
+
+def _has_structure(overload: Overload) -> bool:
     """Whether its arguments are more than tensors and constants by position, or its result a list."""
     arguments = overload._schema.arguments
-    lists = any(utils.is_tensorlist_like_type(a.type) or a.kwarg_only for a in arguments)
+    lists = any(_is_list_of_tensors(a.type) or a.kwarg_only for a in arguments)
     return lists or _returns_list(overload)
 
 
-def _flat(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _flat(overload: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments in the order of the schema, with defaults; lists flat, and their structure last."""
     names = [a.name for a in overload._schema.arguments if not a.kwarg_only]
     by_name = dict(kwargs)
@@ -163,11 +184,11 @@ def _flat(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         by_position += [by_name.pop(n, defaults[n]) for n in names[len(by_position) :]]
     if not _has_structure(overload):
         return tuple(by_position)
-    leaves, structure = _pytree.tree_flatten((by_position, by_name))
+    leaves, structure = _tree_flatten((by_position, by_name))
     return (*leaves, structure)
 
 
-def _function_of(overload: OpOverload, rules: Rules) -> type[Function]:
+def _function_of(overload: Overload, rules: Rules) -> type[Function]:
     """The Function of an operator with these rules, the same one each time."""
     known = _FUNCTIONS.get(overload)
     if known is None or known[0] != rules:
@@ -175,8 +196,8 @@ def _function_of(overload: OpOverload, rules: Rules) -> type[Function]:
     return known[1]
 
 
-def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> type[Function]:
-    leaves = _pytree.tree_leaves
+def _make_function(overload: Overload, backward: Any, setup_context: Any) -> type[Function]:
+    leaves = pytree.leaves
     schema, structured = overload._schema, _has_structure(overload)
     keywords = any(a.kwarg_only for a in schema.arguments)
 
@@ -184,12 +205,12 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
         if not structured:
             return list(args), {}
         *flat, structure = args
-        return _pytree.tree_unflatten(flat, structure)
+        return structure.unflatten(flat)
 
     def run(*args: Any) -> Any:
         given, named = opened(args)
         # the operator without its own autograd rules: this Function has them
-        with torch._C._AutoDispatchBelowAutograd():
+        with _BelowAutograd():
             result = overload(*given, **named)
         return tuple(result) if isinstance(result, list) else result
 
@@ -197,7 +218,7 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
         if structured:
             ctx.structure = inputs[-1]
         if setup_context is not None:
-            given, named = utils.fill_defaults(schema, *opened(inputs))
+            given, named = _with_defaults(schema, *opened(inputs))
             output = list(output) if _returns_list(overload) else output
             more = {"keyword_only_inputs": named} if keywords else {}
             setup_context(ctx=ctx, inputs=given, output=output, **more)
@@ -220,7 +241,7 @@ def _make_function(overload: OpOverload, backward: Any, setup_context: Any) -> t
             [Parameter(a.name, Parameter.POSITIONAL_OR_KEYWORD) for a in schema.arguments]
         )
     # a rule can be generated where the operator inside has a kernel for vmap
-    maps = torch._C._dispatch_has_kernel_for_dispatch_key(schema.name, "FuncTorchBatched")
+    maps = overload.has_kernel_for_dispatch_key("FuncTorchBatched")
     name = f"torch.ops.{str(overload).removesuffix('.default')}"
     rules = {
         "forward": staticmethod(run),

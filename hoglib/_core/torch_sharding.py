@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core import pytree
+from hoglib._core.torch_private import refuse
 
 
 def averages_otherwise(ddp: DistributedDataParallel) -> bool:
@@ -40,8 +41,10 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None and not hasattr(state, "_fsdp_param_group"):
+        refuse("FSDPState._fsdp_param_groups")
     if groups is None:  # torch 2.11
-        groups = [getattr(state, "_fsdp_param_group", None)]
+        groups = [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
@@ -69,7 +72,8 @@ def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, An
         name: OrderedDict((key, hook) for key, hook in hooks.items() if not _is_sharding(hook))
         for name, hooks in (("_forward_pre_hooks", before), ("_forward_hooks", after))
     }
-    policy = getattr(fsdp_state(module), "_mp_policy", None)
+    state = fsdp_state(module)
+    policy = None if state is None else state._mp_policy
     if policy is not None and mixed_precision:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             found["_forward_pre_hooks"][-1] = partial(_cast_inputs, policy.param_dtype)

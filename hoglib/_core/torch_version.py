@@ -1,4 +1,4 @@
-"""The installed torch, and the oldest one that hoglib runs on.
+"""The installed torch, the oldest one that hoglib runs on, and the newest one that it was run on.
 
 `import hoglib` imports this module first, so that an older torch is refused in one sentence.
 """
@@ -9,6 +9,7 @@ from hoglib.errors import MissingDependencyError
 
 Version = tuple[int, int]
 OLDEST: Version = (2, 11)
+NEWEST: Version = (2, 15)
 
 
 def parse_version(text: str) -> Version:

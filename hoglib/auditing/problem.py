@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
@@ -31,6 +30,7 @@ from hoglib._core.element_differences import random_like
 from hoglib._core.finite_differences import to_double
 from hoglib._core.function_watch import watching_functions
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.module_kinds import BATCH_NORMS
 from hoglib._core.module_names import ModuleNames, watching_modules
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import running_module
@@ -505,7 +505,7 @@ class _Watch(TorchFunctionMode):
             self._note("once_differentiable", f"{function.__qualname__} in {where}")
 
     def on_end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, BATCH_NORMS) and module.training:
             self._note("batch norm", self._names.briefly(module))
         made = [y for y in pytree.leaves(output) if is_float(y) and not transforms_active()]
         if not all(bool(y.detach().isfinite().all()) for y in made):

@@ -8,7 +8,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.ambient import inside
@@ -18,11 +17,14 @@ from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.source_location import warn
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_internals import apply
+from hoglib._core.torch_private import private
 from hoglib.capture import capturing, signature
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, as_leaf, refuse_outer_graph, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 from hoglib.verification.entry_points import examined_functions
+
+FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
 
 # of one function: with more, something changes at each call that should be a tensor
 MAX_GRAPHS = 16

@@ -84,12 +84,12 @@ class GraphEntry:
             The tensors among the outputs.
         """
         grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        torch_internals.set_grad_enabled(False)
         try:
-            with torch._C.DisableTorchFunction(), torch_internals.no_autocast():
+            with torch_internals.without_functions_seen(), torch_internals.no_autocast():
                 return list(self.run(*inputs))
         finally:
-            torch._C._set_grad_enabled(grad_mode)
+            torch_internals.set_grad_enabled(grad_mode)
 
     def resolve(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> list[Tensor] | None:
         """The tensors that the function reaches now, besides its arguments.

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from hoglib._core import validation
 from hoglib._core.logger import LOGGER
 from hoglib._core.source_location import warn
+from hoglib._core.torch_private import private
 from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
 from hoglib.errors import ArgumentTypeError
 
@@ -86,15 +87,17 @@ def compile_graph(
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     if on_cpu and cpp_compiler() is None:
         raise NoCompilerError("no C++ compiler was found: install g++ or clang++, or set CXX")
-    from torch._inductor import config, list_mode_options, standalone_compile
-    from torch._inductor.utils import fresh_cache
-
+    config, fresh_cache = (
+        private("torch._inductor.config"),
+        private("torch._inductor.utils.fresh_cache"),
+    )
+    standalone_compile = private("torch._inductor.standalone_compile")
     began = perf_counter()
     module = optimized(graph, tensors, dynamic)
     _log_slow_compile(name, module.graph)
     compact = on_cpu and not any(map(takes_lists, module.graph.nodes))
     shapes: Any = "from_graph" if dynamic else "from_example_inputs"
-    options = {} if mode == "inductor" else list_mode_options(mode)
+    options = {} if mode == "inductor" else private("torch._inductor.list_mode_options")(mode)
     if on_cpu:
         options = {**options, "triton.cudagraphs": False}  # torch would log that it leaves them out
     with _COMPILING, torch.no_grad(), _without_pytree_warning(), config.patch(options):
@@ -139,15 +142,13 @@ def _log_slow_compile(name: str, graph: fx.Graph) -> None:
 
 def cache_dir() -> str:
     """Where torch's compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or a temporary directory."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
+    default_cache_dir = private("torch._inductor.runtime.cache_dir_utils.default_cache_dir")
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 def _count_found() -> int:
     """How many graphs torch's compiler has found in its caches."""
-    from torch._dynamo.utils import counters
-
+    counters = private("torch._dynamo.utils.counters")
     return sum(n for kind in counters.values() for key, n in kind.items() if "cache_hit" in key)
 
 
@@ -167,9 +168,10 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
       slower for small graphs. A program that calls an operator of torch.library with a list of tensors
       crashes the process (torch 2.13).
     """
-    from torch._inductor import config
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
+    config, pick_vec_isa = (
+        private("torch._inductor.config"),
+        private("torch._inductor.cpu_vec_isa.pick_vec_isa"),
+    )
     given: dict[str, Any] = {
         "fallback_random": True,
         "layout_optimization": torch.cuda.is_available(),
@@ -188,9 +190,7 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
 
 def cpp_compiler() -> str | None:
     """The path of the C++ compiler that torch's compiler calls; None if there is none."""
-    import torch._inductor.config as config
-
-    named = config.cpp.cxx
+    named = private("torch._inductor.config").cpp.cxx
     candidates = named if isinstance(named, list | tuple) else [named]
     found = (shutil.which(str(name)) for name in candidates if name is not None)
     return next(filter(None, found), None)

@@ -17,7 +17,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.closures import (
@@ -30,8 +29,11 @@ from hoglib._core.closures import (
     stored_items,
 )
 from hoglib._core.torch_modes import ActiveStandIns, AutocastState
+from hoglib._core.torch_private import private
 from hoglib.capture import signature
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
+
+FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
 
 _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
@@ -104,9 +106,7 @@ def parse_call(
             constants.append(leaf)
             slots.append(leaf)
     autocast, stand_ins = AutocastState(), ActiveStandIns()
-    # a default device is a mode, and takes its time to ask for
-    device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
-    modes = torch.is_grad_enabled(), torch.get_default_dtype(), device
+    modes = torch.is_grad_enabled(), torch.get_default_dtype(), torch_internals.default_device()
     key = tuple(kinds), structure, modes, autocast.key, stand_ins.active
     return CallSignature(key, constants, slots, structure, autocast, stand_ins), tensors
 

@@ -16,21 +16,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-)
 
 from hoglib._core import pytree, source_location, torch_internals, validation
 from hoglib._core.gradient_graph import leaf_tensors, walk
 from hoglib._core.module_names import watching_modules
+from hoglib._core.torch_library import OPERATORS
+from hoglib._core.torch_private import private
 from hoglib.capture.signature import TensorSlot, check_dense
 from hoglib.errors import HoglibError, UnsupportedError
+
+TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
+FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
+_disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
+_dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
 
 aten = torch.ops.aten
 _READS = {
@@ -93,7 +94,7 @@ class OperationChecks(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are these, of autograd
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OPERATORS[0]):
             return func(*args, **kwargs)
         if _reads_values(func, args):
             raise value_read_error(self._what, str(func), user_line())
@@ -166,7 +167,7 @@ def refuse_outer_graph(what: str) -> None:
 
     The gradient would have to continue to what this tensor was computed from.
     """
-    mode = _get_current_dispatch_mode()
+    mode = _dispatch_mode()
     if isinstance(mode, OperationChecks) and mode.outer:
         raise UnsupportedError(
             f"{what}: expected a loss of arguments and parameters, got one that also uses "
@@ -204,7 +205,7 @@ def backward_call_error(what: str, where: str) -> Exception:
     )
 
 
-def _reads_values(func: torch._ops.OpOverload, args: Any) -> bool:
+def _reads_values(func: Any, args: Any) -> bool:
     """Whether the output or its shape depends on values that are not known."""
     if func is aten.index.Tensor:  # tagged for the sake of its masks
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
@@ -286,12 +287,13 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         output = Output(leaves, structure, [x.requires_grad for x in found])
         return found
 
+    patched = private("torch._dynamo.config.patch")
     with (
         translate_tracing_errors(name),
         record_modules(name, modules),
         PythonChecks(name),
         warnings.catch_warnings(),
-        torch._dynamo.config.patch(error_on_nested_fx_trace=False),  # compiled modules run eagerly
+        patched(error_on_nested_fx_trace=False),  # compiled modules run eagerly
     ):
         # torch reads .grad of a tensor in a closure that is not a leaf, and warns of it.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

@@ -16,15 +16,17 @@ from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import inside
 from hoglib._core.source_location import user_line
 from hoglib._core.torch_internals import constant_transforms_active
+from hoglib._core.torch_private import private
 from hoglib.capture.passes import by_products, has_factors
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss
+
+TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
@@ -149,7 +151,9 @@ def traced(
 
 def uncompiled(function: Callable[[], Any]) -> Any:
     """function(), for Dynamo, which runs it as it is."""
-    torch._dynamo.graph_break(msg="This call of hoglib runs uncompiled; see docs/compile.md.")
+    private("torch._dynamo.graph_break")(
+        msg="This call of hoglib runs uncompiled; see docs/compile.md."
+    )
     return torch.compiler.disable(function)()
 
 

@@ -19,6 +19,7 @@ from torch.autograd import Function
 import hoglib as hog
 from hoglib._core.source_location import error_text
 from hoglib._core.state import preserve_random_state
+from hoglib._core.torch_private import failing
 from hoglib.capture.runners import cache_dir, cpp_compiler
 
 Check = Callable[[torch.device], None]
@@ -172,6 +173,14 @@ def writable_cache(device: torch.device) -> None:
         raise OSError(text) from None
 
 
+def private_names(device: torch.device) -> None:
+    """Each private name of torch that hoglib uses is there, and does what it did."""
+    gone = [f"`{row.name}` (not available: {row.without})" for row in failing()]
+    if gone:
+        text = f"torch {torch.__version__} does not have, or has changed, {', '.join(gone)}"
+        raise AssertionError(text)
+
+
 CHECKS: dict[str, Check] = {
     "Hessian-vector product through LayerNorm and attention": hessian_vector_product,
     "largest eigenvalues of a Hessian": eigenvalues,
@@ -180,5 +189,7 @@ CHECKS: dict[str, Check] = {
     "verify finds a wrong Function": wrong_function,
     "directory of compiled graphs": writable_cache,
     "compiled Hessian-vector product": compiled,
+    # at the end, where torch's compiler is imported
+    "private names of torch": private_names,
 }
-ON_GPU = [name for name, check in CHECKS.items() if check is not writable_cache]
+ON_GPU = [name for name, check in CHECKS.items() if check not in (writable_cache, private_names)]

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import checksum
+from hoglib._core.module_kinds import NORMS
 from hoglib._core.placement import Sharding
 from hoglib._core.pytree import tensors_in
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError
@@ -216,7 +216,7 @@ def constants_of(loss: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     for module in model.modules() if isinstance(model, nn.Module) else ():
         found += [p for p in module._parameters.values() if p is not None and id(p) not in known]
-        if not (isinstance(module, _NormBase) and module.training):  # it uses those of the batch
+        if not (isinstance(module, NORMS) and module.training):  # it uses those of the batch
             buffers = [b for b in module._buffers.values() if b is not None]
             found += [b for b in buffers if b.is_floating_point()]
     return found

@@ -15,12 +15,12 @@ from typing import Any, Literal, TypedDict, final
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core import autograd, pytree, validation
 from hoglib._core.fingerprint import StateFingerprint, checksum_of_tensors
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.logger import LOGGER
+from hoglib._core.module_kinds import BATCH_NORMS
 from hoglib._core.placement import Sharding
 from hoglib._core.problem import OPTION_NAMES, Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
@@ -666,7 +666,7 @@ class DatasetSum:
             f"{name or 'the model'} ({type(module).__name__})": None
             for root in self._fingerprint.roots
             for name, module in root.named_modules()
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+            if isinstance(module, BATCH_NORMS) and (module.training or module.running_mean is None)
         }
         if names:
             warn(

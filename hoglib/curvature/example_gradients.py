@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib import errors
 from hoglib._core import pytree, validation
@@ -23,6 +22,7 @@ from hoglib._core.autograd import Vector, without_graph
 from hoglib._core.files import ScoreFile, digest
 from hoglib._core.fingerprint import sums_and_norms
 from hoglib._core.logger import LOGGER
+from hoglib._core.module_kinds import BATCH_NORMS
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
 from hoglib._core.source_location import warn
@@ -193,7 +193,7 @@ def check_norms(loss: Any) -> None:
     """Raise for batch norm in train mode."""
     model = getattr(loss, "model", None)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, _BatchNorm) and module.training:
+        if isinstance(module, BATCH_NORMS) and module.training:
             raise errors.ArgumentValueError(
                 f"model.{name}: expected layers that treat each example by itself, got a "
                 f"{type(module).__name__} in train mode, which mixes the examples of a batch; call "

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hoglib._core import torch_forward_mode, torch_internals, validation
 from hoglib._core.autograd import (
@@ -31,8 +30,11 @@ from hoglib._core.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import call_with
 from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.torch_private import private
 from hoglib._core.trust import found_once, largest
 from hoglib.errors import ArgumentValueError, NoSecondDerivative
+
+_disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
 Probe = int | Tensor
 Weighted = tuple[Probe, Any]  # a probe, and the factor of its term: a number or a tensor

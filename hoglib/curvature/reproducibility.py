@@ -11,9 +11,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from hoglib._core import module_kinds
 from hoglib._core.device_reads import DeviceRead
+from hoglib._core.module_kinds import BATCH_NORMS
 from hoglib._core.pytree import tensors_in
 from hoglib._core.source_location import warn
 from hoglib._core.state import line_that_draws
@@ -23,7 +24,7 @@ from hoglib.curvature.data import numbers_of
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NondeterministicError, NonFiniteError
 
-DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+DROPOUTS = (*module_kinds.DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # the loss of a batch in one pass, and its fingerprint
 BatchRecord = tuple[float, tuple[float, ...]]
 LossOf = Callable[[Any], Tensor]  # of a batch
@@ -170,7 +171,7 @@ class Determinism:
         pairs = zip(totals, ([x[i] for x in before] for i in sums), strict=True)
         same = all(close(*total, torch.float32, size) for total, size in pairs)
         if same and len(before) == len(after):
-            norms = self._training(lambda m: isinstance(m, _BatchNorm))
+            norms = self._training(lambda m: isinstance(m, BATCH_NORMS))
             return (
                 "the batches hold the same examples, shuffled, and the loss depends on which examples "
                 f"share a batch{' (' + ', '.join(norms) + ' in train mode)' if norms else ''}. Use a "

@@ -14,7 +14,10 @@ from torch import Generator, Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.placement import AGREEMENT, Sharding, is_sharded, placement_of, refuse_sharded
+from hoglib._core.torch_private import private
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
+
+_foreach_add = private("torch._foreach_add_")
 
 Tree = Any
 Rebuild = Callable[[Tensor], Tree]
@@ -207,7 +210,7 @@ class Space:
             return
         parts = row.split(self._sizes)
         if not first:
-            torch._foreach_add_(parts, flat, alpha=factor)
+            _foreach_add(parts, flat, alpha=factor)
             return
         for part, leaf in zip(parts, flat, strict=True):
             part.copy_(leaf * factor)

@@ -17,13 +17,13 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from hoglib._core import autograd, pytree, validation
 from hoglib._core.blocks import Remat
 from hoglib._core.device_reads import read_late
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.module_kinds import NORMS
 from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.source_location import warn
@@ -334,7 +334,7 @@ class Learner(nn.Module, ABC):
             or (isinstance(tasks, list) and any(_shapes(t) != _shapes(tasks[0]) for t in tasks))
             or not isinstance(self.rule, str)
             or any(len([*part.parameters()]) > 0 for part in learned)
-            or any(isinstance(part, _NormBase) for part in self.model.modules())
+            or any(isinstance(part, NORMS) for part in self.model.modules())
         ):
             return uncompiled(partial(self.loss, tasks))
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]

@@ -7,25 +7,25 @@ from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hoglib._core import swap
+from hoglib._core.module_kinds import BATCH_NORMS, NORMS
 from hoglib.errors import ArgumentValueError
 
 NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]
 Statistics = dict[str, tuple[Tensor, Tensor]]
-BatchNorms = dict[str, _BatchNorm]
+BatchNorms = dict[str, Any]
 
 
 def find_batch_norms(model: nn.Module) -> BatchNorms:
     """The batch norms that keep running statistics, by name; called while none is swapped."""
     named = model.named_modules()
-    return {n: m for n, m in named if isinstance(m, _BatchNorm) and m.track_running_stats}
+    return {n: m for n, m in named if isinstance(m, BATCH_NORMS) and m.track_running_stats}
 
 
 def frozen(patch: swap.ModulePatch, layer: nn.Module) -> None:
     """A layer uses the model's running statistics in train mode too."""
-    if isinstance(layer, _NormBase) and layer.track_running_stats and layer.training:
+    if isinstance(layer, NORMS) and layer.track_running_stats and layer.training:
         patch.put(layer, "training", False)
 
 

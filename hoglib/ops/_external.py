@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hoglib import errors
 from hoglib._core import torch_internals, validation
+from hoglib._core.torch_private import private
 from hoglib.ops._function import Batch, Saved, conj, make_function, sum_terms, vmap_in_front
 
 Array = Any  # a numpy.ndarray; hoglib does not import NumPy
@@ -103,7 +104,7 @@ class _Chain:
             # The compiler refuses a Function that has a jvp, and torch.func an operator's autograd.
             if not torch_internals.transforms_active():
                 return tuple(_external(list(inputs), self.number, _encode(which)))
-            torch._dynamo.graph_break()
+            private("torch._dynamo.graph_break")()
         if torch_internals.transforms_active() and torch_internals.forward_levels() > 1:
             raise errors.UnsupportedError(
                 f"external({self.name}): expected at most one level of forward mode, got jvp inside "

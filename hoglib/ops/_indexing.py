@@ -15,9 +15,12 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.torch_private import private
 from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentValueError, UnsupportedError
 from hoglib.ops._stand_in import IN_FORWARD, NO_DOUBLE_BACKWARD, SILENT, stands_in_for
+
+_assert_async = private("torch._assert_async")
 
 __all__ = ["embedding_bag", "index_reduce", "scatter_reduce", "segment_reduce"]
 
@@ -204,7 +207,7 @@ def segment_reduce(
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
         # an assertion inside the graph, because a branch on values would leave it
-        torch._assert_async(
+        _assert_async(
             ((given >= 0).all(-1) & (given.sum(-1) == data.shape[axis])).all(),
             "lengths: expected integers of at least 0 that sum to data.size(axis); or set unsafe.",
         )

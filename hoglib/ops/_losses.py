@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import _reduction
 
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, is_half, upcast_half
@@ -28,6 +27,7 @@ __all__ = [
 ]
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
+_REDUCTIONS = {"none": NONE, "mean": MEAN, "elementwise_mean": MEAN, "sum": SUM}
 
 # torch's annotations lack the weight
 _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
@@ -306,8 +306,16 @@ def reduction_number(
 ) -> int:
     """NONE, MEAN or SUM; the deprecated arguments take precedence. Raises torch's ValueError."""
     if size_average is not None or reduce is not None:
-        return _reduction.legacy_get_enum(size_average, reduce)
-    return _reduction.get_enum(reduction)
+        reduction = "mean" if size_average is None or size_average else "sum"
+        reduction = reduction if reduce is None or reduce else "none"
+        warnings.warn(
+            "size_average and reduce args will be deprecated, please use "
+            f"reduction='{reduction}' instead.",
+            stacklevel=2,
+        )
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return _REDUCTIONS[reduction]
 
 
 def reduce_loss(loss: Tensor, number: int, counts: Tensor | None = None) -> Tensor:

@@ -43,6 +43,7 @@ from hoglib._core.ambient import AMBIENT
 from hoglib._core.mixed_precision import autocast_on, upcast_dtype
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
+from hoglib._core.torch_private import private
 from hoglib._core.validation import TorchValueError
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
@@ -674,7 +675,9 @@ def _flat(value: Tensor | None) -> Tensor | None:
     return value if value is None or value.dim() == 1 else value.reshape(-1)
 
 
-@stands_in_for(torch._weight_norm, lacks=f"a wrong double backward{SILENT}", modes=("rr",))
+@stands_in_for(
+    private("torch._weight_norm", None), lacks=f"a wrong double backward{SILENT}", modes=("rr",)
+)
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     r"""A weight from its direction and its length, as `torch._weight_norm`.
 
@@ -711,7 +714,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return _weight_and_squares(v, g, dim)[0]
 
 
-@stands_in_for(torch._weight_norm_interface, name="weight_norm")
+@stands_in_for(private("torch._weight_norm_interface", None), name="weight_norm")
 def torch_weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     """`torch._weight_norm_interface`: the norms too, as constants, in the dtype computed in."""
     if dim not in (0, v.dim() - 1):

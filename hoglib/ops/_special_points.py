@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.torch_modes import only_plain_operations, reverse_only
+from hoglib._core.torch_private import private
 from hoglib.ops._define import define
 from hoglib.ops._stand_in import OVER_FORWARD, SILENT, stands_in_for
 
@@ -184,7 +185,7 @@ def householder_product(input: Tensor, tau: Tensor) -> Tensor:
     return Q
 
 
-@stands_in_for(getattr(torch, "_safe_softmax", None), name=_OVER["name"])
+@stands_in_for(private("torch._safe_softmax", None), name=_OVER["name"])
 def safe_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """torch._safe_softmax, whose rows of -inf are 0."""
     nothing = (input == -math.inf).all(dim, keepdim=True)

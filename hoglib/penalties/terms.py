@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector
 from hoglib._core.closures import owner_of
+from hoglib._core.module_kinds import BATCH_NORMS
 from hoglib._core.source_location import warn
 from hoglib._core.trust import found_once
 from hoglib.curvature.input_derivatives import depends_on_others
@@ -204,7 +204,7 @@ def output_rows(at: InputVJP) -> Tensor:
 def check_batch_dependence(at: InputVJP) -> None:
     """Warns of layers that normalise by the batch, and of any other dependence of one sample's score on
     the other samples, which is looked for once for each function."""
-    norms = [module for module in at.modules if isinstance(module, _BatchNorm)]
+    norms = [module for module in at.modules if isinstance(module, BATCH_NORMS)]
     layers = [name for module in norms if (name := _batch_norm_name(module, at.problem.loss))]
     if not layers and not _found_dependent(at):
         return
@@ -233,7 +233,7 @@ def is_batch_dependent(at: InputVJP) -> bool | None:
     return depends_on_others(score, at.leaves, own, at.options.name)
 
 
-def _batch_norm_name(module: _BatchNorm, func: Any) -> str:
+def _batch_norm_name(module: nn.Module, func: Any) -> str:
     """The name of a layer that normalises by the batch; empty for one that does not."""
     if not module.training and module.running_mean is not None:
         return ""

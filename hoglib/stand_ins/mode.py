@@ -27,6 +27,7 @@ from hoglib._core.source_location import running_module
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_modes import StandInMode, copy_without_override_check
+from hoglib._core.torch_private import is_missing, require
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
 from hoglib.stand_ins.table import STAND_INS, by_operator, cond
@@ -34,6 +35,8 @@ from hoglib.stand_ins.table import STAND_INS, by_operator, cond
 __all__ = ["active", "second_order", "stand_in_table"]
 
 ACTIONS = ("warn", "raise", "ignore")
+# Whether a mode cannot tell when gradients are switched: in forward mode any call is refused then.
+_UNSEEN = is_missing(torch_internals.set_grad_enabled)
 # what torch.cond calls; a key of this kind in the table keeps torch.compile from tracing the mode
 COND_OPERATOR = torch.ops.higher_order.cond
 
@@ -211,7 +214,10 @@ class _SecondOrder(StandInMode):
         if func is COND_OPERATOR:
             return cond(*args, **kwargs)
         result = func(*args, **kwargs)
-        if func is torch._C._set_grad_enabled and torch_internals.forward_mode_active():
+        if (
+            func is torch_internals.set_grad_enabled or _UNSEEN
+        ) and torch_internals.forward_mode_active():
+            require(torch_internals.set_grad_enabled)
             # what has no graph is a constant of forward mode too, as it is of backward
             follow_grad_mode(args[0])
         return result

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from hoglib import ops
 from hoglib._core import pytree, torch_library
 from hoglib._core.mixed_precision import autocast_on
+from hoglib._core.torch_forward_mode import tangents_enabled
 from hoglib._core.torch_internals import forward_mode_active, native_kernels
 from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._indexing import torch_embedding_bag
@@ -189,7 +189,7 @@ def _run(
         try:
             rest = overload(*copies, **kwargs)
         except NotImplementedError:  # has no forward mode: a constant
-            with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+            with torch.no_grad(), tangents_enabled(False):
                 rest = overload(*copies, **kwargs)
         found = (*found, *rest[len(found) :])
     return found if len(found) > 1 else found[0]

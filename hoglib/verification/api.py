@@ -15,6 +15,7 @@ from hoglib._core.source_location import error_line, format_error
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_internals import eagerly, uncompiled
+from hoglib._core.torch_private import nothing_refused
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
 from hoglib.verification.call import PrecisionWatch, as_function, exact_products, name_of
@@ -137,6 +138,7 @@ def verify(
     with (
         grad_enabled(),
         no_examination(),
+        nothing_refused(),
         eagerly(),
         keep_swapped(),
         exact_products(),

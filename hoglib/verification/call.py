@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, source_location, validation
 from hoglib._core.ambient import replaced
@@ -27,7 +26,10 @@ from hoglib._core.source_location import format_error
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import gradients, settable_precisions, transforms_active
 from hoglib._core.torch_library import OPERATORS
+from hoglib._core.torch_private import private
 from hoglib.errors import UnsupportedError
+
+TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 Tensors = Sequence[Tensor]
 Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to

@@ -326,7 +326,7 @@ def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None
     if not found:
         return ""
     node = found[0]
-    function = torch_internals.custom_function(node) if hasattr(node, "_forward_cls") else None
+    function = torch_internals.custom_function(node)
     if function is not None:
         return f"{function.__name__}.backward"
     line = innermost_line(torch_internals.made_at(node))

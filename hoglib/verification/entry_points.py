@@ -21,12 +21,13 @@ from torch.autograd import Function
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
-from hoglib._core.function_watch import Ended, watching_functions
+from hoglib._core.function_watch import Ended, sees_applications, watching_functions
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.recomputation import inside_recomputation
-from hoglib._core.source_location import frames_of, warn
+from hoglib._core.source_location import frames_of, warn, warn_once
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib._core.torch_private import EXAMINATION, REFUSED, missing
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.stand_ins import mode
 from hoglib.stand_ins.mode import on_wrong
@@ -56,6 +57,12 @@ RAISED = (
 IN_CPP = (
     "{} was not examined, a backward in C++. Whether its derivatives are right is not known. "
     "`hoglib.verify(function, inputs)` checks the function that applies it."
+)
+# A private name of torch that the examination needs and torch does not have; "" if it has all.
+_LACKING = missing(EXAMINATION) or "_backward_cls" * (not sees_applications())
+NOT_EXAMINED = (
+    f"custom Functions are not examined on torch {torch.__version__}, which has no `{{}}`: whether "
+    "their derivatives are right is not known. `hoglib check` lists what does not hold."
 )
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
 # Torch's errors about tensors of another call or of a transform that is over.
@@ -110,6 +117,9 @@ class examined_functions:  # noqa: N801 a context manager
     def __enter__(self) -> "AppliedFunctions | None":
         self._action = on_wrong()
         if self._action == "ignore" or AMBIENT.examining or not value_checks_on():
+            return None
+        if _LACKING:
+            warn_once(NOT_EXAMINED.format(_LACKING))
             return None
         self._functions = functions = AppliedFunctions()
         if self._by_hand:
@@ -315,7 +325,10 @@ class AppliedFunctions:
         function, kinds = key
         verdict = _VERDICTS[function].get(kinds)
         if verdict is None or verdict.retries:
+            refused = len(REFUSED)
             before, verdict = verdict, examine(self.unjudged[key])
+            if len(REFUSED) > refused:  # which was taken for an error of the Function's
+                verdict = Verdict("not examined", NOT_EXAMINED.format(REFUSED[-1]))
             if before is not None and verdict.retries:  # there may be a next one, at other values
                 verdict = verdict._replace(retries=before.retries - 1)
             _VERDICTS[function][kinds] = verdict

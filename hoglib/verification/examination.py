@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hoglib._core import pytree, torch_internals
 from hoglib._core.autograd import grad_enabled
@@ -27,6 +26,7 @@ from hoglib._core.source_location import format_error
 from hoglib._core.state import StateGuard, preserve_random_state, put_back, same
 from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_modes import AutocastState
+from hoglib._core.torch_private import private
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import call as calls
 from hoglib.verification import function_rules
@@ -37,6 +37,8 @@ from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.report import Row
 from hoglib.verification.subject import Application, Lifted, Structure, Subject, kept_names, lifted
+
+TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 MAX_RETRIES = 2  # examinations after one at values that differences do not resolve

@@ -160,7 +160,7 @@ def test_what_is_seen_is_as_around_the_application():
     with watching_functions(see):
         y, z = modern(x), classic(x, 3)
     (enabled, given), (node, result), (_, third), (last, cubes) = found
-    assert enabled and given[0] is x and third == (x, 3)
-    assert node is y.grad_fn and last is z.grad_fn
-    assert torch.equal(result, y) and torch.equal(cubes, z)
+    assert (enabled, given, third) == (True, (x,), (x, 3))
+    assert (node, last) == (y.grad_fn, z.grad_fn)
+    torch.testing.assert_close((result, cubes), (y, z))
     assert torch.equal(torch.autograd.grad(y.sum() + z.sum(), x)[0], 2 * x + 3 * x**2)
