@@ -5,8 +5,10 @@ Private torch API, as `torch_internals`.
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -37,12 +39,25 @@ def forward_mode_elsewhere() -> bool:
     return any(thread != threading.get_ident() for thread in [*_FORWARD_THREADS])
 
 
+@cache
+def load_decompositions() -> None:
+    """Has torch load the decompositions of forward mode, as its first dual tensor does: torch scripts
+    them by `torch.jit.script`, which warns that it is deprecated."""
+    if torch_internals.forward_mode_active():
+        return  # it has loaded them
+    with torch_internals.without_transforms(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit")
+        with forward_ad.dual_level():
+            forward_ad.make_dual(torch.ones(()), torch.ones(()))
+
+
 @contextmanager
 def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
     """Raises UnsupportedError if another thread is inside. torch keeps one level of forward mode for
     all threads: the first that leaves it ends that of the others, whose tangents are lost."""
     own = threading.get_ident()
     with _FORWARD_LOCK:
+        load_decompositions()
         # a backward on a GPU runs in a thread of its own, within the forward mode of the caller
         if forward_mode_elsewhere() and torch_internals.running_backward() == -1:
             raise UnsupportedError(

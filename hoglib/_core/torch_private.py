@@ -185,11 +185,17 @@ def _fsdp_module() -> Any:
     return FSDPModule
 
 
+def _node() -> Any:
+    y: Any = _Twice.apply(torch.ones(2, requires_grad=True))
+    y.grad_fn.output = y  # before torch 2.13 a node of Python is void without its output
+    return y.grad_fn
+
+
 _OWNERS: dict[str, Callable[[], Any]] = {
     "Tensor": lambda: torch.ones(2),
     "Storage": lambda: torch.ones(2).untyped_storage(),
     "Function": lambda: _Twice,
-    "Node": lambda: _Twice.apply(torch.ones(2, requires_grad=True)).grad_fn,
+    "Node": _node,
     "Operator": lambda: torch.ops.aten.sin.default,
     "OperatorPacket": lambda: torch.ops.aten.sin,
     "CustomOpDef": lambda: vars(torch.library)["CustomOpDef"],
@@ -226,7 +232,7 @@ _ROWS = (
     R(f"{_F}is_legacy_batchedtensor", "the vmap of torch.autograd.grad(is_grads_batched=True)", "cross entropy of vocabularies by blocks",
       lambda f: not f(torch.ones(2))),
     R(f"{_F}_wrap_for_grad", "constants of a transform", f"{REMAT} inside torch.func",
-      lambda f: _within(torch.func.grad, lambda x: f(_ONES, 1).shape) == (2)),
+      lambda f: _within(torch.func.grad, lambda x: f(_ONES, 1).shape) == (2,)),
     R(f"{_F}_unwrap_for_grad", "tangents beneath wrappers", f"{REMAT} inside torch.func",
       lambda f: f(_ONES, 1) is _ONES),
     R("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "runs outside of all transforms", FUNC),

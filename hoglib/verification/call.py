@@ -24,6 +24,7 @@ from hoglib._core.mixed_precision import is_half
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.swap import call_with
+from hoglib._core.torch_forward_mode import load_decompositions
 from hoglib._core.torch_internals import gradients, settable_precisions, transforms_active
 from hoglib._core.torch_library import OPERATORS
 from hoglib._core.torch_private import private
@@ -182,6 +183,7 @@ def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **mo
 
 def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
     """(x, t) -> J(x) t, in forward mode: by torch.func, which nests, or by dual tensors."""
+    load_decompositions()
 
     def map_(*given: Tensor) -> list[Tensor]:
         x, t = given[:count], given[count:]

@@ -124,7 +124,7 @@ CASES = {
     "without gradients": (without_grad, ["Classic"]),
     "another thread's": (in_a_thread, []),
     "gradient": (torch.func.grad(lambda x: modern(x).sum()), ["ModernGenerated"]),
-    "vmap": (torch.vmap(modern), ["Modern"]),
+    "vmap": (torch.vmap(modern), ["VmappedModern"]),
     "one that raises": (raising, ["Raising", "Torn", "Modern"]),
     "looked up by the user": (lambda x: (Modern.forward(x), Modern._backward_cls, Modern.setup_context), []),
 }  # fmt: skip
