@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ torch.set_num_threads(1)
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
 
 
+def _files_of_the_checkout() -> set[str]:
+    return {path.name for path in Path(__file__).parents[1].iterdir() if path.is_file()}
+
+
+FILES = _files_of_the_checkout()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
@@ -28,12 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for each reason to skip, with the number of tests; a skip without a reason is an error."""
+    """One line for each reason to skip, with the number of tests; a skip without a reason is an error, and
+    so is a file that a test left where it was started."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     assert "unconditional skip" not in reasons
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"SKIPPED {count}: {reason}")
+    left = _files_of_the_checkout() - FILES
+    assert not left, f"left in the checkout: {', '.join(sorted(left))}; write to tmp_path"
 
 
 def pytest_collection_finish() -> None:

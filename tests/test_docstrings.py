@@ -104,7 +104,8 @@ def test_headings_are_those_that_tools_know(name):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's, on torch 2.13
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*")  # Lightning's advice
 @pytest.mark.parametrize("module", MODULES)
-def test_the_examples_run(module):
+def test_the_examples_run(module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # for what an example writes
     each([(name, {"name": name}) for name in MODULES[module]], run_example)
 
 

@@ -414,7 +414,8 @@ class Replay:
                 f"directory: expected that of the same call, got {kept.directory}, which holds another "
                 f"one: its first step has the loss {losses[0].item()!r}, here {loss.item()!r}"
                 + (", and another update" if is_same else "")
-                + ". The loss, the rule, the data, their order or the random numbers differ. Name "
+                + ". The loss, the rule, the data, their order or the random numbers differ; or "
+                "only the last digits do, on another processor or with another number of threads. Name "
                 "another directory, or delete this one."
             )
 
