@@ -107,7 +107,7 @@ docs-serve: $(READY)
 dist:
 	@rm -rf dist build/tools build/alone
 	@$(PYTHON) -m venv build/tools
-	@build/tools/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build 'twine>=6.1'
+	@build/tools/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build 'twine>=6.1' 'readme_renderer[md]'
 	@build/tools/bin/python -m build
 	@build/tools/bin/python -m twine check --strict dist/*
 	@$(PYTHON) -m venv build/alone
