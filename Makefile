@@ -1,17 +1,20 @@
 # make run: the main job.  make test: lint, format, types and tests.  Each installs what it needs, once.
 PYTHON ?= python3
 TORCH ?= # a release other than the pinned one, in an environment of its own: make test TORCH=2.15.0
+TESTS ?= tests # what make test runs
 VENV := .venv$(if $(strip $(TORCH)),-torch$(strip $(TORCH))-$(notdir $(PYTHON)))
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PINS := $(VENV)/constraints.txt
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+XDIST := --numprocesses 2 --dist worksteal
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume
 
 .DEFAULT_GOAL := help
-.PHONY: help env run gan smoke bench bench-full test test-full test-device opinfo size docs docs-serve clean
+.PHONY: help env run gan smoke bench bench-full lint test test-full test-device opinfo size docs docs-serve dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -20,13 +23,15 @@ help:
 	@echo "make smoke  every experiment for a few seconds"
 	@echo "make bench  hoglib beside torch by hand, and beside other libraries that are installed; a table and a picture in minutes"
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
-	@echo "make test   lint, format check, types, tests"
+	@echo "make lint   lint, format check, types, layers of imports"
+	@echo "make test   the same, and the tests; with TORCH=2.15.0 the tests on that release, and its row of docs/versions.md"
 	@echo "make test-full  the same with all cases of each test; twice as long"
 	@echo "make opinfo  torch's own samples of its operators through every derivative; half an hour on two cores"
 	@echo "make test-device  the tests of a GPU, on a simulated one"
 	@echo "make size   lines of code of hoglib, experiments and tests, by package"
 	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
 	@echo "make docs-serve  the same at http://127.0.0.1:8000, built again when a page changes"
+	@echo "make dist   wheel and source distribution, checked, and the wheel installed beside torch alone"
 	@echo "make clean  remove the environment and caches (runs/ stays)"
 
 $(READY): pyproject.toml constraints.txt
@@ -65,12 +70,19 @@ bench-full: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --constraint constraints-peers.txt --no-build-isolation --editable '.[peers]'
 	@$(PY) -m experiments.benchmarks --full --device auto $(BENCH)
 
-test: $(READY)
+lint: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports
-	@$(PY) -m pytest --numprocesses 2 --dist worksteal --quiet $(CASES)
+
+# lint and types are those of the pinned release: torch's annotations differ between releases
+test: $(if $(strip $(TORCH)),$(READY),lint)
+ifeq ($(strip $(TORCH)),)
+	@$(PY) -m pytest --quiet $(XDIST) $(CASES) $(TESTS)
+else
+	@$(PY) -m experiments.versions --tests $(TESTS) --options="$(XDIST) $(CASES)"
+endif
 
 test-full: CASES := -m ''
 test-full: test
@@ -90,6 +102,18 @@ docs: $(READY)
 
 docs-serve: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --strict
+
+# README.md's code runs where torch is and nothing else, not even NumPy; twine 6.1 is the first that reads SPDX licences
+dist:
+	@rm -rf dist build/tools build/alone
+	@$(PYTHON) -m venv build/tools
+	@build/tools/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build 'twine>=6.1' 'readme_renderer[md]'
+	@build/tools/bin/python -m build
+	@build/tools/bin/python -m twine check --strict dist/*
+	@$(PYTHON) -m venv build/alone
+	@build/alone/bin/python -m pip install --quiet --disable-pip-version-check torch==$(or $(strip $(TORCH)),$(PINNED)) dist/*.whl
+	@sed -n '/^```python/,/^```$$/{/^```/d;p}' README.md > build/readme.py
+	@cd build && alone/bin/hoglib check && alone/bin/python readme.py
 
 clean:
 	rm -rf .venv .venv-torch* build dist hoglib.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,15 +3,19 @@
     python -m experiments.versions                                       this interpreter
     python -m experiments.versions .venv/bin/python other/bin/python     others, with torch installed
     python -m experiments.versions --tests tests/curvature               and these tests, by pytest
+    python -m experiments.versions --tests tests --options="-n 2"        with options of pytest
 
-Each interpreter runs `hoglib check` from this checkout, and the tests if any are named. Its row
-replaces the one of the same versions; all other rows stay.
+Each interpreter runs `hoglib check` from this checkout, and the tests if any are named, whose exit
+status is the command's. Its row replaces the one of the same versions; all other rows stay.
+`make test TORCH=2.15.0` is this command in an environment of that release.
 """
 
 import argparse
+import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -45,15 +49,16 @@ class Row(NamedTuple):
         return f"| {' | '.join(self)} |"
 
 
-def run(python: str, tests: list[str]) -> Row:
-    """The row of an interpreter."""
-    done = _output([python, "-m", "hoglib", "check", "--json"])
+def run(python: str, tests: list[str], options: str = "") -> tuple[Row, int]:
+    """The row of an interpreter, and pytest's exit status."""
+    done, _ = _output([python, "-m", "hoglib", "check", "--json"])
     found = json.loads(done)
     counts = Counter(one["status"] for one in found["checks"])
-    said = (
-        _output([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]) if tests else ""
-    )
-    return Row(
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *shlex.split(options)]
+    said, status = _output([*pytest, *tests], shown=True) if tests else ("", 0)
+    if status not in (0, 1):  # usage, interrupt, no test: not a run of these tests
+        raise SystemExit(status)
+    row = Row(
         found["python"],
         found["torch"],
         found["platform"],
@@ -61,16 +66,24 @@ def run(python: str, tests: list[str]) -> Row:
         ", ".join(f"{count} {status}" for status, count in counts.items()),
         f"{', '.join(tests)}: {said.splitlines()[-1].split(' in ')[0]}" if tests else "",
     )
+    return row, status
 
 
-def _output(command: list[str]) -> str:
+def _output(command: list[str], shown: bool = False) -> tuple[str, int]:
+    """What a command prints, as it comes also on this terminal, and its exit status."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if not done.stdout.strip():
-        raise SystemExit(f"{' '.join(command)}: expected output, got none (exit {done.returncode})")
-    return done.stdout
+    said = b""
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as process:
+        assert isinstance(process.stdout, io.BufferedReader)
+        while part := process.stdout.read1():
+            said += part
+            if shown:
+                print(part.decode(errors="replace"), end="", flush=True)
+    if not said.strip():
+        raise SystemExit(
+            f"{' '.join(command)}: expected output, got none (exit {process.returncode})"
+        )
+    return said.decode(), process.returncode
 
 
 def rows(page: str) -> list[Row]:
@@ -97,18 +110,21 @@ def _in_order(versions: tuple[str, ...]) -> tuple[list[list[int]], tuple[str, ..
     return numbers, versions
 
 
-def main(args: list[str] | None = None) -> None:
-    """Run the interpreters and write the page."""
+def main(args: list[str] | None = None) -> int:
+    """Run the interpreters and write the page; whether a test failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pythons", nargs="*", default=[sys.executable], metavar="PYTHON")
     parser.add_argument("--tests", nargs="+", default=[], metavar="PATH")
+    parser.add_argument("--options", default="", help="of pytest, in one argument")
     given = parser.parse_args(args)
-    new = [run(python, given.tests) for python in given.pythons]
+    found = [run(python, given.tests, given.options) for python in given.pythons]
+    new = [row for row, _ in found]
     PAGE.write_text(updated(PAGE.read_text(), new))
     print(HEAD + "\n".join(map(str, new)))
+    return max(status for _, status in found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

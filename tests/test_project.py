@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import hoglib as hog
+from experiments import versions
 from hoglib._core import torch_version
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +151,7 @@ def test_constraints_pin_every_package_that_an_install_brings():
 def test_the_oldest_torch_is_that_of_the_requirement():
     oldest = ".".join(map(str, torch_version.OLDEST))
     (torch,) = PYPROJECT["project"]["dependencies"]
-    assert torch.startswith(f"torch>={oldest},")
+    assert torch == f"torch>={oldest}"
 
 
 def test_each_bound_has_a_reason():
@@ -159,7 +160,7 @@ def test_each_bound_has_a_reason():
             assert "#" in line, line
 
 
-NOT_SHIPPED = {".git", ".venv", "runs", "build", "dist", "hoglib.egg-info", "shared"}
+NOT_SHIPPED = {".git", ".venv*", "runs", "build", "dist", "hoglib.egg-info", "shared"}
 BUILD = """
 import os, sys
 from setuptools import build_meta
@@ -210,6 +211,8 @@ def test_the_metadata_of_the_wheel_are_whole(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         found = message_from_bytes(archive.read(name))
+    assert "second derivatives are verified" in found.get_payload()
+    assert not re.search(r"\]\((?!https?:)", found.get_payload())  # an index has no other file
     assert found["Version"] == hog.__version__
     assert found["License-Expression"] == "MIT"
     assert found["Requires-Python"] == ">=3.11"
@@ -235,7 +238,7 @@ HEAVY = [
     "yaml", "pandas",
 ]  # fmt: skip
 SELF_TEST = f"""
-import sys
+import runpy, sys
 sys.path.insert(0, sys.argv[1])
 sys.modules["numpy"] = None
 import torch
@@ -245,17 +248,21 @@ assert not set({HEAVY}) & (set(sys.modules) - before)
 assert hoglib.__file__.startswith(sys.argv[1])
 sys.modules.update({{name: None for name in {HEAVY}}})
 from hoglib.cli.main import main
-sys.exit(main(["check"]))
+assert main(["check"]) == 0
+runpy.run_path(sys.argv[2])
 """
 
 
-def test_the_wheel_imports_torch_alone_and_passes_its_self_test(wheel, tmp_path):
+def test_the_wheel_checks_itself_and_runs_the_readme_beside_torch_alone(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
+    readme = tmp_path / "readme.py"
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.S | re.M)
+    readme.write_text("\n".join(blocks))
     variables = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": "no-compiler"}
+    options = ["-W", "ignore:Failed to initialize NumPy", "-c", SELF_TEST]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore:Failed to initialize NumPy", "-c", SELF_TEST, str(tmp_path)],
-        cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True,
+        [sys.executable, *options, str(tmp_path), str(readme)], cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The installation is fine" in done.stdout
@@ -282,22 +289,33 @@ def test_a_page_names_all_that_stands_at_the_top_of_the_package():
         assert path.name in plumbing or re.search(rf"hoglib/{path.name}\b", known), path.name
 
 
-WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 TEMPLATES = [p for p in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if p.name != "config.yml"]
+# `make docs`, `make ${{ condition && 'test-full' || 'test' }} TORCH=${{ matrix.torch }}`
+MAKE = re.compile(
+    r"make (?:(?P<one>[\w-]+)|\$\{\{ .+ && '(?P<this>[\w-]+)' \|\| '(?P<that>[\w-]+)' \}\})"
+    r"(?P<given>(?: [A-Z]+=\w*\$\{\{ matrix\.\w+ \}\})*)"
+)
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_runs_what_there_is(path):
+def test_the_hosted_ci_runs_targets_of_make_on_each_row_of_the_page_of_versions():
     yaml = pytest.importorskip("yaml")
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    makefile = (ROOT / "Makefile").read_text()
+    (path,) = (ROOT / ".github" / "workflows").iterdir()
     jobs = yaml.safe_load(path.read_text())["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
     for action in (step["uses"] for step in steps if "uses" in step):
         assert re.fullmatch(r"actions/[\w-]+@v\d+", action)
-    commands = " ".join(step["run"] for step in steps if "run" in step)
-    made = re.findall(r"make (?:\$\{\{.*'([\w-]+)'.*'([\w-]+)' \}\}|([\w-]+))", commands)
-    assert {name for names in made for name in names if name} <= targets
-    assert all((ROOT / name).exists() for name in re.findall(r"\btests/\w+", commands))
+    runs = {step["run"]: MAKE.fullmatch(step["run"]) for step in steps if "run" in step}
+    assert all(runs.values()), runs
+    made = {name for run in runs.values() for name in run.group("one", "this", "that") if name}
+    targets = set(re.findall(r"^([\w-]+):", makefile, re.M))
+    assert {"lint", "test", "docs", "dist"} <= made <= targets
+    given = {name for run in runs.values() for name in re.findall(r"(\w+)=", run["given"])}
+    assert {"PYTHON", "TORCH"} == given <= set(re.findall(r"^(\w+) \?=", makefile, re.M))
+    rows = versions.rows((ROOT / "docs" / "versions.md").read_text())
+    listed = {(row.python.rpartition(".")[0], row.torch.partition("+")[0]) for row in rows}
+    matrix = jobs["test"]["strategy"]["matrix"]["include"]
+    assert {(one["python"], one["torch"]) for one in matrix} == listed
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
