@@ -37,7 +37,7 @@ from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
 from hoglib._core.problem import Policy, Problem
 from hoglib._core.recomputation import recompute
-from hoglib._core.source_location import warn
+from hoglib._core.source_location import warn_once
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import keep_swapped, restore_buffers
 from hoglib._core.torch_internals import after_backward, eagerly
@@ -49,20 +49,12 @@ from hoglib.capture.capturing import CacheSlot, in_other_tracer
 from hoglib.stand_ins.mode import stand_ins_if
 from hoglib.verification.entry_points import examined_functions
 
-
-class _State:
-    """Of this process: whether nothing was said yet of a torch that hoglib was not run on."""
-
-    is_torch_new = TORCH_VERSION > NEWEST
-
-
-def _warn_of_new_torch() -> None:
-    _State.is_torch_new = False
-    newest = ".".join(map(str, NEWEST))
-    warn(
-        f"hoglib was run on torch up to {newest}, and not on torch {torch.__version__}. `hoglib check` "
-        "says whether second derivatives are right there, and what private names of torch have gone."
-    )
+IS_NEW_TORCH = TORCH_VERSION > NEWEST
+NEW_TORCH = (
+    f"hoglib was run on torch up to {NEWEST[0]}.{NEWEST[1]}, and not on torch {torch.__version__}. "
+    "`hoglib check` says whether second derivatives are right there, and what private names of torch "
+    "have gone."
+)
 
 
 @final
@@ -103,8 +95,8 @@ class ring:  # noqa: N801 a context manager
         autocast_off: Iterable[str] = (),
         around_graph: bool = False,
     ) -> None:
-        if _State.is_torch_new:
-            _warn_of_new_torch()
+        if IS_NEW_TORCH:
+            warn_once(NEW_TORCH)
         self.captures = around_graph and is_captured(policy)
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False

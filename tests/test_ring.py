@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree
 
 import hoglib as hog
+from hoglib._core import torch_internals
 from hoglib.ring import ring
 from tests.device_threads import backward_in_another_thread
 from tests.functions import Cube
@@ -213,6 +214,7 @@ def ways(call):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd.graph, "_engine_run_backward", watched)
+        patch.setattr(torch_internals, "_run_backward", watched)
         patch.setattr(torch.autograd, "_engine_run_backward", watched)
         call()
     return found

@@ -20,6 +20,7 @@ One module for one question:
     problem               what an algorithm gets of a user's function, and its options, checked
     torch_internals       torch's private API (torch_forward_mode: levels and tangents;
                           torch_sharding: FSDP, tensor parallelism, DDP)
+    function_watch        which custom Functions are applied
     torch_private         every private name of torch that is used, and what goes with it
     torch_version         which torch it is, and whether it is new enough
 

@@ -109,7 +109,7 @@ class DetachmentWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.applying.depth:
+        if self.applying:
             return func(*args, **kwargs)
         name = name_of_call(func)
         tensors = pytree.tensors((args, kwargs))

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta
 
-from hoglib._core import torch_library
+from hoglib._core import torch_internals, torch_library
 
 # What a watch is called with when an application has ended: its node, and what forward returned.
 Ended = Callable[[Any, Any], None]
@@ -34,9 +34,13 @@ _NO_CONTEXT = Function.setup_context  # of those whose forward takes ctx
 
 
 class Applying:
-    """How many custom Functions are running their forward."""
+    """How many custom Functions are running their forward; true also in a hook that packs what one of
+    them has saved, which C++ calls after it."""
 
     depth = 0
+
+    def __bool__(self) -> bool:
+        return self.depth > 0 or torch_internals.packs_saved_tensor()
 
 
 @final

@@ -432,6 +432,16 @@ def checkpoint_frame() -> Any:
     return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
 
 
+def packs_saved_tensor() -> bool:
+    """Whether the caller runs inside the hook that packs what autograd saves, as a checkpoint's does."""
+    hooks = _top_saved_tensors_hooks(True)
+    frame = None if hooks is None else sys._getframe(1)
+    code: Any = None if hooks is None else getattr(hooks[0], "__code__", None)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Disables the saved-tensor hooks of the caller inside, such as those of a checkpoint."""

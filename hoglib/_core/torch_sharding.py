@@ -55,8 +55,9 @@ def reshards_after_backward(module: nn.Module) -> bool:
 
 def computed_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
     """The dtypes in which fully_shard's mixed precision computes with parameters, by their ids."""
-    groups = [group for group in fsdp_groups(module) if group.mp_policy.param_dtype is not None]
-    return {id(p.sharded_param): g.mp_policy.param_dtype for g in groups for p in g.fsdp_params}
+    shards = [p for group in fsdp_groups(module) for p in group.fsdp_params]
+    dtypes = {id(p.sharded_param): p.mp_policy.param_dtype for p in shards}
+    return {i: dtype for i, dtype in dtypes.items() if dtype is not None}
 
 
 def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, Any]:

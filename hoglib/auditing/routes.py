@@ -68,7 +68,7 @@ class CallMode(TorchFunctionMode, ABC):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._applying.depth:
+        if self._applying:
             return func(*args, **kwargs)
         name = name_of_call(func)
         if isinstance(func, FunctionType) and name not in AUTOGRAD_CALLS:

@@ -264,11 +264,8 @@ class Call:
     def __init__(self, fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None) -> None:
         self.name, self.dtype = name_of(fn), dtype
         owner: Any = as_function(fn)
-        if owner is not None and (isinstance(fn, type) or fn.__name__ == "apply"):
-            # looked up at each call: a watch does not see what was bound before (torch 2.14)
-            self._function: Any = lambda *args, **kwargs: owner.apply(*args, **kwargs)
-        else:
-            self._function = validation.function("fn", fn)
+        is_class = owner is not None and isinstance(fn, type)
+        self._function: Any = owner.apply if is_class else validation.function("fn", fn)
         leaves, self._structure = pytree.flatten(tuple(clone_inference_tensors(list(inputs))))
         marked = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         wanted = marked if any(marked) else [True] * len(leaves)

@@ -95,12 +95,16 @@ def test_every_row_has_a_sample():
 
 @pytest.mark.parametrize(("row", "fn", "inputs", "mode"), CASES)
 def test_torch_needs_it_still_and_the_stand_in_is_right(row, fn, inputs, mode):
+    # right there for these samples, wrong in the models of tests/test_whole_models.py
+    in_models = TORCH_VERSION >= (2, 15) and row.name in ("linalg.solve", "slogdet, logdet")
     if row.device == "cuda":
         if not torch.backends.cudnn.is_available() and row.name != "lstm":
             pytest.skip("needs cuDNN, whose kernel has no second derivative")
         inputs = inputs.cuda()
     alone = hog.verify(fn, inputs, modes=mode)
-    assert not alone.ok, f"torch {torch.__version__} no longer needs {row.name} in {mode}"
+    assert not alone.ok or in_models, (
+        f"torch {torch.__version__} no longer needs {row.name} in {mode}"
+    )
 
     def replaced(*given):
         with hog.second_order():
@@ -210,7 +214,7 @@ def test_versions():
 
 
 # name of a row -> the first release of torch with right derivatives
-MENDED = {"group_norm": (2, 14), "linalg.solve": (2, 15), "slogdet, logdet": (2, 15), "special.bessel_j0, modified_bessel_k0": (2, 15)}  # fmt: skip
+MENDED = {"group_norm": (2, 14), "special.bessel_j0, modified_bessel_k0": (2, 15)}  # fmt: skip
 
 
 @rows("name", MENDED)
