@@ -433,7 +433,7 @@ def checkpoint_frame() -> Any:
 
 
 def packs_saved_tensor() -> bool:
-    """Whether the caller runs inside the hook that packs what autograd saves, as that of a checkpoint."""
+    """Whether the caller runs in the hook that packs what autograd saves, as that of a checkpoint."""
     hooks = _top_saved_tensors_hooks(True)
     frame = None if hooks is None else sys._getframe(1)
     code: Any = None if hooks is None else getattr(hooks[0], "__code__", None)

@@ -12,6 +12,7 @@ from torch.func import functional_call, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
+from hoglib._core.torch_version import TORCH_VERSION
 from hoglib.auditing.routes import ROUTES
 from tests.auditing.cases import Applies, Cached, Images, Matrices, Net, WrongScale, problem, smooth
 from tests.functions import Cube, OnceDifferentiable
@@ -204,7 +205,7 @@ POISONED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.ReLU(), Applies(WrongScale.apply), nn.Linear(6, 3)),
         "3", "0.5 times",
     ),
-    "cdist": (lambda: smooth(Applies(lambda x: torch.cdist(x, x.detach() + 1)[:, :1] * x)), "2", "cdist"),
+    "hardsigmoid": (lambda: smooth(Applies(lambda x: F.hardsigmoid(x) * x)), "2", "hardsigmoid"),
     "a backward hook that raises": (with_a_hook, "0", "ValueError (no)"),
     "what does not run in float64": (lambda: smooth(Float32Only(), Applies(Cached.apply)), "3", "ctx.slope"),
 }  # fmt: skip
@@ -263,14 +264,21 @@ SILENT: dict[str, tuple[Callable[[], nn.Module], str, int, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SILENT)
+# right from torch 2.15 on
+LINEAR_ALGEBRA = ("solve", "det", "slogdet", "logdet")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in SILENT if n not in LINEAR_ALGEBRA or TORCH_VERSION < (2, 15)]
+)
 def test_a_silently_wrong_route_is_refused_by_name(name: str) -> None:
     make, module, width, routes = SILENT[name]
     report = audited(make(), width=width, routes=routes, stand_ins=False)
     assert report.culprits == (module,)
     for route in routes:
         assert report[ROWS[route]].status == "fail"
-        assert "is off by" in report[ROWS[route]].text
+        # from torch 2.15 on batch_norm says that it has no third derivative
+        assert re.search("is off by|3rd. order derivatives", report[ROWS[route]].text)
         assert f"`{module}`" in report[ROWS[route]].text
 
 

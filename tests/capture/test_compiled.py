@@ -429,7 +429,7 @@ def test_a_copy_has_graphs_of_its_own(copied):
 
 def test_what_torch_compile_or_script_made_runs_inside():
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), draw(5, 3)
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         scripted = torch.jit.script(net)
     for made in (torch.compile(net, backend="aot_eager"), scripted):
         fast = captured(lambda x, made=made: torch.autograd.grad(made(x).sum(), x, create_graph=True)[0].square().sum())  # fmt: skip

@@ -149,7 +149,7 @@ def test_a_loss_that_differentiates_inside(options):
 
 def test_scripted_code_that_ran_before_is_differentiated_in_forward_mode():
     model = net()
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         tanh, norm = map(torch.jit.script, (model[:2], nn.LayerNorm(3, dtype=F64)))
     scripted = nn.Sequential(tanh, model[2])
     loss, params = made(scripted)
