@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hoglib._core.mixed_precision import full_precision
 from hoglib._core.torch_modes import reverse_only
-from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
+from hoglib.ops._stand_in import IN_FORWARD, OVER, OVER_FORWARD, SILENT, stands_in_for
 
 __all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve"]
 
@@ -24,8 +24,14 @@ _LOGARITHMS, _SYSTEMS = "slogdet, logdet", "linalg.solve"
 _ISSUE = "198017"
 _LACKS = f"a wrong forward mode{SILENT}"
 _WRONG_FORWARD: Any = {"lacks": _LACKS, "modes": ("fr", "ff"), "issue": _ISSUE}
-# torch 2.15 has the samples of the tests right, and in models still not those of solve and slogdet
-_OVER_FORWARD: Any = {"lacks": OVER_FORWARD, "modes": OVER, "issue": _ISSUE}
+# Their backward without create_graph solves by the saved LU factors, which have no tangents.
+_OVER_FORWARD: Any = {
+    "lacks": f"forward mode over a backward without create_graph is wrong{SILENT}; before torch 2.15 "
+    f"{OVER_FORWARD}",
+    "modes": IN_FORWARD,
+    "issue": _ISSUE,
+    "until": dict.fromkeys(OVER, (2, 14)),
+}
 
 
 def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
