@@ -6,20 +6,23 @@ All of them end in C++, on every release of torch, which looks three names up on
     setup_context      to compare it with torch's own, which is none
     forward            to call it, without gradients
 
-`FunctionMeta.__getattribute__` sees the look-ups, and answers those of `forward` and `setup_context`
-by functions that call the watches around them. From torch 2.14 on `Function.apply` is the C++ method
-itself: an alias `f = MyFunction.apply` runs no Python before these look-ups.
+Python asks data descriptors of the metaclass `FunctionMeta` before the attributes of a class: those of
+these names see the look-ups, and answer `forward` and `setup_context` by functions that call the
+watches around them. (`FunctionMeta.__getattribute__` would see all look-ups, some 35 for each
+application.) From torch 2.14 on `Function.apply` is the C++ method itself: an alias
+`f = MyFunction.apply` runs no Python before these look-ups.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import FunctionMeta
+from torch.autograd.function import BackwardCFunction, FunctionMeta
 
-from hoglib._core import torch_internals, torch_library
+from hoglib._core import torch_forward_mode, torch_internals, torch_library
 
 # What a watch is called with when an application has ended: its node, and what forward returned.
 Ended = Callable[[Any, Any], None]
@@ -29,8 +32,6 @@ Seen = Callable[[type[Function], tuple[Any, ...]], Ended | None]
 _WATCHES: list["watching_functions"] = []
 # Reentrant: the garbage collector may run code that watches, too, while the lock is held.
 _LOCK = threading.RLock()
-_look_up = FunctionMeta.__getattribute__  # that of `type`
-_NO_CONTEXT = Function.setup_context  # of those whose forward takes ctx
 
 
 class Applying:
@@ -48,6 +49,7 @@ class watching_functions:  # noqa: N801 a context manager
     """Calls seen(function, args) for each custom Function that is applied inside, before it runs; not
     for those that another one's forward applies (unless it `recomputes` what the user wrote), nor in
     other threads. If that returns a function, it is called with the node and what forward returned.
+    Both run where forward does, without gradients unless `as_around` enables them.
 
     May stand inside of another one, and in several threads at once. A class, as it stands around each
     derivative: generators of contextlib take several times as long to enter and to leave.
@@ -60,7 +62,8 @@ class watching_functions:  # noqa: N801 a context manager
         self.applying, self.thread = Applying(), threading.get_ident()
         with _LOCK:
             if not _WATCHES:
-                FunctionMeta.__getattribute__ = _watched_look_up  # type: ignore[method-assign]
+                for name, descriptor in _DESCRIPTORS.items():
+                    setattr(FunctionMeta, name, descriptor)
             _WATCHES.append(self)
         return self.applying
 
@@ -68,7 +71,8 @@ class watching_functions:  # noqa: N801 a context manager
         with _LOCK:
             _WATCHES.remove(self)
             if not _WATCHES:
-                del FunctionMeta.__getattribute__
+                for name in _DESCRIPTORS:
+                    delattr(FunctionMeta, name)
 
 
 def sees_applications() -> bool:
@@ -94,28 +98,110 @@ class _State(threading.local):
     """What C++ is doing in this thread, between two look-ups."""
 
     begun: type[Function] | None = None  # it looks forward up next
-    records = False  # whether gradients were enabled when it began: in forward they are not
+    # Whether gradients and tangents were enabled when it began: in forward neither is.
+    enabled = False, False
     ran: "_Application | None" = None  # its forward has run: setup_context is looked up next
 
 
 _STATE = _State()
 
 
-def _watched_look_up(function: Any, name: str) -> Any:
-    """FunctionMeta.__getattribute__, while anything watches."""
-    found = _look_up(function, name)
-    if name == "_backward_cls":
-        _STATE.begun, _STATE.records = function, torch.is_grad_enabled()
-    elif name == "forward" and (begun := _STATE.begun) is not None and begun is function:
-        _STATE.begun = None
-        here = threading.get_ident()
-        watches = [watch for watch in reversed(_WATCHES) if watch.thread == here]
-        if watches and not getattr(function, "recomputes", False):
-            return _Application(begun, found, watches).forward
-    elif name == "setup_context" and (ran := _STATE.ran) is not None and ran.function is function:
-        _STATE.ran = None
-        return ran.setup_context(found)
-    return found
+@final
+class _Descriptor:
+    """An attribute of Functions, whose look-ups are answered."""
+
+    def __init__(self, name: str, answer: Callable[[Any, Any], Any]) -> None:
+        self._name, self._answer = name, answer
+
+    def __get__(self, function: Any, kind: Any = None) -> Any:
+        return self if function is None else self._answer(function, _look_up(function, self._name))
+
+    def __set__(self, function: Any, value: Any) -> None:
+        with self._beside():
+            setattr(function, self._name, value)
+
+    def __delete__(self, function: Any) -> None:
+        with self._beside():
+            delattr(function, self._name)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """For torch, which sets `_backward_cls` of each new class, and for users."""
+        with _LOCK:
+            delattr(FunctionMeta, self._name)
+            try:
+                yield
+            finally:
+                setattr(FunctionMeta, self._name, self)
+
+
+def _look_up(function: Any, name: str) -> Any:
+    """function.name, without the descriptor."""
+    for kind in function.__mro__:
+        if name in kind.__dict__:
+            found = kind.__dict__[name]
+            return found.__get__(None, function) if hasattr(found, "__get__") else found
+    raise AttributeError(f"type object {function.__name__!r} has no attribute {name!r}")
+
+
+def _begin(function: Any, backward_class: Any) -> Any:
+    _STATE.begun, _STATE.enabled = function, _enabled()
+    return backward_class
+
+
+def _answer_forward(function: Any, forward: Any) -> Any:
+    if (begun := _STATE.begun) is None or begun is not function:
+        return forward  # looked up by Python code
+    _STATE.begun = None
+    here = threading.get_ident()
+    watches = [watch for watch in reversed(_WATCHES) if watch.thread == here]
+    if not watches or getattr(function, "recomputes", False):
+        return forward
+    return _Application(begun, forward, watches).forward
+
+
+def _answer_setup_context(function: Any, setup_context: Any) -> Any:
+    ran = _STATE.ran
+    if ran is None or ran.function is not function:
+        return setup_context
+    _STATE.ran = None
+    return ran.setup_context(setup_context)
+
+
+_DESCRIPTORS = {
+    "_backward_cls": _Descriptor("_backward_cls", _begin),
+    "forward": _Descriptor("forward", _answer_forward),
+    "setup_context": _Descriptor("setup_context", _answer_setup_context),
+}
+
+
+def records_gradients() -> bool:
+    """Whether gradients were enabled around the application that a watch is told of."""
+    return _STATE.enabled[0]
+
+
+@contextmanager
+def as_around() -> Iterator[None]:
+    """Inside, while a watch is told of an application, gradients and tangents are enabled as around it,
+    and not as in forward."""
+    before = _enabled()
+    _switch(*_STATE.enabled)
+    try:
+        yield
+    finally:
+        _switch(*before)
+
+
+def _enabled() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch_forward_mode.are_tangents_enabled()
+
+
+def _switch(gradients: bool, tangents: bool) -> None:
+    """Enables them or not; no mode sees it, which would take it for the user's own `no_grad`."""
+    with torch_internals.without_functions_seen():
+        torch_internals.set_grad_enabled(gradients)
+    if torch_internals.forward_mode_active():
+        torch_forward_mode.tangents_enabled(tangents)
 
 
 @final
@@ -129,23 +215,20 @@ class _Application:
         watches: list[watching_functions],
     ) -> None:
         self.function, self._forward, self._watches = function, forward, watches
-        self._records = _STATE.records
-        self._takes_context = _look_up(function, "setup_context") is _NO_CONTEXT
 
     def forward(self, *args: Any) -> Any:
         """The Function's forward, which has all there is to do where it takes ctx."""
-        node, given = (args[0], args[1:]) if self._takes_context else (None, args)
+        takes_context = bool(args) and isinstance(args[0], BackwardCFunction)
         self._count(1)
         try:
-            with torch.set_grad_enabled(self._records):  # as around the application
-                self._ended = self._begin(given)
+            self._ended = self._begin(args[1:] if takes_context else args)
             result = self._forward(*args)
         finally:
             self._count(-1)
-        if node is None:
-            _STATE.ran = self
+        if takes_context:
+            self._end(args[0], result)
         else:
-            self._end(node, result)
+            _STATE.ran = self
         return result
 
     def setup_context(self, setup_context: Callable[..., Any]) -> Callable[..., None]:
@@ -171,7 +254,9 @@ class _Application:
         if not outermost:
             return []
         written = torch_library.as_written(self.function, args)
-        return [ended for watch in outermost if (ended := watch.seen(*written)) is not None]
+        # torch hides the tangents of arguments while they are not enabled
+        with as_around() if torch_internals.forward_mode_active() else nullcontext():
+            return [ended for watch in outermost if (ended := watch.seen(*written)) is not None]
 
     def _end(self, node: Any, result: Any) -> None:
         for ended in self._ended:

@@ -23,7 +23,7 @@ from hoglib._core.torch_private import holder, private, require
 from hoglib.errors import UnsupportedError
 
 tangents_enabled = private("torch.autograd.forward_ad._set_fwd_grad_enabled")
-_are_tangents_enabled = private("torch._C._is_fwd_grad_enabled")
+are_tangents_enabled = private("torch._C._is_fwd_grad_enabled")
 _eager_transforms = holder("torch._functorch.eager_transforms.JVP_NESTING")
 _interpreter = private("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter")
 _interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
@@ -98,7 +98,7 @@ def follow_grad_mode(enabled: bool) -> None:
     if managed and name == "__exit__":
         enabled = vars(manager).pop("_tangents", enabled)
     elif managed:
-        vars(manager).setdefault("_tangents", _are_tangents_enabled())
+        vars(manager).setdefault("_tangents", are_tangents_enabled())
     of_backward = torch_internals.running_backward() != -1 and not AMBIENT.recomputing
     if (name == "__init__" or not managed) and of_backward:
         return
@@ -132,7 +132,7 @@ class NoGradStopsForwardAD(TorchFunctionMode):
         return result
 
     def __enter__(self) -> "NoGradStopsForwardAD":
-        self._before = _are_tangents_enabled()
+        self._before = are_tangents_enabled()
         super().__enter__()
         return self
 
@@ -143,7 +143,7 @@ class NoGradStopsForwardAD(TorchFunctionMode):
 
 def tangent_of(x: Tensor) -> Tensor | None:
     """The tangent of a dual tensor outside of torch.func transforms; None where it has none or zero."""
-    if not _are_tangents_enabled() or not torch_internals.has_tangent(x):
+    if not are_tangents_enabled() or not torch_internals.has_tangent(x):
         return None
     tangent = forward_ad.unpack_dual(x).tangent
     return None if tangent is None or tangent._is_zerotensor() else tangent

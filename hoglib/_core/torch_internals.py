@@ -12,8 +12,8 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial, partialmethod
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial, partialmethod
 from typing import Any, final
 
 import torch
@@ -566,6 +566,8 @@ _SCRIPT_WATCHES: list[watching_scripts] = []
 
 
 _function_mode = private("torch.overrides._get_current_function_mode")
+_pop_mode = private("torch.overrides._pop_mode")
+_push_mode = private("torch.overrides._push_mode")
 _function_modes = private("torch.overrides._get_current_function_mode_stack")
 
 
@@ -582,15 +584,12 @@ class SuspendedMode:
         self._kind = kind
 
     def __enter__(self) -> "SuspendedMode":
-        mode = _function_mode()
-        self._mode = mode if isinstance(mode, self._kind) else None
-        if self._mode is not None:
-            TorchFunctionMode.__exit__(self._mode, None, None, None)  # takes it off
+        self._mode = _pop_mode() if isinstance(_function_mode(), self._kind) else None
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._mode is not None:
-            TorchFunctionMode.__enter__(self._mode)
+            _push_mode(self._mode)
 
     def resumed(self) -> AbstractContextManager[object]:
         """Inside of it, the mode is there again."""
@@ -615,6 +614,7 @@ without_functions_seen = private("torch._C.DisableTorchFunction")  # by modes; a
 # A context manager: inside, autocast casts nothing, also where a region of it is entered.
 no_autocast: Callable[[], AbstractContextManager[Any]] = private("torch._C._DisableAutocast")
 set_grad_enabled = private("torch._C._set_grad_enabled")  # as modes see it
+_autocast_devices = private("torch._C._autocast_supported_devices")
 _is_any_autocast_enabled = private("torch._C._is_any_autocast_enabled")
 
 
@@ -642,21 +642,11 @@ class RecordingBelow:
                 set_grad_enabled(before)
 
 
-def _has_autocast(device_type: str) -> bool:
-    with suppress(RuntimeError):  # a type that this torch does not know
-        return torch.amp.is_autocast_available(device_type)
-    return False
-
-
-_DEVICE_TYPES = "cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla", "privateuseone"
-_AUTOCASTING = tuple(filter(_has_autocast, _DEVICE_TYPES))
-
-
 def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
     """The device types for which autocast is active, and its dtypes."""
     if not _is_any_autocast_enabled():
         return ()
-    kinds = filter(torch.is_autocast_enabled, _AUTOCASTING)
+    kinds = filter(torch.is_autocast_enabled, _autocast_devices())
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
@@ -664,6 +654,13 @@ def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
 
 # without it torch itself refuses to change the stance there
 _frame_callback = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+
+
+@cache
+def _stances() -> tuple[Any, Any]:
+    """torch's function that sets a stance, and its class of stances, which torch imports late."""
+    set_stance = private("torch._dynamo.eval_frame._set_stance")
+    return set_stance, private("torch._dynamo.eval_frame.DynamoStance")
 
 
 def has_dynamo() -> bool:
@@ -688,11 +685,11 @@ class eagerly:  # noqa: N801 a context manager
     no second derivative, and one with a custom Function a wrong one, without an error.
 
     torch has one stance for all threads: the first that enters changes it, the last that leaves puts it
-    back. A class, as it stands around each derivative.
+    back. A class, as it stands around each derivative; `torch.compiler.set_stance` takes twice as long.
     """
 
     _inside = 0  # of all threads
-    _stance: Any = None
+    _before: Any = None
 
     def __init__(self, wanted: bool = True) -> None:
         self._wanted = wanted
@@ -703,8 +700,9 @@ class eagerly:  # noqa: N801 a context manager
         self._entered = wanted and _frame_callback() in (None, False)
         if self._entered:
             with _LOCK:
-                if not eagerly._inside:  # it holds from here on
-                    eagerly._stance = torch.compiler.set_stance("force_eager")
+                if not eagerly._inside:
+                    set_stance, stance = _stances()
+                    eagerly._before = set_stance(stance("force_eager"))
                 eagerly._inside += 1
 
     def __exit__(self, *raised: object) -> None:
@@ -712,7 +710,7 @@ class eagerly:  # noqa: N801 a context manager
             with _LOCK:
                 eagerly._inside -= 1
                 if not eagerly._inside:
-                    eagerly._stance.__exit__(None, None, None)
+                    _stances()[0](eagerly._before)
 
 
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -250,6 +250,7 @@ _ROWS = (
       lambda f: _within_mode(lambda mode: mode.seen is f)),
     # The state of the dispatcher, which torch has no public way to put back as it was.
     R("torch._C._is_any_autocast_enabled", "autocast", ALL, _is_off),
+    R("torch._C._autocast_supported_devices", "the devices of autocast", ALL, lambda f: "cpu" in f()),
     R("torch._C._DisableAutocast", "runs without autocast", COMPILE),
     R("torch._C.DisableTorchFunction", "runs without modes", COMPILE),
     R("torch._C._ForceDispatchKeyGuard", "records beneath a mode", TAYLOR),
@@ -266,6 +267,8 @@ _ROWS = (
       lambda f: _within_mode(lambda mode: f() == [mode])),
     R("torch.utils._python_dispatch.TorchDispatchMode", "sees each operation; torch documents it", f"{TAYLOR}, {COMPILE}",
       _sees_operations),
+    R("torch.overrides._pop_mode", "takes the mode of stand-ins off", ALL),
+    R("torch.overrides._push_mode", "puts it on again", ALL),
     R("torch.utils._python_dispatch._get_current_dispatch_mode", "which is active", SCRIPTS),
     R("torch.utils._python_dispatch._disable_current_modes", "runs without them", COMPILE),
     # The engine of autograd.
@@ -325,6 +328,8 @@ _ROWS = (
       lambda kind: kind(_ONES, dynamic_dims_sizes=[[2]], dynamic_dims_strides=[[1]]).check(_ONES)),
     R("torch._C._dynamo.eval_frame.get_eval_frame_callback", "whether compiled code calls", "derivatives that compiled code takes",
       lambda f: f() in (None, False)),
+    R("torch._dynamo.eval_frame._set_stance", "runs compiled code uncompiled", COMPILED),
+    R("torch._dynamo.eval_frame.DynamoStance", "runs compiled code uncompiled", COMPILED),
     R("torch._dynamo.graph_break", "what Dynamo cannot trace", COMPILED),
     R("torch._dynamo.config.patch", "compiled modules in a trace", COMPILE),
     R("torch._dynamo.utils.counters", "what came from a cache", COMPILE, lambda d: d.values),

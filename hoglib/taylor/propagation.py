@@ -119,8 +119,9 @@ class Propagation(TorchDispatchMode):
         return out
 
     def _see_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        self._flush()
-        if torch.is_grad_enabled() and any(self._parts(x) is not None for x in args):
+        with function_watch.as_around():
+            self._flush()
+        if function_watch.records_gradients() and any(self._parts(x) is not None for x in args):
             raise NoRule(f"the custom Function {function.__name__}")
 
     def _defer(self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Any) -> None:

@@ -21,7 +21,13 @@ from torch.autograd import Function
 from hoglib._core import pytree, torch_internals
 from hoglib._core.ambient import AMBIENT, inside
 from hoglib._core.autograd import Gradient
-from hoglib._core.function_watch import Ended, sees_applications, watching_functions
+from hoglib._core.function_watch import (
+    Ended,
+    as_around,
+    records_gradients,
+    sees_applications,
+    watching_functions,
+)
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn, warn_once
@@ -257,7 +263,7 @@ class AppliedFunctions:
 
     def record(self, function: type[Function], args: Args) -> Ended | None:
         """Notes an application; what is returned is called with its node and results."""
-        if function.__module__.startswith("hoglib.") or not torch.is_grad_enabled():
+        if function.__module__.startswith("hoglib.") or not records_gradients():
             return None
         if self.by_hand is not None and (AMBIENT.examining or on_wrong() == "ignore"):
             return None  # that is what is inside asked for, or reports
@@ -304,7 +310,8 @@ class AppliedFunctions:
         if (verdict is None or verdict.retries) and key not in self.unjudged:
             # what runs in a recomputation has other graphs than the arguments had
             graphed = None if _runs_again() else given
-            self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
+            with as_around():
+                self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
     def _watch_part(self, function: type[Function], args: Args, node: Any, result: Any) -> None:

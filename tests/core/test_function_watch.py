@@ -5,9 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta
 
-from hoglib._core.function_watch import watching_functions
+from hoglib._core import function_watch
+from hoglib._core.function_watch import as_around, records_gradients, watching_functions
+from hoglib._core.torch_internals import eagerly
 from tests.rows import rows
 
 
@@ -71,6 +74,14 @@ class Torn(torch.autograd.Function):
     setup_context = staticmethod(lambda ctx, inputs, output: 1 / 0)
 
 
+class Tangents(Modern):
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_forward(*inputs)
+
+    jvp = staticmethod(lambda ctx, t: 2 * t * ctx.saved_tensors[0])
+
+
 classic, modern, outer, wrapped = Classic.apply, Modern.apply, Outer.apply, Wrapped.apply
 X = torch.tensor([1.0, 2.0])
 
@@ -98,9 +109,12 @@ def in_a_thread(x):
     thread.join()
 
 
-def compiled(x):
-    torch.compile(lambda x: modern(x) + 1, backend="eager")(x)
-    modern(x)
+compiled = torch.compile(lambda x: modern(x) + 1, backend="eager")
+
+
+def eager(x):
+    with eagerly():  # as entry points run it
+        compiled(x)
 
 
 def raising(x):
@@ -125,6 +139,7 @@ CASES = {
     "another thread's": (in_a_thread, []),
     "gradient": (torch.func.grad(lambda x: modern(x).sum()), ["ModernGenerated"]),
     "vmap": (torch.vmap(modern), ["VmappedModern"]),
+    "compiled": (eager, ["Modern"]),
     "one that raises": (raising, ["Raising", "Torn", "Modern"]),
     "looked up by the user": (lambda x: (Modern.forward(x), Modern._backward_cls, Modern.setup_context), []),
 }  # fmt: skip
@@ -146,14 +161,15 @@ def test_applications_are_seen(name):
     assert ended == [name for name in seen if name not in ("Raising", "Torn")]
     function(X)
     assert len(seen) == len(expected)
-    assert "__getattribute__" not in vars(FunctionMeta)
+    assert vars(FunctionMeta).keys().isdisjoint(function_watch._DESCRIPTORS)
 
 
 def test_what_is_seen_is_as_around_the_application():
     found = []
 
     def see(function, args):
-        found.append((torch.is_grad_enabled(), args))
+        with as_around():
+            found.append((records_gradients() and (args[0] * 1).requires_grad, args))
         return lambda node, result: found.append((node, result))
 
     x = X.clone().requires_grad_()
@@ -164,3 +180,14 @@ def test_what_is_seen_is_as_around_the_application():
     assert (node, last) == (y.grad_fn, z.grad_fn)
     torch.testing.assert_close((result, cubes), (y, z))
     assert torch.equal(torch.autograd.grad(y.sum() + z.sum(), x)[0], 2 * x + 3 * x**2)
+
+
+def test_tangents_are_seen_as_around_the_application():
+    found = []
+
+    def see(function, args):
+        found.append(forward_ad.unpack_dual(args[0] * 3).tangent)
+
+    with forward_ad.dual_level(), watching_functions(see):
+        Tangents.apply(forward_ad.make_dual(X, X + 1))
+    torch.testing.assert_close(found, [3 * (X + 1)])
