@@ -1,5 +1,5 @@
-"""What hoglib reads of torch beneath its public API, with `torch_forward_mode`, `torch_sharding` and
-`torch_library`; what names of torch these and others take is in `torch_private`.
+"""The state of torch that its public API does not show, with `torch_forward_mode`, `torch_sharding` and
+`torch_library`. All private names are bound through the table in `torch_private`.
 
 torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
 differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in

@@ -34,6 +34,8 @@ from hoglib._core.torch_private import private, require
 Overload = Any  # an operator of torch.ops for arguments of given types, and a packet of them
 OpOverloadPacket: Any = type(torch.ops.aten.sin)
 OPERATORS = (type(torch.ops.aten.sin.default), OpOverloadPacket)
+_is_list_of_tensors = private("torch._library.utils.is_tensorlist_like_type")
+_fill_defaults = private("torch._library.utils.fill_defaults")
 _tree_flatten = private("torch.utils._pytree.tree_flatten")
 _DEFINITIONS = private("torch._library.custom_ops.OPDEFS")
 _LIBRARIES = private("torch.library._impls")
@@ -154,17 +156,6 @@ def _returns_list(overload: Overload) -> bool:
     return len(returns) == 1 and _is_list_of_tensors(returns[0].type)
 
 
-def _is_list_of_tensors(kind: Any) -> bool:
-    return str(kind).replace("Optional[", "").rstrip("]") == "List[Tensor"
-
-
-def _with_defaults(schema: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments by position and by keyword, with those that were left out."""
-    by_position = [a.default_value for a in schema.arguments if not a.kwarg_only]
-    by_keyword = {a.name: a.default_value for a in schema.arguments if a.kwarg_only}
-    return (*args, *by_position[len(args) :]), {**by_keyword, **kwargs}
-
-
 def _has_structure(overload: Overload) -> bool:
     """Whether its arguments are more than tensors and constants by position, or its result a list."""
     arguments = overload._schema.arguments
@@ -218,7 +209,7 @@ def _make_function(overload: Overload, backward: Any, setup_context: Any) -> typ
         if structured:
             ctx.structure = inputs[-1]
         if setup_context is not None:
-            given, named = _with_defaults(schema, *opened(inputs))
+            given, named = _fill_defaults(schema, *opened(inputs))
             output = list(output) if _returns_list(overload) else output
             more = {"keyword_only_inputs": named} if keywords else {}
             setup_context(ctx=ctx, inputs=given, output=output, **more)

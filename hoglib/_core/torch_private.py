@@ -1,12 +1,13 @@
-"""Every private name of torch that hoglib uses, what for, what goes with it, and a probe.
+"""Every private name of torch that hoglib uses: its purpose, the feature that needs it, and a probe.
 
     _get_unwrapped = private("torch._C._functorch.get_unwrapped")      # at import: no look-up later
 
-torch may take any of them away. What `private` returns then refuses all use, and names the row: no
-import fails, and nothing goes on without what it needs. `hoglib check` runs the probes.
+A release of torch may remove any of them. `private` then returns an object that raises UnsupportedError
+on every use: `import hoglib` succeeds, and no feature runs without a name that it needs. `hoglib check`
+runs the probes.
 
-A row stays because torch has no public way to what its group is about, which the comment over it names.
-Private attributes of objects are used as they are, and have rows here, too: `Tensor._version`.
+The comment over a group of rows says what torch has no public API for. hoglib reads private attributes
+of torch's objects directly; they have rows, too: `Tensor._version`.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ STAND_INS = "stand-ins for torch calls (second_order)"
 TAYLOR = "Taylor mode (jet, laplacian)"
 SHARDED = "models that processes share"
 SPEED = "nothing; another way is slower"
-NOTHING = "nothing; no call of it is left"  # what it stands for has gone, too
+NOTHING = "nothing; no call of it is left"  # the stand-in is for this name itself
 
 
 class PrivateName(NamedTuple):
@@ -238,7 +239,7 @@ _ROWS = (
     R("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", "runs outside of all transforms", FUNC),
     R("torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter", "runs one transform further out", f"{REMAT} inside torch.func",
       lambda f: _within(torch.func.grad, lambda _: callable(f().lower))),
-    R("torch._functorch.eager_transforms.JVP_NESTING", "whose the level of forward mode is", f"{REMAT} in {FORWARD}",
+    R("torch._functorch.eager_transforms.JVP_NESTING", "whether torch.func.jvp entered the level", f"{REMAT} in {FORWARD}",
       lambda n: n == 0),
     # Forward mode: its level, which torch keeps for the process, and its switch.
     R("torch.autograd.forward_ad._current_level", "its level", ALL, lambda n: n == -1),
@@ -254,16 +255,16 @@ _ROWS = (
     R("torch._C._DisableAutocast", "runs without autocast", COMPILE),
     R("torch._C.DisableTorchFunction", "runs without modes", COMPILE),
     R("torch._C._ForceDispatchKeyGuard", "records beneath a mode", TAYLOR),
-    R("torch._C._dispatch_tls_local_include_set", "likewise", TAYLOR),
-    R("torch._C._dispatch_tls_local_exclude_set", "likewise", TAYLOR),
+    R("torch._C._dispatch_tls_local_include_set", "the dispatch keys of the thread", TAYLOR),
+    R("torch._C._dispatch_tls_local_exclude_set", "the dispatch keys of the thread", TAYLOR),
     # Modes and tracers that are active.
-    R("torch._C._TorchDispatchModeKey.PROXY", "whether a graph is traced", ALL, lambda _: True),
-    R("torch._C._TorchDispatchModeKey.FUNCTIONAL", "likewise", ALL, lambda _: True),
-    R("torch._C._get_dispatch_mode", "likewise", ALL,
+    R("torch._C._TorchDispatchModeKey.PROXY", "whether a graph is traced", ALL, lambda key: key.name == "PROXY"),
+    R("torch._C._TorchDispatchModeKey.FUNCTIONAL", "whether a graph is traced", ALL, lambda key: key.name == "FUNCTIONAL"),
+    R("torch._C._get_dispatch_mode", "whether a graph is traced", ALL,
       lambda f: f(torch._C._TorchDispatchModeKey.PROXY) is None),
     R("torch.overrides._get_current_function_mode", "the mode of stand-ins", ALL,
       lambda f: f() is None and _within_mode(lambda mode: f() is mode)),
-    R("torch.overrides._get_current_function_mode_stack", "likewise, beneath others", ALL,
+    R("torch.overrides._get_current_function_mode_stack", "the mode of stand-ins, beneath others", ALL,
       lambda f: _within_mode(lambda mode: f() == [mode])),
     R("torch.utils._python_dispatch.TorchDispatchMode", "sees each operation; torch documents it", f"{TAYLOR}, {COMPILE}",
       _sees_operations),
@@ -287,6 +288,10 @@ _ROWS = (
       lambda _: _made_of() is _Twice),
     R("torch.utils.checkpoint._checkpoint_hook", "checkpoints", REMAT,
       lambda kind: "frame" in str(signature(kind))),
+    # Bases of public classes, from which users derive layers of their own.
+    R("torch.nn.modules.batchnorm._BatchNorm", "layers that normalise by the batch", ALL),
+    R("torch.nn.modules.batchnorm._NormBase", "layers with running statistics", ALL),
+    R("torch.nn.modules.dropout._DropoutNd", "layers that draw", ALL),
     # Parameters, swapped where torch keeps or traces them.
     R("torch.nn.utils.parametrize._cache", "parametrizations", ALL, lambda c: c == {}),
     R("torch.nn.utils.stateless._reparametrize_module", "swaps that Dynamo traces", COMPILED),
@@ -300,13 +305,18 @@ _ROWS = (
       lambda kinds: dict in kinds),
     # Operators of torch.library, whose rules torch keeps to itself.
     R("torch._library.custom_ops.OPDEFS", "their rules", OPERATORS, lambda d: d.get),
-    R("torch.library._impls", "rules in the dispatcher", OPERATORS, lambda names: "" not in names),
+    R("torch.library._impls", "rules in the dispatcher", OPERATORS, lambda names: isinstance(names, set)),
     R("torch._C._jit_resolve_packet", "the overload of a call", OPERATORS),
     R("torch._C._AutoDispatchBelowAutograd", "runs without their rules", OPERATORS),
     R("torch._library.autograd", "their Functions", OPERATORS,
       lambda m: callable(m.make_autograd_impl)),
+    R("torch._library.utils.is_tensorlist_like_type", "lists of tensors", OPERATORS),
+    R("torch._library.utils.fill_defaults", "arguments that were left out", OPERATORS),
     R("torch._C._nn", "torch's bindings of operators", STAND_INS, lambda m: callable(m.gelu)),
     # Operations that only private names reach.
+    R("torch.nn._reduction.get_enum", "reductions of losses", STAND_INS, lambda f: f("sum") == 2),
+    R("torch.nn._reduction.legacy_get_enum", "size_average and reduce of losses", STAND_INS),
+    R("torch._prims_common.suggest_memory_format", "channels-last in a graph", COMPILE),
     R("torch._weight_norm", "is replaced", NOTHING),
     R("torch._weight_norm_interface", "is replaced", NOTHING),
     R("torch._safe_softmax", "is replaced", NOTHING),
@@ -369,11 +379,11 @@ _ROWS = (
     R("Module._parameters", "parameters, swapped", ALL, lambda m: "weight" in m._parameters),
     R("Module._buffers", "buffers, swapped", ALL, lambda m: m._buffers == {}),
     R("Module._forward_hooks", "hooks, left out", SHARDED, _has_none("_forward_hooks")),
-    R("Module._forward_pre_hooks", "likewise", SHARDED, _has_none("_forward_pre_hooks")),
-    R("Module._forward_pre_hooks_with_kwargs", "likewise", SHARDED,
+    R("Module._forward_pre_hooks", "hooks, left out", SHARDED, _has_none("_forward_pre_hooks")),
+    R("Module._forward_pre_hooks_with_kwargs", "hooks, left out", SHARDED,
       _has_none("_forward_pre_hooks_with_kwargs")),
     R("Module._backward_hooks", "hooks, checked", COMPILE, _has_none("_backward_hooks")),
-    R("Module._backward_pre_hooks", "likewise", "audit", _has_none("_backward_pre_hooks")),
+    R("Module._backward_pre_hooks", "hooks, checked", "audit", _has_none("_backward_pre_hooks")),
     # Whether torch.compile made it, and of what.
     R("Module._compiled_call_impl", "whether compiled", COMPILED,
       lambda m: m._compiled_call_impl is None),

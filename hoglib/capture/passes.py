@@ -17,6 +17,7 @@ from hoglib._core.torch_private import private
 
 aten: Any = torch.ops.aten
 _unsafe_view = private("torch.ops.aten._unsafe_view.default")
+_suggest_memory_format = private("torch._prims_common.suggest_memory_format")
 _to_copy = private("torch.ops.aten._to_copy.default")
 
 RESHAPES = (aten.view.default, _unsafe_view, aten.reshape.default)
@@ -261,17 +262,9 @@ def lay_out_concatenations(module: fx.GraphModule) -> None:
                 found = new_node(graph, aten.cat.default, left, *node.args[1:])
             elif fake_value(found).dtype is not (dtype := fake_value(node).dtype):
                 found = new_node(graph, _to_copy, found, dtype=dtype)
-            layout = _memory_format(fake_value(node))
+            layout = _suggest_memory_format(fake_value(node))
             copy = new_node(graph, aten.clone.default, found, memory_format=layout)
             replace_node(graph, node, copy)
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    """The one that the strides of a tensor have."""
-    images = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if images is None or x.is_contiguous() or not x.is_contiguous(memory_format=images):
-        return torch.contiguous_format
-    return images
 
 
 def _is_empty(value: Tensor) -> bool:

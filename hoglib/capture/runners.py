@@ -87,10 +87,8 @@ def compile_graph(
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     if on_cpu and cpp_compiler() is None:
         raise NoCompilerError("no C++ compiler was found: install g++ or clang++, or set CXX")
-    config, fresh_cache = (
-        private("torch._inductor.config"),
-        private("torch._inductor.utils.fresh_cache"),
-    )
+    config = private("torch._inductor.config")
+    fresh_cache = private("torch._inductor.utils.fresh_cache")
     standalone_compile = private("torch._inductor.standalone_compile")
     began = perf_counter()
     module = optimized(graph, tensors, dynamic)
@@ -168,10 +166,8 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
       slower for small graphs. A program that calls an operator of torch.library with a list of tensors
       crashes the process (torch 2.13).
     """
-    config, pick_vec_isa = (
-        private("torch._inductor.config"),
-        private("torch._inductor.cpu_vec_isa.pick_vec_isa"),
-    )
+    config = private("torch._inductor.config")
+    pick_vec_isa = private("torch._inductor.cpu_vec_isa.pick_vec_isa")
     given: dict[str, Any] = {
         "fallback_random": True,
         "layout_optimization": torch.cuda.is_available(),

@@ -24,7 +24,7 @@ from hoglib.curvature.data import numbers_of
 from hoglib.curvature.vector_space import Space
 from hoglib.errors import NondeterministicError, NonFiniteError
 
-DROPOUTS = (*module_kinds.DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+DROPOUTS = (module_kinds.DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 # the loss of a batch in one pass, and its fingerprint
 BatchRecord = tuple[float, tuple[float, ...]]
 LossOf = Callable[[Any], Tensor]  # of a batch

@@ -13,6 +13,7 @@ from torch import Tensor
 from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.mixed_precision import full_precision, is_autocast, is_half, upcast_half
 from hoglib._core.torch_modes import reverse_only
+from hoglib._core.torch_private import private
 from hoglib._core.validation import TorchValueError
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, stands_in_for
@@ -26,8 +27,9 @@ __all__ = [
     "soft_margin_loss",
 ]
 
+_reduction_number = private("torch.nn._reduction.get_enum")
+_legacy_reduction_number = private("torch.nn._reduction.legacy_get_enum")
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
-_REDUCTIONS = {"none": NONE, "mean": MEAN, "elementwise_mean": MEAN, "sum": SUM}
 
 # torch's annotations lack the weight
 _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
@@ -306,16 +308,8 @@ def reduction_number(
 ) -> int:
     """NONE, MEAN or SUM; the deprecated arguments take precedence. Raises torch's ValueError."""
     if size_average is not None or reduce is not None:
-        reduction = "mean" if size_average is None or size_average else "sum"
-        reduction = reduction if reduce is None or reduce else "none"
-        warnings.warn(
-            "size_average and reduce args will be deprecated, please use "
-            f"reduction='{reduction}' instead.",
-            stacklevel=2,
-        )
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"{reduction} is not a valid value for reduction")
-    return _REDUCTIONS[reduction]
+        return _legacy_reduction_number(size_average, reduce)
+    return _reduction_number(reduction)
 
 
 def reduce_loss(loss: Tensor, number: int, counts: Tensor | None = None) -> Tensor:

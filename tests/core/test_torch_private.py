@@ -194,6 +194,8 @@ SOME = (
     "torch.autograd.graph._engine_run_backward",
     "torch._subclasses.fake_tensor.FakeTensor",
 )
+# torch itself, or Python, does not do without them while hoglib is imported.
+UNTRIED = set()
 ALL = [name for name in TABLE if name.startswith("torch.")]
 
 
@@ -203,6 +205,7 @@ def test_without_a_name_nothing_is_wrong_in_silence(names):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     complete, *found = map(json.loads, done.stdout.splitlines())
     assert [one["name"] for one in found] == list(names)
+    assert {one["name"] for one in found if "untried" in one} <= UNTRIED
     failed = []
     for one in found:
         name = one.pop("name")

@@ -182,7 +182,7 @@ def run(name):
         try:
             delattr(owner, attribute)
         except (AttributeError, KeyError, TypeError):
-            return {}  # Python does not let it be taken away
+            return {"untried": ""}  # Python does not let it be taken away
         loaded = sys.modules.pop(name, None)
         if loaded is not None:
             sys.modules[name] = None  # it cannot be imported
@@ -191,7 +191,7 @@ def run(name):
     except BaseException as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__)):
-            return {}  # torch itself has to have it while hoglib is imported
+            return {"untried": ""}  # torch itself has to have it while hoglib is imported
         return {"import": f"{type(error).__name__}: {error}"[:400]}
     finally:
         if name and not name.startswith(LATE):
