@@ -15,6 +15,7 @@ application.) From torch 2.14 on `Function.apply` is the C++ method itself: an a
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -77,6 +78,13 @@ class watching_functions:  # noqa: N801 a context manager
 
 def sees_applications() -> bool:
     """Whether the installed torch looks the names up, so that an application is seen."""
+    # In a thread of its own: hoglib may be imported under no_grad or inside of a transform.
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(_sees_application)
+    return done.exception() is None and done.result()
+
+
+def _sees_application() -> bool:
     seen: list[Any] = []
     with watching_functions(lambda function, args: lambda node, result: seen.append(node)):
         y: Any = _Identity.apply(torch.ones((), requires_grad=True))

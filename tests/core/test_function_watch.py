@@ -9,7 +9,12 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta
 
 from hoglib._core import function_watch
-from hoglib._core.function_watch import as_around, records_gradients, watching_functions
+from hoglib._core.function_watch import (
+    as_around,
+    records_gradients,
+    sees_applications,
+    watching_functions,
+)
 from hoglib._core.torch_internals import eagerly
 from tests.rows import rows
 
@@ -191,3 +196,13 @@ def test_tangents_are_seen_as_around_the_application():
     with forward_ad.dual_level(), watching_functions(see):
         Tangents.apply(forward_ad.make_dual(X, X + 1))
     torch.testing.assert_close(found, [3 * (X + 1)])
+
+
+def test_torch_is_asked_wherever_hoglib_is_imported():
+    def asked(x):
+        assert sees_applications()
+        return x
+
+    with torch.inference_mode():
+        asked(0)
+    torch.vmap(asked)(torch.ones(2))
