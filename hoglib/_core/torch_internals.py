@@ -566,8 +566,8 @@ _SCRIPT_WATCHES: list[watching_scripts] = []
 
 
 _function_mode = private("torch.overrides._get_current_function_mode")
-_pop_mode = private("torch.overrides._pop_mode")
 _push_mode = private("torch.overrides._push_mode")
+_pop_mode = needing(private("torch.overrides._pop_mode"), _push_mode)
 _function_modes = private("torch.overrides._get_current_function_mode_stack")
 
 

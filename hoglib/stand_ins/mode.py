@@ -106,11 +106,11 @@ class _StandIns:
 
     def __enter__(self) -> None:
         if self._wanted and AMBIENT.stand_ins is None:
-            mode = _SecondOrder()
-            mode.__enter__()
-            # scripted code makes no call that a mode sees
+            # scripted code makes no call that a mode sees; first, since this may refuse
             self._scripts = torch_internals.watching_scripts()
             self._scripts.__enter__()
+            mode = _SecondOrder()
+            mode.__enter__()
             self._entered = AMBIENT.stand_ins = mode
         self._were_frozen = AMBIENT.statistics_frozen
         AMBIENT.statistics_frozen = self._were_frozen or self._frozen
@@ -119,8 +119,8 @@ class _StandIns:
         AMBIENT.statistics_frozen = self._were_frozen
         if self._entered is not None:
             mode, self._entered = self._entered, None
-            self._scripts.__exit__(*raised)
             mode.__exit__(*raised)
+            self._scripts.__exit__(*raised)
             AMBIENT.stand_ins = None
 
 

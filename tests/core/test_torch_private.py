@@ -194,8 +194,19 @@ SOME = (
     "torch.autograd.graph._engine_run_backward",
     "torch._subclasses.fake_tensor.FakeTensor",
 )
-# torch itself, or Python, does not do without them while hoglib is imported.
-UNTRIED = set()
+# Torch itself, or Python, does not do without them while hoglib is imported.
+UNTRIED = {
+    "torch._dynamo.config.patch",
+    "torch._functorch.autograd_function",
+    "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",
+    "torch._inductor.config",
+    "torch._library.autograd",
+    "torch._library.custom_ops.OPDEFS",
+    "torch._library.utils.is_tensorlist_like_type",
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch.backends.__allow_nonbracketed_mutation",
+    "torch.library._impls",
+}
 ALL = [name for name in TABLE if name.startswith("torch.")]
 
 
