@@ -196,6 +196,7 @@ SOME = (
 )
 # Torch itself, or Python, does not do without them while hoglib is imported.
 UNTRIED = {
+    "torch._C._nn",
     "torch._dynamo.config.patch",
     "torch._functorch.autograd_function",
     "torch._functorch.pyfunctorch.retrieve_current_functorch_interpreter",

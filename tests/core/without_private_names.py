@@ -178,9 +178,9 @@ def run(name):
             owner = getattr(owner, part)
         if not hasattr(owner, attribute):
             import_module(name)
-        if name in sys.modules:
-            return {"untried": ""}  # a module, which torch itself imports
         kept = getattr(owner, attribute)
+        if sys.modules.get(name) is kept:
+            return {"untried": ""}  # a module, which torch itself imports
         try:
             delattr(owner, attribute)
         except (AttributeError, KeyError, TypeError):
