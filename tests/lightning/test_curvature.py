@@ -395,6 +395,8 @@ def test_the_largest_can_be_watched(tmp_path):
 OPTIMIZERS = {
     "SGD with weight decay": (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), lambda largest: 0.1 * (largest + 0.5)),
     "Nesterov": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, nesterov=True), lambda largest: 0.1 * largest * 2 / 1.5),
+    "dampening": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5, dampening=0.2), lambda largest: 0.1 * 0.8 * largest / 1.5),
+    "dampening of no momentum": (lambda p: torch.optim.SGD(p, lr=0.1, dampening=0.2), lambda largest: 0.1 * largest),
     "Adam": (torch.optim.Adam, None),
     "two learning rates": (lambda p: torch.optim.SGD([{"params": [q], "lr": 0.1 * (i + 1)} for i, q in enumerate(p)]), None),
     "some of them": (lambda p: torch.optim.SGD([*p][:2], lr=0.1), None),

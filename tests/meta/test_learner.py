@@ -333,17 +333,21 @@ def test_statistics_per_step(memory, over_tasks):
     )  # fmt: skip
     plain = hog.MAML(model, F.mse_loss, inner_lr=0.1, inner_steps=2, over_tasks=over_tasks)
     assert relative(meta_gradient(maml, tasks), meta_gradient(plain, tasks)) < 1e-12
-    mean = maml.statistics.get_buffer("mean/1")
-    assert mean.shape == (3, 3)
-    expected = []
+    mean, var = (maml.statistics.get_buffer(f"{kind}/1") for kind in ("mean", "var"))
+    assert mean.shape == var.shape == (3, 3)
+    means, variances = torch.zeros_like(mean), torch.zeros_like(var)
     for i in range(3):
-        found = []
         for support, query in as_list(tasks):
             x = (support if i < 2 else query)[0]
             theta = plain.adapt(support, steps=i)
-            found.append(F.conv2d(x, theta["0.weight"], theta["0.bias"], padding=1).mean((0, 2, 3)))
-        expected.append(0.1 * torch.stack(found).mean(0))
-    torch.testing.assert_close(mean, torch.stack(expected))
+            y = F.conv2d(x, theta["0.weight"], theta["0.bias"], padding=1)
+            # with a momentum of 1 torch's running statistics are those of the batch
+            of_task = torch.zeros(3).to(y), torch.ones(3).to(y)
+            F.batch_norm(y, *of_task, training=True, momentum=1.0)
+            means[i] += of_task[0] / len(as_list(tasks))
+            variances[i] += of_task[1] / len(as_list(tasks))
+    torch.testing.assert_close(mean, 0.1 * means)
+    torch.testing.assert_close(var, 0.9 + 0.1 * variances)
     # in eval mode step i normalises by entry i
     model.eval()
     x, support = tasks[1][0][0], as_list(tasks)[0][0]

@@ -52,6 +52,25 @@ def test_loop_equals_vmap(name, steps, first_order):
     assert relative(of_list, by_loop) < 1e-12
 
 
+def test_parameters_that_share_one_gradient():
+    # autograd returns one tensor as the gradient of both summands, into which a loop must not add twice
+    def shift():
+        return nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    torch.manual_seed(0)
+    net = nn.Linear(2, 2, bias=False).double()
+    made = Fn(lambda fn, x: fn.net(x) + (fn.a + fn.b), net=net, a=shift(), b=shift())
+    tasks = stacks()
+    found = [
+        meta_gradient(
+            hog.MAML(made, F.mse_loss, inner_lr=0.1, first_order=True, over_tasks=over),
+            tasks,
+        )
+        for over in ("vmap", "loop")
+    ]
+    assert relative(*found) < 1e-12
+
+
 # That a loop over tasks equals vmap is tested above.
 @pytest.mark.parametrize("over_tasks", [pytest.param("vmap", marks=FULL), "loop"])
 @pytest.mark.parametrize("steps", STEPS)
