@@ -59,7 +59,10 @@ def peak_allocated(run: Callable[[], Any]) -> int:
     Sees what compiled code allocates, of which no operation of torch tells; and torch's own workspace.
     Only of what leaves nothing behind: memory from before that is freed inside is subtracted.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events, which does nothing here: torch 2.11 warns where it is left out
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         run()
     results: Any = profiler.profiler.kineto_results
     now = peak = 0
