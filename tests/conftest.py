@@ -11,12 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from hoglib._core.torch_version import TORCH_VERSION
 from tests.rows import as_in_a_new_process
 
 torch.set_num_threads(1)
 # On Intel processors MKL rounds a product otherwise for a transposed or unaligned matrix, and a graph
 # that is run one operation at a time has other layouts than autograd. MKL reads this at its first call.
 os.environ.setdefault("MKL_CBWR", "AVX2,STRICT")
+
+
+# Warnings of torch 2.11, of its own: Dynamo's, of builtins that it runs uncompiled; and one about
+# sparse tensors, which check_invariants= silences only in later releases.
+OF_OLD_TORCH = (
+    "ignore:Dynamo does not know how to trace the builtin:UserWarning",
+    "ignore:Sparse invariant checks are implicitly disabled:UserWarning",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in OF_OLD_TORCH if TORCH_VERSION < (2, 13) else ():
+        config.addinivalue_line("filterwarnings", line)
 
 
 def _files_of_the_checkout() -> set[str]:

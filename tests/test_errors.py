@@ -44,7 +44,7 @@ def test_its_docstring_and_that_of_the_module_say_what_else_it_is(name):
     assert words <= also(cls) | set(CHILDREN)
 
 
-# Quoted messages that older releases of torch do not have: the first one that does.
+# Quoted messages that torch 2.11 does not have, and the release that the page is of.
 SINCE = {"An input that has been returned as-is as output": (2, 13)}
 
 

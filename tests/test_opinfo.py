@@ -19,7 +19,6 @@ import time
 import types
 import unittest
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -72,6 +71,7 @@ EXCEPTIONS = {
         ("masked", "a pixel of -inf beside the grid: 0 times -inf is NaN, also the value"),
     ),
     "nn.functional.multilabel_margin_loss": ("masked", "-inf minus -inf, which torch's kernel skips"),
+    "linalg.pinv.singular": ("large entries", "a condition number of 3e6, squared in a second derivative: two formulas are 2e-4 apart"),
     "renorm": ("zero operand", "NaN by torch, which hvp names; the gradient of a jvp is torch's own"),
 }  # fmt: skip
 
@@ -427,10 +427,10 @@ def main() -> bool:
 # torch warns of what its samples call: operators that are deprecated, layouts in beta
 @pytest.mark.filterwarnings("ignore")
 def test_a_hundredth_of_torchs_samples():
-    """The same points each day, and with each release of torch; `make opinfo` has all."""
-    every = operators()
-    names = [name for name in sorted(every) if zlib.crc32(name.encode()) % 10 == 0]
-    chosen = {name: random.Random(name).choice([*points(every[name], 3), None]) for name in names}
+    """The same points each day; `make opinfo` has all."""
+    draw, every = random.Random(0), operators()
+    names = draw.sample(sorted(every), len(every) // 10)
+    chosen = {name: draw.choice([*points(every[name], 3), None]) for name in names}
     found = {name: judged(name, [p]) for name, p in chosen.items() if p is not None}
     assert not [line for name, rows in found.items() for line in faults(name, rows)]
     assert sum(row[2] == "right" for rows in found.values() for row in rows) > 150, table(found)

@@ -59,7 +59,7 @@ def peak_allocated(run: Callable[[], Any]) -> int:
     Sees what compiled code allocates, of which no operation of torch tells; and torch's own workspace.
     Only of what leaves nothing behind: memory from before that is freed inside is subtracted.
     """
-    # acc_events, which does nothing here: torch 2.11 warns where it is left out
+    # acc_events=True because torch 2.11 warns without it; there is only one cycle of events
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:

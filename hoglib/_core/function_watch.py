@@ -6,11 +6,12 @@ All of them end in C++, on every release of torch, which looks three names up on
     setup_context      to compare it with torch's own, which is none
     forward            to call it, without gradients
 
-Python asks data descriptors of the metaclass `FunctionMeta` before the attributes of a class: those of
-these names see the look-ups, and answer `forward` and `setup_context` by functions that call the
-watches around them. (`FunctionMeta.__getattribute__` would see all look-ups, some 35 for each
-application.) From torch 2.14 on `Function.apply` is the C++ method itself: an alias
-`f = MyFunction.apply` runs no Python before these look-ups.
+Python calls a data descriptor of the metaclass `FunctionMeta` before it reads an attribute of a class.
+While anything watches, `FunctionMeta` has a descriptor of each of the three names. The descriptors
+return functions that call the watches before and after `forward` and `setup_context`.
+`FunctionMeta.__getattribute__` would also be called for the other look-ups, some 35 in an application.
+From torch 2.14 on `Function.apply` is the C++ method itself: an alias `f = MyFunction.apply` runs no
+Python before these look-ups.
 """
 
 import threading
@@ -106,7 +107,7 @@ class _State(threading.local):
     """What C++ is doing in this thread, between two look-ups."""
 
     begun: type[Function] | None = None  # it looks forward up next
-    # Whether gradients and tangents were enabled when it began: in forward neither is.
+    # Whether gradients and tangents were enabled where apply was called; forward runs without both.
     enabled = False, False
     ran: "_Application | None" = None  # its forward has run: setup_context is looked up next
 
@@ -116,7 +117,7 @@ _STATE = _State()
 
 @final
 class _Descriptor:
-    """An attribute of Functions, whose look-ups are answered."""
+    """A data descriptor of FunctionMeta: `answer(function, value)` is what a look-up returns."""
 
     def __init__(self, name: str, answer: Callable[[Any, Any], Any]) -> None:
         self._name, self._answer = name, answer
@@ -134,7 +135,8 @@ class _Descriptor:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """For torch, which sets `_backward_cls` of each new class, and for users."""
+        """Without the descriptor, so that the class gets the attribute: torch sets `_backward_cls` of
+        each new class."""
         with _LOCK:
             delattr(FunctionMeta, self._name)
             try:
@@ -152,7 +154,7 @@ def _look_up(function: Any, name: str) -> Any:
     raise AttributeError(f"type object {function.__name__!r} has no attribute {name!r}")
 
 
-def _begin(function: Any, backward_class: Any) -> Any:
+def _answer_backward_class(function: Any, backward_class: Any) -> Any:
     _STATE.begun, _STATE.enabled = function, _enabled()
     return backward_class
 
@@ -176,22 +178,23 @@ def _answer_setup_context(function: Any, setup_context: Any) -> Any:
     return ran.setup_context(setup_context)
 
 
-_DESCRIPTORS = {
-    "_backward_cls": _Descriptor("_backward_cls", _begin),
-    "forward": _Descriptor("forward", _answer_forward),
-    "setup_context": _Descriptor("setup_context", _answer_setup_context),
+_ANSWERS = {
+    "_backward_cls": _answer_backward_class,
+    "forward": _answer_forward,
+    "setup_context": _answer_setup_context,
 }
+_DESCRIPTORS = {name: _Descriptor(name, answer) for name, answer in _ANSWERS.items()}
 
 
 def records_gradients() -> bool:
-    """Whether gradients were enabled around the application that a watch is told of."""
+    """Whether gradients were enabled where `apply` was called; for a watch, while it is called."""
     return _STATE.enabled[0]
 
 
 @contextmanager
 def as_around() -> Iterator[None]:
-    """Inside, while a watch is told of an application, gradients and tangents are enabled as around it,
-    and not as in forward."""
+    """Inside, gradients and tangents are enabled as where `apply` was called; for a watch, which runs
+    where `forward` does, without them."""
     before = _enabled()
     _switch(*_STATE.enabled)
     try:
@@ -205,7 +208,8 @@ def _enabled() -> tuple[bool, bool]:
 
 
 def _switch(gradients: bool, tangents: bool) -> None:
-    """Enables them or not; no mode sees it, which would take it for the user's own `no_grad`."""
+    """Switches gradients and tangents. Modes do not see the call: they would take it for a `no_grad` of
+    the user's."""
     with torch_internals.without_functions_seen():
         torch_internals.set_grad_enabled(gradients)
     if torch_internals.forward_mode_active():

@@ -415,6 +415,8 @@ def output_dtypes(node: Any) -> list[torch.dtype]:
 
 _top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")
 _checkpoint_hook = private("torch.utils.checkpoint._checkpoint_hook")
+# The custom Function by which a checkpoint of torch 2.11 saves its inputs; None in later releases.
+SAVES_INPUTS = private("torch.utils.checkpoint._NoopSaveInputs", None)
 
 
 def checkpoint_frame() -> Any:

@@ -288,6 +288,7 @@ _ROWS = (
       lambda _: _made_of() is _Twice),
     R("torch.utils.checkpoint._checkpoint_hook", "checkpoints", REMAT,
       lambda kind: "frame" in str(signature(kind))),
+    R("torch.utils.checkpoint._NoopSaveInputs", "before torch 2.13", NOTHING),
     # Bases of public classes, from which users derive layers of their own.
     R("torch.nn.modules.batchnorm._BatchNorm", "layers that normalise by the batch", ALL),
     R("torch.nn.modules.batchnorm._NormBase", "layers with running statistics", ALL),

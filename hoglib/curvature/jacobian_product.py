@@ -236,10 +236,15 @@ def _refuse_checkpoint() -> None:
 
 def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
     """Raise for a Function of the user's with a jvp of its own under two levels of forward mode."""
-    if torch_internals.forward_levels() < 2:
-        return
     function, args, by = torch_internals.outside_transforms(function, args)
-    if any(by) and is_users(function) and offers_jvp(function):
+    if function is torch_internals.SAVES_INPUTS:
+        _refuse_checkpoint()
+    if (
+        torch_internals.forward_levels() > 1
+        and any(by)
+        and is_users(function)
+        and offers_jvp(function)
+    ):
         name = function.__qualname__
         raise errors.UnsupportedError(
             f"{CALLER}(mode='{FORWARD}'): expected Functions without a jvp of their own under two "

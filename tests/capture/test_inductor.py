@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib._core.torch_version import TORCH_VERSION
 from tests.capture.models import draw
 from tests.long_tail import FULL
 from tests.several_processes import exit_code_of
@@ -243,8 +244,9 @@ def test_factors_of_sums_are_heeded_and_a_concatenation_with_nothing_laid_out_as
         joined = () if dynamic else CONCATENATED.values()
         return [case(x, a, b) for case in SCALED.values()], [case(y) for case in joined]
 
-    # numbers of float32: inductor of torch 2.11 leaves out a cast to float32 and back
-    y = draw(2, 3, 4).float().double()
+    y = draw(2, 3, 4)
+    if TORCH_VERSION < (2, 13):  # inductor drops a cast to float32 and back, also for torch.compile
+        y = y.float().double()
     given = draw(5, 4), draw(5, 3, seed=1), draw(3, 4, seed=2), y
     (sums, joined), expected = hog.compile(fn, dynamic=dynamic, check=False)(*given), fn(*given)
     assert_close(sums, expected[0], rtol=1e-12, atol=1e-12)

@@ -88,7 +88,7 @@ AS_TORCH: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Tensor]]
 }  # fmt: skip
 
 
-if TORCH_VERSION >= (2, 15):  # whose slope at the bounds is 0, not 1
+if TORCH_VERSION >= (2, 14):  # whose slope at the bounds is 0, not 1
     del AS_TORCH["clamp at its bounds"]
 
 

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from hoglib._core.torch_version import TORCH_VERSION
+
 _generator = torch.Generator().manual_seed(0)
 X = torch.randn(4, 3, dtype=torch.float64, generator=_generator)
 W = torch.randn(3, 5, dtype=torch.float64, generator=_generator)
@@ -155,6 +157,9 @@ CASES = {
     "solve, one matrix": (lambda x: torch.linalg.solve(spd(x), (x * x[:, :1]).expand(3, 3, 3).cumsum(0)), X[:3]),
     "convolution, weight and bias of x": (lambda x: F.conv1d(x[:, None], x[:, None, :2].sin(), x[0] ** 2), X[:3]),
 }  # fmt: skip
+
+if TORCH_VERSION < (2, 13):  # torch.ops.aten.max_pool2d_with_indices has no decomposition
+    del CASES["maxpool"]
 
 # Those that are nested in reverse mode with the whole function.
 WITHOUT_A_RULE = {

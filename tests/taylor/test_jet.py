@@ -142,6 +142,10 @@ def test_checkpoints_within_the_function():
         gradients = torch.autograd.grad(found[1].square().sum(), list(net.parameters()))
         results.append((found, gradients))
     assert_close(*results)
+    # a reentrant one computes under no_grad: it would be a constant
+    reentrant = lambda x: torch.utils.checkpoint.checkpoint(net, x, use_reentrant=True) + x  # noqa: E731
+    with pytest.raises(hog.errors.UnsupportedError, match="the custom Function CheckpointFunction"):
+        hog.jet(reentrant, x, [v, None], mode="taylor")
 
 
 def test_random_numbers_are_drawn_once():
