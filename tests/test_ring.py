@@ -1,8 +1,6 @@
 """The ring, once with every algorithm: options leave results as they are, and everything as it was."""
 
-import itertools
 import threading
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from torch import nn
 from torch.utils import _pytree
 
 import hoglib as hog
-from hoglib._core import torch_internals
 from hoglib.ring import ring
 from tests.device_threads import backward_in_another_thread
 from tests.functions import Cube
@@ -200,43 +197,3 @@ def test_all_is_left_where_something_inside_raises():
     with pytest.raises(Broken), ring(hog.curvature.products.Policy("test", remat=("1",)), MODEL):
         raise Broken
     assert around() == before
-
-
-def ways(call):
-    """The files of hoglib between a call and the engine, one for each frame, of each time it is called."""
-    call()  # what is checked once for a function has ways of its own
-    engine, found = torch.autograd.graph._engine_run_backward, []
-
-    def watched(*args, **kwargs):
-        files = [frame.filename for frame in traceback.extract_stack()]
-        found.append([file for file in files if file.startswith(PACKAGE)])
-        return engine(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.autograd.graph, "_engine_run_backward", watched)
-        patch.setattr(torch_internals, "_run_backward", watched)
-        patch.setattr(torch.autograd, "_engine_run_backward", watched)
-        call()
-    return found
-
-
-NEAR = {
-    "hvp": (6, ALGORITHMS["hvp"]),
-    "HessianOperator": (8, ALGORITHMS["HessianOperator"]),
-    "KFACOperator": (9, lambda: hog.KFACOperator(
-        hog.functional_loss(SMOOTH, F.mse_loss), hog.trainable_params(SMOOTH), (X, X)).update()),
-    "r1": (6, lambda: hog.penalties.r1(CRITIC, X)),
-    "wgan_gp": (6, lambda: hog.penalties.wgan_gp(CRITIC, X, X + 1)),
-    "jacobian": (6, lambda: hog.penalties.jacobian(SMOOTH, X)),
-    "parameter_gradient": (6, lambda: hog.penalties.parameter_gradient(
-        hog.functional_loss(SMOOTH, F.mse_loss), hog.trainable_params(SMOOTH), (X, X))),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NEAR)
-def test_a_call_is_near_the_engine_and_enters_no_file_again(name):
-    most, call = NEAR[name]
-    found = ways(call)
-    assert found
-    assert [files for files in found if len(files) > most] == []
-    assert all(len(list(itertools.groupby(files))) == len(set(files)) for files in found)

@@ -1,8 +1,11 @@
 """Calls of hoglib in what torch.compile traces: the user's function becomes a graph by Dynamo, and its
 derivatives are computed by hoglib itself, when torch traces that graph.
 
-    @entry_within_compile(like_product, called_with)
+    @when_compiled(within_compile(like_product, called_with))
     def hvp(func, params, v, *args, **options): ...
+
+    @when_compiled(run_uncompiled)
+    def root(residual, solution, inputs): ...
 
 Dynamo guards what the user's function reads, and makes the tensors that it reaches inputs. hoglib's own
 code, which no compiler has to read, runs once, on tensors without values: it makes no checks of values.
@@ -86,9 +89,9 @@ def within_compile(
     return run
 
 
-def entry_within_compile(*how: Any, **options: Any) -> Callable[[Entry], Entry]:
-    """A decorator for entry(func, *args, **options), which torch.compile traces by `within_compile`."""
-    traced_call = within_compile(*how, **options)
+def when_compiled(traced_call: Callable[..., Any]) -> Callable[[Entry], Entry]:
+    """A decorator: torch.compile traces traced_call(entry, *args, **options) for the call
+    entry(*args, **options); args has all positional parameters, also those given by name."""
 
     def decorate(entry: Entry) -> Entry:
         names = entry.__code__.co_varnames[: entry.__code__.co_argcount]
@@ -103,6 +106,11 @@ def entry_within_compile(*how: Any, **options: Any) -> Callable[[Entry], Entry]:
         return cast(Entry, call_entry)
 
     return decorate
+
+
+def run_uncompiled(entry: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """entry(*args, **options), outside of what torch.compile traces."""
+    return uncompiled(partial(entry, *args, **options))
 
 
 def _replay(

@@ -24,7 +24,7 @@ from hoglib._core.problem import Options, Policy, Problem
 from hoglib._core.tolerances import TOLERANCES
 from hoglib._core.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib._core.trust import found_once
-from hoglib.capture.within import entry_within_compile
+from hoglib.capture.within import when_compiled, within_compile
 from hoglib.ring import ring, run, warn_if_derivatives_not_finite
 from hoglib.stand_ins.mode import run_operator
 from hoglib.verification.function_rules import offers_jvp
@@ -40,8 +40,10 @@ def _like_jvp(value: Any, *given: Any) -> Any:
     return value, pytree.map(torch.clone, value)
 
 
-@entry_within_compile(
-    _like_jvp, lambda primals, tangents: primals if type(primals) is tuple else (primals,)
+@when_compiled(
+    within_compile(
+        _like_jvp, lambda primals, tangents: primals if type(primals) is tuple else (primals,)
+    )
 )
 def jvp(
     func: Callable[..., Tree],

@@ -4,7 +4,6 @@ products of any."""
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, final
@@ -17,7 +16,7 @@ from hoglib._core import validation
 from hoglib._core.autograd import grad_enabled, outside_inference_mode
 from hoglib._core.device_reads import read_late
 from hoglib._core.factorizations import symmetric_eigen
-from hoglib.capture.within import uncompiled
+from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature import eigenvalues, estimates, linear_systems
 from hoglib.curvature.reproducibility import BOUNDS, asymmetry, exceeds
 from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of, random_normals
@@ -118,10 +117,8 @@ class RectangularOperator(ABC):
         """The transpose."""
         return product_of(_transpose_chain(_chain_of(self)))
 
+    @when_compiled(run_uncompiled)
     def __matmul__(self, v: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            # torch.compile does not trace what an operator does: it runs uncompiled
-            return uncompiled(partial(type(self).__matmul__, self, v))
         if isinstance(v, RectangularOperator):
             return product_of(_chain_of(self) + _chain_of(v))
         rows, rebuild = self.space.rows(v)

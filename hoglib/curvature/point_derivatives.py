@@ -22,7 +22,7 @@ from hoglib._core.factorizations import symmetric_eigen
 from hoglib._core.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
 from hoglib._core.state import GeneratorStates
-from hoglib.capture.within import entry_within_compile
+from hoglib.capture.within import when_compiled, within_compile
 from hoglib.curvature.input_derivatives import (
     Function,
     Weighted,
@@ -79,7 +79,7 @@ def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any
     return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
-@entry_within_compile(_like_laplacian)
+@when_compiled(within_compile(_like_laplacian))
 def laplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -305,7 +305,7 @@ class _OtherLayout(Exception):
     one output."""
 
 
-@entry_within_compile(_like_laplacian)
+@when_compiled(within_compile(_like_laplacian))
 def bilaplacian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -504,7 +504,7 @@ def _draw_directions(x: Tensor, number: Any, generator: Any, *, signs: bool) -> 
     return (2 * torch.randint(0, 2, shape, generator=own, device=device) - 1).to(x)
 
 
-@entry_within_compile(_like_directional, lambda x, v, order, *args: (x, *args))
+@when_compiled(within_compile(_like_directional, lambda x, v, order, *args: (x, *args)))
 def directional(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -580,7 +580,7 @@ def directional(
     return given.evaluate(func, body, (order, several), x, v, args)
 
 
-@entry_within_compile(_like_laplacian)
+@when_compiled(within_compile(_like_laplacian))
 def partial_derivative(
     func: Callable[..., Tensor],
     x: Tensor,

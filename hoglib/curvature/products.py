@@ -10,7 +10,7 @@ from hoglib._core import pytree, torch_internals, validation
 from hoglib._core.autograd import Gradient, clone_inference_tensors, dense, materialize_grads, vjp
 from hoglib._core.placement import refuse_sharded
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
-from hoglib.capture.within import entry_within_compile, within_compile
+from hoglib.capture.within import when_compiled, within_compile
 from hoglib.curvature.compiled import linearizer
 from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
@@ -38,6 +38,7 @@ def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> 
     return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
 
 
+@when_compiled(within_compile(_like_product, lambda params, v, *args: (params, *args)))
 def hvp(
     func: Loss,
     params: T,
@@ -88,17 +89,13 @@ def hvp(
         >>> hog.hvp(lambda p: p[0] ** 2 * p[1], p, v)
         (tensor(2.), tensor([4., 2.]))
     """
-    if torch.compiler.is_dynamo_compiling():  # here: a decorator would be a frame in each product
-        traced = within_compile(_like_product, lambda params, v, *args: (params, *args))
-        own: Any = {"mode": mode, "create_graph": create_graph, "strict": strict}
-        return traced(hvp, func, params, v, *args, **own, **options)
     kind = HessianKind(mode)
     names = tuple(pytree.paths(params)) if strict else None
     policy = kind.check_policy(Policy.of("hvp", options, create_graph, names))
     return _product(kind, func, params, v, args, policy)
 
 
-@entry_within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
+@when_compiled(within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True))
 def ggn_vp(
     loss: Any,
     params: T,
@@ -154,7 +151,7 @@ def ggn_vp(
     return _product(kind, loss, params, v, (batch,), policy)
 
 
-@entry_within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True)
+@when_compiled(within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True))
 def fisher_vp(
     loss: Any,
     params: T,
@@ -279,7 +276,7 @@ def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
     return pytree.map(row, params)
 
 
-@entry_within_compile(_like_hessian)
+@when_compiled(within_compile(_like_hessian))
 def hessian(
     func: Callable[..., Tensor],
     params: Tree,

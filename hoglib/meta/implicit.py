@@ -20,7 +20,7 @@ from hoglib._core.state import generator_state
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import apply
 from hoglib._core.trust import found_once
-from hoglib.capture.within import uncompiled
+from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.linear_systems import RTOL
 from hoglib.curvature.operators import HessianOperator
 from hoglib.ring import ring
@@ -248,6 +248,7 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
     return pytree.leaves(x), solution.residual.to(pytree.leaves(v)[0].device)
 
 
+@when_compiled(run_uncompiled)
 def root(
     residual: Callable[[Any, Any], Any],
     solution: Any,
@@ -292,8 +293,6 @@ def root(
         >>> g.detach(), torch.autograd.grad(g, h)[0]  # -1 / (4 h sqrt(h))
         (tensor(0.2500), tensor(-0.0312))
     """
-    if torch.compiler.is_dynamo_compiling():
-        return uncompiled(partial(root, residual, solution, inputs, tol=tol, accuracy=accuracy))
     validation.refuse_transforms("root", "differentiate by torch.autograd.grad, or `hoglib.hvp`.")
     validation.parameters(solution, "solution")
     leaves, form = validation.parameters(inputs, "inputs")
@@ -301,6 +300,7 @@ def root(
     return _root(_ROOT, residual, of_leaves, solution, leaves, tol, accuracy)[0]
 
 
+@when_compiled(run_uncompiled)
 def fixed_point(
     f: Callable[..., Any],
     z0: Any,
@@ -346,9 +346,6 @@ def fixed_point(
         >>> z.detach(), torch.autograd.grad(z, x)[0]  # 2 sqrt(x)
         (tensor(2.), tensor(1.))
     """
-    options: Any = {"solver": solver, "max_iter": max_iter, "tol": tol, "accuracy": accuracy}
-    if torch.compiler.is_dynamo_compiling():
-        return uncompiled(partial(fixed_point, f, z0, *inputs, **options))
     validation.refuse_transforms("fixed_point", "use torch.autograd.grad, or `hoglib.hvp`.")
     validation.function("f", f)
     validation.at_least("max_iter", max_iter, 1)

@@ -32,7 +32,7 @@ from hoglib._core.swap import Params, swap_parameters
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import CacheSlot
-from hoglib.capture.within import recorded, traced, uncompiled
+from hoglib.capture.within import recorded, run_uncompiled, traced, when_compiled
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -185,6 +185,7 @@ class Learner(nn.Module, ABC):
             loop = replace(self._loop(), placement=placement)
             return loop.call(spread(params, placement.local), *args, **kwargs)
 
+    @when_compiled(run_uncompiled)
     @validation.explain_arguments
     def adapt(
         self, support: Any, *, params: Params | None = None, steps: int | None = None
@@ -202,8 +203,6 @@ class Learner(nn.Module, ABC):
         Returns:
             The parameters after the steps, by name; those that do not adapt are the initial ones.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return uncompiled(partial(self.adapt, support, params=params, steps=steps))
         task_sets.check_batch("support", support)
         count = self.inner_steps if steps is None else validation.at_least("steps", steps, 0)
         loop = self._loop(params)
@@ -235,6 +234,7 @@ class Learner(nn.Module, ABC):
         first_order = loop.options.first_order and not loop.strength
         return ring(policy, self.model, first_order=first_order, **around)
 
+    @when_compiled(lambda loss, learner, tasks, *more: learner._traced_loss(loss, tasks, *more))
     def loss(self, tasks: Any, *more: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
 
@@ -259,13 +259,11 @@ class Learner(nn.Module, ABC):
                 a device at the next call.
         """
         what = type(self).__name__
-        if more:  # said here, as a decorator would be a frame more in each step
+        if more:
             raise ArgumentTypeError(
                 f"{what}.loss: expected tasks, got {1 + len(more)} arguments"
                 + validation.as_one("tasks", more)
             )
-        if torch.compiler.is_dynamo_compiling():
-            return self._within_compile(tasks)
         validation.refuse_transforms(
             f"{what}.loss(tasks)",
             "write the loss with `maml.adapt(support)` and `maml(x, params=adapted)`, which run inside "
@@ -323,20 +321,21 @@ class Learner(nn.Module, ABC):
         not_twice = NOT_TWICE.format(what=what)
         return autograd.with_gradients(found.value.mean(), grads, tensors, not_twice)
 
-    def _within_compile(self, tasks: Any) -> Tensor:
+    def _traced_loss(self, loss: Callable[..., Tensor], tasks: Any, *more: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
         # Dynamo traces two losses of one task; what else a learner learns, or changes at a call,
         # runs uncompiled
         learned = [x for x in (self.criterion, self.inner_loss) if isinstance(x, nn.Module)]
         if (
-            not self._traceable
+            more
+            or not self._traceable
             or self.statistics is not None
             or (isinstance(tasks, list) and any(_shapes(t) != _shapes(tasks[0]) for t in tasks))
             or not isinstance(self.rule, str)
             or any(len([*part.parameters()]) > 0 for part in learned)
             or any(isinstance(part, NORMS) for part in self.model.modules())
         ):
-            return uncompiled(partial(self.loss, tasks))
+            return run_uncompiled(loss, self, tasks, *more)
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         own = dict(self.named_parameters())
         outer, inner = self.objective, self.inner_objective
@@ -350,7 +349,7 @@ class Learner(nn.Module, ABC):
         # another object where one of its options is set
         replay = partial(_replay, id(self), id(self._options))
         what = type(self).__name__
-        return traced(what, record, replay, partial(self.loss, tasks), (own, tasks), {})
+        return traced(what, record, replay, partial(loss, self, tasks), (own, tasks), {})
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hoglib._core import validation
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable, traced_at_first
+from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable, traceable_at_first
 from hoglib.penalties.module import BOTH, FAKE, REAL, register
 from hoglib.penalties.options import Options, check_options
 from hoglib.penalties.samples import add_noise, interpolate
@@ -19,6 +19,7 @@ Critic = Callable[..., Any]
 
 
 @register(BOTH, term="(|g_n| - target)^2", draw="between")
+@traceable_at_first
 def wgan_gp(
     critic: Critic,
     real: Any,
@@ -72,9 +73,6 @@ def wgan_gp(
         >>> hog.penalties.wgan_gp(critic, real, real)  # (|2 x| - 1)^2
         tensor(81.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        own: Any = {"target": target, "one_sided": one_sided, "generator": generator, **options}
-        return traced_at_first(wgan_gp, critic, real, fake, *args, **own)
     k = validation.number("target", target, minimum=0.0)
     validation.boolean("one_sided", one_sided)
     checked = check_options("wgan_gp", options, generator)
@@ -83,6 +81,7 @@ def wgan_gp(
 
 
 @register(BOTH, term="|g_n|^2", draw="between")
+@traceable_at_first
 def zero_centred(
     critic: Critic,
     real: Any,
@@ -128,15 +127,13 @@ def zero_centred(
         >>> hog.penalties.zero_centred(critic, real, real)
         tensor(100.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        own: Any = {"generator": generator, **options}
-        return traced_at_first(zero_centred, critic, real, fake, *args, **own)
     checked = check_options("zero_centred", options, generator)
     x = interpolate("zero_centred", real, fake, checked.batch, checked.generator)
     return penalty(critic, x, args, squared_slope, checked)
 
 
 @register(REAL, term="|g_n|^2 / 2 at real")
+@traceable
 def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1: the squared slope at real samples, halved, so that its weight is gamma.
 
@@ -175,12 +172,11 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Ten
         >>> critic.weight.grad  # of |w|^2 / 2
         tensor([[1., 1.]])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return traceable()(r1, critic, real, *args, **options)
     return penalty(critic, real, args, half_squared_slope, check_options("r1", options))
 
 
 @register(FAKE, term="|g_n|^2 / 2 at fake")
+@traceable
 def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R2: the squared slope at fake samples, halved, so that its weight is gamma.
 
@@ -218,8 +214,6 @@ def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Ten
         >>> hog.penalties.r2(lambda x: x.square().sum(1), fake)  # |2 x|^2 / 2
         tensor(50.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        return traceable()(r2, critic, fake, *args, **options)
     return penalty(critic, fake, args, half_squared_slope, check_options("r2", options))
 
 
@@ -275,6 +269,7 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
 
 # at points that were drawn it is the penalty of WGAN-GP
 @register(REAL, term="(|g_n| - target)^2", draw="noise", at_points=wgan_gp)
+@traceable
 def dragan(
     critic: Critic,
     real: Any,
@@ -321,9 +316,6 @@ def dragan(
         >>> hog.penalties.dragan(lambda x: x.square().sum(1), real, noise=0.0)  # (|2 x| - 1)^2
         tensor(81.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        own: Any = {"target": target, "noise": noise, "generator": generator, **options}
-        return traceable()(dragan, critic, real, *args, **own)
     k = validation.number("target", target, minimum=0.0)
     c = None if noise is None else validation.number("noise", noise, minimum=0.0)
     checked = check_options("dragan", options, generator)

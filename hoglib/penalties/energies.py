@@ -11,7 +11,7 @@ from hoglib._core.autograd import Vector, materialize_grads, vjp
 from hoglib._core.gradient_graph import depends_on_any
 from hoglib._core.source_location import warn
 from hoglib._core.torch_modes import value_checks_on
-from hoglib.capture.within import within_compile
+from hoglib.capture.within import when_compiled, within_compile
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.evaluation import captures, run_as_graph
@@ -48,6 +48,9 @@ def forces(
     hessian: Literal[False] = False,
     **options: Unpack[Options],
 ) -> "EnergyForces": ...
+
+
+@when_compiled(within_compile(_like_forces, select=select_output))
 def forces(
     energy: Function, positions: Any, *args: Any, hessian: bool = False, **options: Unpack[Options]
 ) -> Any:
@@ -96,10 +99,6 @@ def forces(
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    if torch.compiler.is_dynamo_compiling():
-        return within_compile(_like_forces, select=select_output)(
-            forces, energy, positions, *args, hessian=hessian, **options
-        )
     validation.boolean("hessian", hessian)
     checked = check_options("forces", options, without=OF_PENALTIES)
     body = partial(_energies_and_forces, energy, hessian, checked._replace(batch=None))

@@ -26,7 +26,7 @@ from hoglib._core.torch_modes import value_checks_on
 from hoglib.capture.api import Compiled, CompiledLoss
 from hoglib.capture.capturing import CacheSlot, kept
 from hoglib.capture.signature import parse_call
-from hoglib.capture.within import within_compile
+from hoglib.capture.within import when_compiled, within_compile
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.input_vjp import NOT_OF_PARAMETERS, Function, input_vjp
@@ -57,10 +57,11 @@ def _like_penalty(value: Any, options: dict[str, Any], x: Any, *args: Any) -> An
     return PenaltyWithOutputs(terms, value) if options.get("return_outputs") else terms
 
 
-# of the samples, and other arguments, what the function is called with
-traceable = partial(within_compile, _like_penalty, select=select_output)
-# the same for entry(func, x, other, *args), where func gets x and args alone
-traced_at_first = traceable(lambda x, other, *args: (x, *args))
+# decorators for penalty(func, x, *args), and for penalty(func, x, other, *args) of func(x, *args)
+traceable = when_compiled(within_compile(_like_penalty, select=select_output))
+traceable_at_first = when_compiled(
+    within_compile(_like_penalty, lambda x, other, *args: (x, *args), select_output)
+)
 
 
 def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:

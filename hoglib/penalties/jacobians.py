@@ -14,8 +14,14 @@ from hoglib._core.problem import Problem
 from hoglib._core.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
-from hoglib.penalties import evaluation
-from hoglib.penalties.evaluation import captures, penalty, run_as_graph, traceable, with_outputs
+from hoglib.penalties.evaluation import (
+    captures,
+    penalty,
+    run_as_graph,
+    traceable,
+    traceable_at_first,
+    with_outputs,
+)
 from hoglib.penalties.input_vjp import Function, no_gradient_flow, without_autocast
 from hoglib.penalties.module import REAL, register
 from hoglib.penalties.options import CheckedOptions, Options, check_options
@@ -29,6 +35,7 @@ OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")
 
 
 @register(REAL)
+@traceable
 def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""Double backpropagation: the squared gradient of each sample's loss by its inputs, halved.
 
@@ -65,12 +72,11 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
         >>> hog.penalties.input_gradient(loss, x, y)
         tensor(10.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        return traceable()(input_gradient, loss, x, *args, **options)
     return penalty(loss, x, args, half_squared_slope, check_options("input_gradient", options))
 
 
 @register(REAL)
+@traceable
 def jacobian(
     func: Function,
     x: Any,
@@ -116,15 +122,13 @@ def jacobian(
         >>> hog.penalties.jacobian(torch.square, x, num_projections=None)  # (2^2 + 4^2) / 2
         tensor(10.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        own: Any = {"num_projections": num_projections, "generator": generator, **options}
-        return traceable()(jacobian, func, x, *args, **own)
     validation.none_or_at_least("num_projections", num_projections, 1)
     term = squared_jacobian(num_projections, halved=True)
     return penalty(func, x, args, term, check_options("jacobian", options, generator))
 
 
 @register(REAL, needs="derivatives")
+@traceable_at_first
 def sobolev(
     func: Function,
     x: Any,
@@ -174,9 +178,6 @@ def sobolev(
         >>> hog.penalties.sobolev(torch.square, x, torch.zeros(2, 1))
         tensor(10.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        own: Any = {"num_projections": num_projections, "generator": generator, **options}
-        return evaluation.traced_at_first(sobolev, func, x, derivatives, *args, **own)
     validation.none_or_at_least("num_projections", num_projections, 1)
     checked = check_options("sobolev", options, generator)
     given, structure = check_points("sobolev", "derivatives", derivatives)
@@ -200,6 +201,7 @@ def sobolev(
 
 
 @register(REAL)
+@traceable
 def lipschitz(
     func: Function,
     x: Any,
@@ -248,9 +250,6 @@ def lipschitz(
         >>> hog.penalties.lipschitz(scale, torch.ones(1, 2), num_iterations=None)  # (3 - 1)^2
         tensor(4.)
     """
-    if torch.compiler.is_dynamo_compiling():
-        own: Any = {"num_iterations": num_iterations, "generator": generator, **options}
-        return traceable()(lipschitz, func, x, *args, bound=bound, **own)
     limit = validation.number("bound", bound, minimum=0.0)
     validation.none_or_at_least("num_iterations", num_iterations, 1)
     term = squared_excess(limit, num_iterations)
@@ -258,6 +257,7 @@ def lipschitz(
 
 
 @register(REAL, without=OF_SAMPLES)
+@traceable
 def parameter_gradient(
     func: Function, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
 ) -> Tensor:
@@ -296,8 +296,6 @@ def parameter_gradient(
         >>> norm.item(), w.grad
         (5.0, tensor([0.6000, 0.8000]))
     """
-    if torch.compiler.is_dynamo_compiling():
-        return traceable()(parameter_gradient, func, params, *args, squared=squared, **options)
     validation.function("func", func)
     validation.boolean("squared", squared)
     checked = check_options("parameter_gradient", options, without=OF_SAMPLES)

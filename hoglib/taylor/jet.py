@@ -21,7 +21,7 @@ from hoglib._core.source_location import first_time, warn_once
 from hoglib._core.state import GeneratorStates
 from hoglib._core.swap import call_with
 from hoglib._core.trust import DIGITS, agree
-from hoglib.capture.within import entry_within_compile
+from hoglib.capture.within import when_compiled, within_compile
 from hoglib.ring import ring, run
 from hoglib.taylor.kinks import Kink, Kinks, along_paths, warn_if_linear, without_derivative
 from hoglib.taylor.nested import along_path
@@ -37,7 +37,9 @@ def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
     return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
 
-@entry_within_compile(_like_jet, lambda xs, series: (xs,) if isinstance(xs, Tensor) else xs)
+@when_compiled(
+    within_compile(_like_jet, lambda xs, series: (xs,) if isinstance(xs, Tensor) else xs)
+)
 @validation.explain_arguments
 def jet(
     func: Callable[..., Any],
