@@ -7,6 +7,8 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 PINS := $(VENV)/constraints.txt
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+# editable_mode: a path file, which type checkers read; they do not run the import hook of the default
+EDITABLE := --config-settings editable_mode=compat --editable
 XDIST := --numprocesses 2 --dist worksteal
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
@@ -40,7 +42,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@sed '$(if $(strip $(TORCH)),s/^torch==.*/torch==$(strip $(TORCH))/; s/^setuptools==.*/setuptools<82/)' constraints.txt > $(PINS)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) 'setuptools>=77'
-	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --no-build-isolation --editable '.[experiments,dev,docs]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --no-build-isolation $(EDITABLE) '.[experiments,dev,docs]'
 	@touch $@
 
 env: $(READY)
@@ -67,7 +69,7 @@ bench: $(READY)
 	@$(PY) -m experiments.benchmarks --device auto $(BENCH)
 
 bench-full: $(READY)
-	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --constraint constraints-peers.txt --no-build-isolation --editable '.[peers]'
+	@$(PY) -m pip install --quiet --disable-pip-version-check --constraint $(PINS) --constraint constraints-peers.txt --no-build-isolation $(EDITABLE) '.[peers]'
 	@$(PY) -m experiments.benchmarks --full --device auto $(BENCH)
 
 lint: $(READY)

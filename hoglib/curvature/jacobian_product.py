@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import isfinite
-from typing import Any, Literal, Unpack, final
+from typing import Any, Literal, TypeVar, Unpack, final
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from hoglib.verification.function_rules import offers_jvp
 from hoglib.verification.subject import is_users
 
 Tree = Any
+T = TypeVar("T")  # a tensor, or a pytree of them
 FORWARD, REVERSE = "forward", "reverse"
 CALLER = "jvp"
 OPERATOR = "JacobianOperator"  # which has no modes
@@ -46,13 +47,13 @@ def _like_jvp(value: Any, *given: Any) -> Any:
     )
 )
 def jvp(
-    func: Callable[..., Tree],
+    func: Callable[..., T],
     primals: Tree,
     tangents: Tree,
     *,
     mode: Literal["auto", "forward", "reverse"] = "auto",
     **options: Unpack[Options],
-) -> tuple[Tree, Tree]:
+) -> tuple[T, T]:
     r"""The value of a function and its derivative along a vector.
 
         y = func(*primals)        t = J v = d/de func(*(primals + e v)) at e = 0,  v = tangents

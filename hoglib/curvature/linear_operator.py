@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, final
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    final,
+    overload,
+)
 
 import torch
 from torch import Generator, Tensor
@@ -25,6 +35,33 @@ Tree = Any
 Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
 Terms = list[tuple[float, "RectangularOperator"]]  # multiples of operators
 Term = TypeVar("Term", "LinearOperator", "RectangularOperator")  # symmetric, or any
+Vector = TypeVar("Vector")  # a vector, or vectors, in one of the forms that an operator takes
+
+
+class SolveOptions(TypedDict, total=False):
+    """The keyword options of `LinearOperator.solve`, for type checkers."""
+
+    damping: float
+    tol: float | None
+    atol: float
+    max_iter: int | None
+    preconditioner: Any
+    x0: Any
+    stagnation_tol: float
+
+
+class TraceOptions(TypedDict, total=False):
+    """The keyword options of `LinearOperator.trace`, for type checkers."""
+
+    method: Literal["hutchinson", "xtrace"]
+    generator: Generator | None
+
+
+class DiagonalOptions(TypedDict, total=False):
+    """The keyword options of `LinearOperator.diagonal`, for type checkers."""
+
+    method: Literal["hutchinson", "xdiag"]
+    generator: Generator | None
 
 
 class RectangularOperator(ABC):
@@ -209,13 +246,16 @@ class RectangularOperator(ABC):
         """
         return eigenvalues.to_scipy(self)
 
-    def __getattr__(self, name: str) -> Any:
+    def _refuse_algorithm(self, name: str) -> Any:
         if name.startswith("_") or name not in vars(LinearOperator):
             return object.__getattribute__(self, name)  # of a property: its own error
         raise errors.UnsupportedError(
             f"{type(self).__name__}.{name}: expected a symmetric operator, got one [{self.shape[0]}, "
             f"{self.shape[1]}] that is not known to be; A @ A.T, A.T @ A and A @ S @ A.T are."
         )
+
+    if not TYPE_CHECKING:  # a checker reports an attribute that no class has
+        __getattr__ = _refuse_algorithm
 
     def _refuse_not_finite(
         self, rows: Tensor, total: Tensor, space: Space, finite: str, alone: bool = True
@@ -355,9 +395,20 @@ class LinearOperator(RectangularOperator):
         """The transpose: itself, because it is symmetric."""
         return self
 
-    if TYPE_CHECKING:  # what `sum_of` returns for symmetric operators
+    if TYPE_CHECKING:  # what products, and `sum_of`, return for symmetric operators
 
+        @overload
+        def __matmul__(self, v: RectangularOperator) -> RectangularOperator: ...
+        @overload
+        def __matmul__(self, v: Vector) -> Vector: ...
+        def __matmul__(self, v: Any) -> Any: ...
+        @overload
+        def matvec(self, v: RectangularOperator) -> RectangularOperator: ...
+        @overload
+        def matvec(self, v: Vector) -> Vector: ...
+        def matvec(self, v: Any) -> Any: ...
         def __add__(self, other: Term) -> Term: ...
+        def __radd__(self, other: Any) -> "LinearOperator": ...
         def __sub__(self, other: Term) -> Term: ...
         def __mul__(self, factor: Any) -> "LinearOperator": ...
         def __rmul__(self, factor: Any) -> "LinearOperator": ...
@@ -432,9 +483,17 @@ class LinearOperator(RectangularOperator):
         self.space.refuse_sharded("submatrix")
         return Submatrix(self, chosen_names(names, self.params))
 
+    @overload
+    def solve(
+        self, b: Vector, *, return_info: Literal[False] = False, **options: Unpack[SolveOptions]
+    ) -> Vector: ...
+    @overload
+    def solve(
+        self, b: Vector, *, return_info: Literal[True], **options: Unpack[SolveOptions]
+    ) -> tuple[Vector, linear_systems.Solution]: ...
     def solve(
         self,
-        b: Tree,
+        b: Any,
         *,
         damping: float = 0.0,
         tol: float | None = None,
@@ -583,6 +642,18 @@ class LinearOperator(RectangularOperator):
         with self._algorithm("spectral_density", products, (num_samples, steps)):
             return estimates.spectral_density(self, num_samples, steps, width, generator)
 
+    @overload
+    def trace(
+        self,
+        num_samples: int = 64,
+        *,
+        return_error: Literal[False] = False,
+        **options: Unpack[TraceOptions],
+    ) -> Tensor: ...
+    @overload
+    def trace(
+        self, num_samples: int = 64, *, return_error: Literal[True], **options: Unpack[TraceOptions]
+    ) -> estimates.Estimate: ...
     def trace(
         self,
         num_samples: int = 64,
@@ -623,6 +694,22 @@ class LinearOperator(RectangularOperator):
         with self._algorithm("trace", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
+    @overload
+    def diagonal(
+        self,
+        num_samples: int = 64,
+        *,
+        return_error: Literal[False] = False,
+        **options: Unpack[DiagonalOptions],
+    ) -> Tensor: ...
+    @overload
+    def diagonal(
+        self,
+        num_samples: int = 64,
+        *,
+        return_error: Literal[True],
+        **options: Unpack[DiagonalOptions],
+    ) -> estimates.Estimate: ...
     def diagonal(
         self,
         num_samples: int = 64,

@@ -12,7 +12,7 @@ second ones, which needs nothing else of them (`hoglib.taylor`).
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, reduce
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -79,6 +79,32 @@ def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any
     return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
+@overload
+def laplacian(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    coefficients: Any = None,
+    num_projections: int | None = None,
+    generator: torch.Generator | None = None,
+    return_gradient: Literal[False] = False,
+    mode: PointMode = "auto",
+    create_graph: bool | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def laplacian(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    *args: Any,
+    coefficients: Any = None,
+    num_projections: int | None = None,
+    generator: torch.Generator | None = None,
+    return_gradient: Literal[True],
+    mode: PointMode = "auto",
+    create_graph: bool | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @when_compiled(within_compile(_like_laplacian))
 def laplacian(
     func: Callable[..., Tensor],
@@ -315,7 +341,7 @@ def bilaplacian(
     mode: PointMode = "auto",
     create_graph: bool | None = None,
     **options: Unpack[Options],
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, Tensor]:
     r"""The value of a function at many points, and its biharmonic by their coordinates.
 
         f_n = func(x, *args)_n        B_n = sum_ij d^4 f_n / d x_{n,i}^2 d x_{n,j}^2

@@ -1,7 +1,7 @@
 """Curvature matrices at a point: their products with vectors, and whole matrices of small networks."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -276,6 +276,33 @@ def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
     return pytree.map(row, params)
 
 
+@overload
+def hessian(
+    func: Callable[..., Tensor],
+    params: Tensor,
+    *args: Any,
+    blocks: Blocks = None,
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def hessian(
+    func: Callable[..., Tensor],
+    params: dict[str, Tensor],
+    *args: Any,
+    blocks: Blocks = None,
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> dict[str, dict[str, Tensor]]: ...
+@overload
+def hessian(
+    func: Callable[..., Tensor],
+    params: Tree,
+    *args: Any,
+    blocks: Blocks = None,
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> Tree: ...
 @when_compiled(within_compile(_like_hessian))
 def hessian(
     func: Callable[..., Tensor],

@@ -150,6 +150,8 @@ class GradientPenalty(nn.Module):
         """The number of calls that were counted."""
         return self._calls[0]
 
+    __call__: Callable[..., Tensor]  # torch's own annotation says Any
+
     def forward(
         self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
     ) -> Tensor:
