@@ -268,6 +268,8 @@ _ROWS = (
       lambda f: _within_mode(lambda mode: f() == [mode])),
     R("torch.utils._python_dispatch.TorchDispatchMode", "sees each operation; torch documents it", f"{TAYLOR}, {COMPILE}",
       _sees_operations),
+    R("torch._C._is_torch_function_enabled", "whether a type handles calls itself", "arguments of a type with a `__torch_function__`",
+      lambda f: f()),
     R("torch.overrides._pop_mode", "takes the mode of stand-ins off", ALL),
     R("torch.overrides._push_mode", "puts it on again", ALL),
     R("torch.utils._python_dispatch._get_current_dispatch_mode", "which is active", SCRIPTS),

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
+from math import isclose
 from typing import Any, final
 
 import torch
@@ -129,6 +130,12 @@ SLOW = 3e9
 # Relative change of H v below which a stopped gradient is not reported.
 STOP_GRADIENT_TOLERANCE = 1e-3
 WITHOUT = ", without stand-ins"
+VALUE = "value"
+VALUE_TEXT = (
+    "The loss is {own:.6g} without stand-ins and {replaced:.6g} with them: products are those of "
+    "another loss. Something decides by itself what a torch call computes, such as a TorchFunctionMode "
+    "around the call; enter it inside of the loss, or pass stand_ins=False."
+)
 UNKNOWN_AT_PARAMS = (
     "Beside params it is right; at params it is not judged: differences of the gradient do not agree. "
     "At a kink, a tie of a maximum or equal eigenvalues exactly there, no second derivative exists: "
@@ -190,13 +197,20 @@ class _Audit:
             return report
         with eagerly():
             own = {row.name.removesuffix(WITHOUT): row for row in self._own_rows(self._seen)}
-        rows = [part for row in report for part in (row, own.get(row.name)) if part is not None]
+        pairs = [(None, own.get(VALUE)), *((row, own.get(row.name)) for row in report)]
+        rows = [row for pair in pairs for row in pair if row is not None]
         return Report(report.name, rows, judged=self._judged)
 
     def _own_rows(self, seen: Observations) -> Rows:
         """Torch's own product by each route, compared with that of the stand-ins."""
         dtype = next(iter(self._right.values()))[0].dtype
         with reproducible(self._problem, double=dtype == torch.float64) as loss:
+            own = float(loss.run())
+            with stand_ins_if(True):
+                replaced = float(loss.run())
+            if not seen.random and not isclose(own, replaced, rel_tol=OWN_TOLERANCES[dtype]):
+                text = VALUE_TEXT.format(own=own, replaced=replaced)
+                yield Row(VALUE, "fail", abs(own - replaced) / abs(own or 1.0), text)
             loss.perturb()
             for route, expected in self._right.items():
                 # fused kernels, as those of attention on a GPU, draw other random numbers

@@ -5,7 +5,8 @@
         g = torch.autograd.grad(loss, model.parameters(), create_graph=True)
 
 A `TorchFunctionMode` sees every torch call of its thread. A call that is in `STAND_INS` goes to a
-function of hoglib with the same signature. All other calls run unchanged. Calls below Python (inside
+function of hoglib with the same signature; a type of tensor that defines calls itself, by a
+`__torch_function__`, is asked before. All other calls run unchanged. Calls below Python (inside
 torch's own kernels, scripted or compiled code) are not seen.
 """
 
@@ -190,9 +191,22 @@ class _SecondOrder(StandInMode):
             self._scripts[id(script)] = script
         return run()
 
+    def _by_types(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """A call as the types of its arguments compute it, in the order in which torch asks them."""
+        with self:
+            for kind in filter(_has_own_meaning, types):
+                result = kind.__torch_function__(func, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        return func(*args, **kwargs)  # the error of torch
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
+        # a mode comes before the types of the arguments; a type that defines calls itself is asked
+        # first, and what it calls with plain tensors comes here again
+        if types and any(map(_has_own_meaning, types)) and torch_internals.types_handle_calls():
+            return self._by_types(func, types, args, kwargs)
         # a result that is written into a tensor has no derivative
         if replacement is not None and kwargs.get("out") is None:
             _recompute_inside()
@@ -221,6 +235,16 @@ class _SecondOrder(StandInMode):
             # what has no graph is a constant of forward mode too, as it is of backward
             follow_grad_mode(args[0])
         return result
+
+
+@functools.cache
+def _has_own_meaning(kind: type) -> bool:
+    """Whether a type decides what calls with it compute: its `__torch_function__` is not that of
+    torch.Tensor."""
+    own = getattr(
+        getattr(kind, "__torch_function__", None), "__func__", None
+    )  # None where disabled
+    return own is not None and own is not Tensor.__torch_function__.__func__
 
 
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

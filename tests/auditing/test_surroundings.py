@@ -5,6 +5,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
@@ -336,3 +338,20 @@ def test_transforms_around_the_call_are_refused() -> None:
 def test_other_names_of_routes() -> None:
     names = requested_routes(["auto", "reverse-over-reverse", "rrr"])
     assert names == requested_routes(["rr", "third order"])
+
+
+class AnotherNorm(TorchFunctionMode):
+    """Around the audit, outside of the mode of stand-ins, which takes the call first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.layer_norm:
+            return F.rms_norm(args[0], args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@rows(("around", "passes"), [(AnotherNorm, False), (nullcontext, True)])
+def test_a_value_that_stand_ins_change_is_a_failure(around: Any, passes: bool) -> None:
+    with around():
+        report = audited(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)))
+    assert report.ok is passes
+    assert [row.status for row in report if row.name == "value"] == ["fail"] * (not passes)

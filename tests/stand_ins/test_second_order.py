@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call, grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
@@ -454,3 +455,79 @@ def test_data_of_any_layout_is_set_within_a_transform():
         with pytest.raises(TypeError, match="data has to be a tensor"):
             weight.data = 3
     assert weight.to_dense().tolist() == [[2.0, 0.0], [0.0, 2.0]]
+
+
+def own_type(handled, by):
+    """A subclass of Tensor that computes a call in its own way."""
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is handled:
+                return by(
+                    *[x.as_subclass(torch.Tensor) for x in args if isinstance(x, torch.Tensor)]
+                )
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    return Own
+
+
+class Held:
+    """No tensor, but torch hands calls with it to it."""
+
+    def __init__(self, x):
+        self.x = x
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*[2 * a.x if isinstance(a, cls) else a for a in args], **(kwargs or {}))
+
+
+def attention(mask):
+    return lambda x: F.scaled_dot_product_attention(x[:, :2], x, x.cos(), attn_mask=mask)
+
+
+def handled(function, kind):
+    return lambda x: function(x.as_subclass(kind)).as_subclass(torch.Tensor)
+
+
+def normed(x):
+    return F.layer_norm(x, (4,))
+
+
+ones = torch.ones(2, 3, dtype=torch.bool)
+OWN_TYPES = {  # f with arguments of such a type, and the same without
+    "torch's mask, lower right": (attention(causal_lower_right(2, 3)), attention(ones.tril(1))),
+    "torch's mask, upper left": (attention(causal_upper_left(2, 3)), attention(ones.tril())),
+    "another norm": (
+        handled(normed, own_type(F.layer_norm, lambda x: F.rms_norm(x, (4,)))),
+        lambda x: F.rms_norm(x, (4,)),
+    ),
+    "another distance": (
+        handled(lambda x: torch.cdist(x, x), own_type(torch.cdist, lambda x, y: (x @ y.mT).sin())),
+        lambda x: (x @ x.mT).sin(),
+    ),
+    "another loss": (
+        handled(lambda x: F.mse_loss(x, x.cos()), own_type(F.mse_loss, lambda x, y: (x * y).sin())),
+        lambda x: (x * x.cos()).sin(),
+    ),
+    "one that handles other calls": (handled(normed, own_type(torch.sinh, torch.sin)), normed),
+    "no tensor": (lambda x: torch.cdist(Held(x), x.sin()), lambda x: torch.cdist(2 * x, x.sin())),
+}
+
+
+@pytest.mark.parametrize("name", OWN_TYPES)
+def test_a_type_that_handles_a_call_itself_gets_it(name):
+    own, plain = [lambda x, f=f: f(x).sin().square().sum() for f in OWN_TYPES[name]]
+    found, expected = hog.hvp(own, X, V), hog.hvp(plain, X, V)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_type_that_refuses_a_call_has_the_error_of_torch():
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return NotImplemented
+
+    with hog.second_order(), pytest.raises(TypeError, match="no implementation found"):
+        torch.cdist(X.as_subclass(Refusing), X)
