@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hoglib._core import pytree
 from hoglib._core.torch_modes import only_plain_operations, reverse_only
 from hoglib._core.torch_private import private
 from hoglib.ops._define import define
@@ -20,9 +21,15 @@ _POINTS: Any = {
     "lacks": f"derivatives of order 2 or 3 at 0, or of large numbers, are NaN or wrong{SILENT}",
 }
 _OVER: Any = {
-    "name": "cumprod, householder_product, safe_softmax",
-    "lacks": f"{OVER_FORWARD}; of cumprod at zeros also those of reverse mode in it",
+    "name": "householder_product, safe_softmax",
+    "lacks": OVER_FORWARD,
     "modes": ("rf",),
+}
+_PRODUCTS: Any = {
+    "name": "prod, cumprod",
+    "lacks": "second derivatives divide by the square of a factor, which is 0 for a factor below 1e-19 in "
+    f"float32: they are wrong or NaN{SILENT}; of cumprod at zeros also {OVER_FORWARD}",
+    "modes": ("rr", "rf"),
 }
 
 
@@ -140,12 +147,33 @@ def polar(abs: Tensor, angle: Tensor) -> Tensor:
     return torch.complex(abs * angle.cos(), abs * angle.sin())
 
 
-@stands_in_for(torch.cumprod, Tensor.cumprod, **_OVER)
+@stands_in_for(torch.prod, Tensor.prod, **_PRODUCTS)
+def product(
+    input: Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """torch.prod, by halves: half of the factors times the other half, until one is left."""
+    x = input if dtype is None else input.to(dtype)
+    if not pytree.is_float(x) or x.numel() == 0:
+        return x.prod() if dim is None else x.prod(dim, keepdim)
+    if dim is None:
+        x, dim, keepdim = x.reshape(-1), 0, False
+    elif not x.dim():
+        return x.prod(dim, keepdim)
+    while (count := x.shape[dim]) > 1:
+        first, last, rest = x.split([count // 2, count // 2, count % 2], dim)
+        x = first * last if not count % 2 else torch.cat([first * last, rest], dim)
+    return x if keepdim else x.squeeze(dim)
+
+
+@stands_in_for(torch.cumprod, Tensor.cumprod, name=_PRODUCTS["name"])
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.cumprod; under forward mode by products of neighbours, twice as far apart each time."""
-    if reverse_only():
-        return torch.cumprod(input, dim, dtype=dtype)
-    return scan(torch.mul, input if dtype is None else input.to(dtype), dim)
+    """torch.cumprod by products of neighbours, twice as far apart each time."""
+    x = input if dtype is None else input.to(dtype)
+    return scan(torch.mul, x, dim) if pytree.is_float(x) else torch.cumprod(x, dim)
 
 
 def scan(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
@@ -161,17 +189,17 @@ def scan(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tenso
 @stands_in_for(
     torch.logcumsumexp,
     Tensor.logcumsumexp,
-    lacks=f"forward over reverse is wrong behind -inf{SILENT}",
+    lacks=f"forward over reverse is wrong behind -inf, and third derivatives are NaN{SILENT}",
     modes=("fr",),
 )
 def logcumsumexp(input: Tensor, dim: int) -> Tensor:
-    """torch.logcumsumexp; under forward mode by pairs, as :func:`cumprod`."""
-    if reverse_only() or not input.dim() or not _is_real(input):
+    """torch.logcumsumexp by pairs, as :func:`cumprod`."""
+    if not input.dim() or not _is_real(input):
         return torch.logcumsumexp(input, dim)
     return scan(logaddexp, input, dim)
 
 
-@stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, name=_OVER["name"])
+@stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, **_OVER)
 def householder_product(input: Tensor, tau: Tensor) -> Tensor:
     """torch.linalg.householder_product; under forward mode one reflection after the other."""
     if reverse_only():

@@ -275,6 +275,11 @@ CLOSE = (TURN * torch.tensor([1.0, 1.0 + 1e-10, 2.0], dtype=F64)) @ TURN.T
 RING = torch.eye(6, dtype=F64).roll(1, 0) + torch.eye(6, dtype=F64).roll(-1, 0)
 
 
+FAR = torch.tensor([1e-200, 1e200, 1.0], dtype=F64)
+SMALL = torch.tensor([1e-200, 1e-200, 2e200], dtype=F64)
+SHIFTED = torch.tensor([0.5, 2.0, -1.5], dtype=F64)
+
+
 def symmetric(a):
     return (a + a.mT) / 2
 
@@ -318,6 +323,10 @@ AT_SPECIAL_POINTS = {
     "distance of order 3": (lambda p: torch.dist(p, CENTRES[1] + 1, p=3) ** 3, CENTRES[1], lambda p: (CENTRES[1] + 1 - p).pow(3).sum()),
     "logaddexp": (lambda p: torch.logaddexp(p, 2 * p + 1e3 * CENTRES[1]).sum(), ORIGIN, lambda p: 2 * p.sum() + p[0] ** 2 * 0),
     "forward algorithm from -inf": (lambda p: torch.logaddexp(p + ORIGIN.log(), p + CENTRES[1].log())[1:].sum(), ORIGIN, lambda p: p[1:].sum()),
+    "factors far apart": (lambda p: (p * FAR).prod(), SHIFTED, lambda p: p[0] * p[1] * p[2]),
+    "factors of rows": (lambda p: torch.prod((p * FAR).expand(2, 3), -1, keepdim=True).sum(), SHIFTED, lambda p: 2 * p[0] * p[1] * p[2]),
+    "products so far": (lambda p: (p * FAR).cumprod(0)[1:].sum(), SHIFTED, lambda p: p[0] * p[1] + p[0] * p[1] * p[2]),
+    "small products so far": (lambda p: (p * SMALL).cumprod(-1).sum() * 1e200, SHIFTED, lambda p: p[0] + p[0] * p[1] * 1e-200 * (1 + 2e200 * p[2])),
     "exp of equal eigenvalues": (lambda a: torch.linalg.eigvalsh(symmetric(a)).exp().sum(), EQUAL, lambda a: torch.linalg.matrix_exp(symmetric(a)).trace()),
     "exp of close ones": (lambda a: torch.linalg.eigh(symmetric(a))[0].exp().sum(), CLOSE, lambda a: torch.linalg.matrix_exp(symmetric(a)).trace()),
     "exp on a ring": (lambda a: torch.linalg.eigvalsh(symmetric(a)).exp().sum(), RING, lambda a: torch.linalg.matrix_exp(symmetric(a)).trace()),
@@ -531,3 +540,37 @@ def test_a_type_that_refuses_a_call_has_the_error_of_torch():
 
     with hog.second_order(), pytest.raises(TypeError, match="no implementation found"):
         torch.cdist(X.as_subclass(Refusing), X)
+
+
+PRODUCTS = {
+    "no elements": (torch.ones(0), {}),
+    "rows of none": (torch.ones(2, 0), {"dim": 1, "keepdim": True}),
+    "a number": (torch.tensor(3.0), {}),
+    "along a number": (torch.tensor(3.0), {"dim": 0}),
+    "integers": (torch.arange(1, 6), {}),
+    "integers to a float": (torch.arange(1, 6), {"dtype": torch.float64}),
+    "five columns": (torch.arange(10.0).view(2, 5) + 1, {"dim": -1}),
+    "complex": (torch.tensor([1j, 2.0, 1 + 1j]), {"dim": 0, "keepdim": True}),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_has_the_form_and_value_of_torchs(name):
+    x, options = PRODUCTS[name]
+    with hog.second_order():
+        found = torch.prod(x, **options), x.prod(**options)
+    torch.testing.assert_close(found, 2 * (torch.prod(x, **options),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_third_derivative_of_logcumsumexp(dtype):
+    x = torch.tensor([0.3, -40.0, 1.0, 0.2], dtype=dtype)
+    third = lambda f: torch.func.jacrev(torch.func.hessian(f))(x)  # noqa: E731
+    expected = third(lambda x: sum(torch.logsumexp(x[: i + 1], 0) for i in range(4)))
+    with hog.second_order():
+        found = third(lambda x: x.logcumsumexp(0).sum())
+        again = torch.func.jacrev(
+            torch.func.jacrev(torch.func.jacrev(lambda x: x.logcumsumexp(0).sum()))
+        )(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(again, expected)

@@ -25,6 +25,7 @@ SPARSE = X.to_sparse()
 PLACES, VALUES = torch.tensor([[0, 1, 2], [1, 2, 0]]), draw(3)
 LENGTHS = torch.tensor([1, 1])
 NOUGHT = torch.zeros(3, dtype=F64)
+FAR = torch.tensor([1e-200, 1e200, 1.0], dtype=F64)  # apart
 IMAGE, GRID = draw(1, 1, 3, 3), 0.5 * draw(1, 2, 2, 2)
 
 
@@ -68,7 +69,8 @@ SAMPLES = {
     "special.bessel_j0, modified_bessel_k0": [(lambda x: torch.special.bessel_j0(x) + x.sin(), X), (lambda x: torch.special.modified_bessel_k1(x.exp()).sin() + x, X)],
     "special.airy_ai, spherical_bessel_j0, hermite_polynomial_h": [(lambda x: x * torch.special.airy_ai(x), X), (lambda x: torch.special.chebyshev_polynomial_t(x, 3) * x, X)],
     "logaddexp, sinc, pow, polar, i1, mish, logit, vander": [(lambda x: torch.logaddexp(x, 2 * x - 800), NOUGHT), (torch.sinc, NOUGHT), (lambda x: (x[:, None] ** torch.arange(4)).sum(), NOUGHT), (lambda x: torch.polar(x, 2 * x + 1).real, NOUGHT), (F.mish, NOUGHT + 1e3), (lambda x: torch.logit(x, 0.1), NOUGHT)],
-    "cumprod, householder_product, safe_softmax": [(lambda x: x.cumprod(0, dtype=F64), torch.tensor([2.0, 0.0, -1.5], dtype=F64)), (lambda x: x.cumprod(0), torch.tensor([2.0, 0.0, -1.5], dtype=F64)), (lambda x: torch.linalg.householder_product(x, draw(3)), draw(4, 3)), (lambda x: torch._safe_softmax(x + torch.tensor([0, -torch.inf])[:, None], -1), X)],
+    "prod, cumprod": [(lambda x: (x * FAR).prod(), VALUES), (lambda x: torch.prod((x * FAR)[None], 1, dtype=F64), VALUES), (lambda x: x.cumprod(0, dtype=F64), torch.tensor([2.0, 0.0, -1.5], dtype=F64)), (lambda x: x.cumprod(0), torch.tensor([2.0, 0.0, -1.5], dtype=F64))],
+    "householder_product, safe_softmax": [(lambda x: torch.linalg.householder_product(x, draw(3)), draw(4, 3)), (lambda x: torch._safe_softmax(x + torch.tensor([0, -torch.inf])[:, None], -1), X)],
     "logcumsumexp": [(lambda x: F.pad(x, (0, 0, 1, 0), value=-torch.inf).logcumsumexp(0)[1:], X)],
     "eigh, svdvals": [(lambda x: torch.linalg.eigvalsh(torch.diag(x)).exp().sum(), torch.ones(3, dtype=F64)), (lambda x: torch.linalg.svdvals(torch.diag(x)).exp().sum(), torch.ones(3, dtype=F64))],
     "gru": [(recurrent(torch.nn.GRU), X.float())],
