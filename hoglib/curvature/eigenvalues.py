@@ -23,6 +23,7 @@ COLUMNS_AT_ONCE = 2**16  # entries of each vector that are combined at once
 MIN_RATE = 0.1  # decimal digits of a residual that a product is expected to gain, at least
 REORTHOGONALIZE_BELOW = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
 ROUNDING = 10  # times eps |A|: the error of a product
+IN_RANGE = 1e12  # products with entries above it, or below 1 / it, are divided by a power of two
 TINY = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 Chosen = Callable[[Tensor, int], Tensor]  # the indices of k of ascending values
@@ -127,11 +128,34 @@ def eigsh(
             return operator.apply(rows.to(operator.device, operator.dtype)).to(device, wide)
 
         choose = partial(_select_indices, which=which)
-        values, rows = lanczos(apply, draw, block, k, choose, tol, limit, space)
+        scaled, unit = in_range(apply, space)
+        values, rows = lanczos(scaled, draw, block, k, choose, tol, limit, space)
+        values = values * unit()
     values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
     products = operator.count - before
-    residuals = space.norms(operator.apply(rows) - values[:, None] * rows)
+    scaled, unit = in_range(operator.apply, space)
+    images = scaled(rows)
+    residuals = space.norms(images - (values / unit())[:, None] * rows) * unit()
     return Eigenpairs(values, rows.T, residuals, products, which)
+
+
+def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], float]]:
+    """Products with A / s, and s, a power of two that is known after the first product. It is 1 unless
+    squares of entries leave the range of float32, which they do from 1e19 on and below 1e-22."""
+    units: list[Tensor | float] = []
+
+    def scaled(rows: Tensor) -> Tensor:
+        found = apply(rows)
+        if not units:
+            largest = found.abs().max()
+            far = (largest > IN_RANGE) | (largest < 1 / IN_RANGE)
+            # where some processes have parts of the vectors, s would be another one in each
+            far = far & (largest > 0) & largest.isfinite() & (not space.placement.is_sharded)
+            unit = torch.where(far, largest, 1).log2().floor().exp2()
+            units.append(float(unit) if found.device.type == "cpu" else unit)
+        return found if units[0] == 1.0 and found.device.type == "cpu" else found / units[0]
+
+    return scaled, lambda: float(units[0]) if units else 1.0
 
 
 def _checked_device(device: Any) -> torch.device:

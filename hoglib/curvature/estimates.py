@@ -14,7 +14,7 @@ from hoglib import plotting
 from hoglib._core import validation
 from hoglib._core.device_reads import DeviceRead
 from hoglib._core.factorizations import symmetric_eigen
-from hoglib.curvature.eigenvalues import ROUNDING, Apply
+from hoglib.curvature.eigenvalues import ROUNDING, Apply, in_range
 from hoglib.curvature.vector_space import Space, SymmetricMatrix, random_signs
 from hoglib.errors import ArgumentValueError
 
@@ -258,8 +258,10 @@ def spectral_density(
         return random_signs(operator.space, count, generator).to(wide).div_(size**0.5)
 
     counts = (min(at_once, num_samples - first) for first in range(0, num_samples, at_once))
-    found = [tridiagonal(apply, start(count), steps, operator.space)[0] for count in counts]
+    scaled, unit = in_range(apply, operator.space)
+    found = [tridiagonal(scaled, start(count), steps, operator.space)[0] for count in counts]
     nodes, vectors = symmetric_eigen(torch.cat(found))
+    nodes = nodes * unit()
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 
 

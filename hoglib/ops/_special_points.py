@@ -27,7 +27,7 @@ _OVER: Any = {
 }
 _PRODUCTS: Any = {
     "name": "prod, cumprod",
-    "lacks": "second derivatives divide by the square of a factor, which is 0 for a factor below 1e-19 in "
+    "lacks": "second derivatives divide by the square of a factor, which is 0 below 1e-19 in "
     f"float32: they are wrong or NaN{SILENT}; of cumprod at zeros also {OVER_FORWARD}",
     "modes": ("rr", "rf"),
 }

@@ -1,5 +1,7 @@
 """Eigenpairs by thick-restart Lanczos against dense ones, and against SciPy in products."""
 
+import math
+
 import pytest
 import scipy.sparse.linalg
 import torch
@@ -85,12 +87,29 @@ def test_a_repeated_eigenvalue_is_found_as_often_as_it_is(block):
     assert float(pairs.residuals.max()) < 1e-9
 
 
-@rows("scale", [1e-20, 1e20])
-def test_the_size_of_a_matrix_changes_nothing(scale):
-    A = MATRICES["random"]
+# squares of numbers above 1e19 and below 1e-22 are not in the range of float32
+@rows(
+    ("scale", "dtype"),
+    [
+        (1e-150, F64),
+        (1e150, F64),
+        (1e-30, torch.float32),
+        (1e-23, torch.float32),
+        (1e25, torch.float32),
+    ],
+)
+def test_the_size_of_a_matrix_changes_nothing(scale, dtype):
+    A = MATRICES["outliers over a bulk"].to(dtype)
     one, other = Given(A).eigsh(3), Given(scale * A).eigsh(3)
     assert_close(other.values / scale, one.values)
     assert abs(one.products - other.products) <= 1
+    assert 0 < float(other.residuals.max() / scale) < 1e-4
+    positive = (
+        Given(A @ A + torch.eye(len(A), dtype=dtype)),
+        Given((A @ A + torch.eye(len(A), dtype=dtype)) * scale),
+    )
+    logs = [float(H.logdet(generator=torch.Generator().manual_seed(0))) for H in positive]
+    assert abs(logs[1] - len(A) * math.log(scale) - logs[0]) < 1e-5 * abs(logs[1])
 
 
 @rows("dtype", [torch.float32, torch.bfloat16])
