@@ -130,7 +130,7 @@ def eigsh(
         choose = partial(_select_indices, which=which)
         scaled, unit = in_range(apply, space)
         values, rows = lanczos(scaled, draw, block, k, choose, tol, limit, space)
-        values = values * unit()
+        values = values.to(rows) * unit()
     values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
     products = operator.count - before
     scaled, unit = in_range(operator.apply, space)
@@ -139,7 +139,7 @@ def eigsh(
     return Eigenpairs(values, rows.T, residuals, products, which)
 
 
-def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], float]]:
+def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], Any]]:
     """Products with A / s, and s, a power of two that is known after the first product. It is 1 unless
     squares of entries leave the range of float32, which they do from 1e19 on and below 1e-22."""
     units: list[Tensor | float] = []
@@ -152,10 +152,11 @@ def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], float]]:
             # where some processes have parts of the vectors, s would be another one in each
             far = far & (largest > 0) & largest.isfinite() & (not space.placement.is_sharded)
             unit = torch.where(far, largest, 1).log2().floor().exp2()
+            # a device is not waited for
             units.append(float(unit) if found.device.type == "cpu" else unit)
-        return found if units[0] == 1.0 and found.device.type == "cpu" else found / units[0]
+        return found if type(units[0]) is float and units[0] == 1 else found / units[0]
 
-    return scaled, lambda: float(units[0]) if units else 1.0
+    return scaled, lambda: units[0] if units else 1.0
 
 
 def _checked_device(device: Any) -> torch.device:

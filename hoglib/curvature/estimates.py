@@ -258,10 +258,8 @@ def spectral_density(
         return random_signs(operator.space, count, generator).to(wide).div_(size**0.5)
 
     counts = (min(at_once, num_samples - first) for first in range(0, num_samples, at_once))
-    scaled, unit = in_range(apply, operator.space)
-    found = [tridiagonal(scaled, start(count), steps, operator.space)[0] for count in counts]
+    found = [tridiagonal(apply, start(count), steps, operator.space)[0] for count in counts]
     nodes, vectors = symmetric_eigen(torch.cat(found))
-    nodes = nodes * unit()
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 
 
@@ -272,6 +270,7 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
     depend on it.
     """
     samples, size = start.shape
+    apply, unit = in_range(apply, space)
     V = start.new_zeros(samples, steps, size)
     T = start.new_zeros(samples, steps, steps)
     largest = start.new_zeros(samples)
@@ -303,7 +302,7 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
         T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
         torch.div(w, torch.where(active, beta, torch.inf)[:, None], out=V[:, j + 1])
         del w  # not held beside the next product
-    return T.to("cpu", torch.float64), V
+    return (T * unit()).to("cpu", torch.float64), V
 
 
 def _smoothed(nodes: Tensor, weights: Tensor, width: float | None, count: int) -> SpectralDensity:
