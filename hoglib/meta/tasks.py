@@ -22,6 +22,16 @@ from hoglib._core.swap import Params
 
 Task = tuple[Any, Any]
 OverTasks = Literal["auto", "vmap", "loop"]
+ONE_STACK = (
+    "tasks: read (support, query) as stacks of {count} tasks, whose {shape} inputs have no feature "
+    "dimension. If this is one task of {count} examples, pass a list, [(support, query)]; if the model "
+    "takes such inputs, filter this warning."
+)
+TWO_TASKS = (
+    "tasks: read the list as two tasks, each a support and a query set of inputs that are their own "
+    "targets. If these are the support set and the query set of one task, each (inputs, targets), pass "
+    "[(support, query)]; else give the two tasks as stacks, or filter this warning."
+)
 EMPTY = (
     "{}: expected at least one example, got an empty set; give every task examples to adapt to and "
     "examples to evaluate on."
@@ -234,6 +244,8 @@ def check_tasks(tasks: Any) -> int:
             pair = _check_task(f"tasks[{i}]", task)
             for what, batch in zip(("support", "query"), pair, strict=True):
                 check_batch(f"tasks[{i}]: {what}", batch)
+        if len(tasks) == 2 and all(map(_is_of_tensors, tasks)):
+            warn_once(TWO_TASKS)
         if not tasks:
             raise errors.ArgumentValueError("tasks: expected at least one task, got an empty list.")
         return len(tasks)
@@ -246,7 +258,19 @@ def check_tasks(tasks: Any) -> int:
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
             f"{counts[1]} query sets; stack one of each for every task, in the same order."
         )
+    # [tasks, examples] for a single task's [examples, 1]
+    if all(map(_is_of_tensors, tasks)) and tasks[0][0].dim() == 2 and pytree.is_float(tasks[0][0]):
+        warn_once(ONE_STACK.format(count=counts[0], shape=list(tasks[0][0].shape[1:])))
     return counts[0]
+
+
+def _is_of_tensors(pair: Any) -> bool:
+    """Whether a tuple or list is a pair of tensors, as (inputs, targets) are."""
+    return (
+        isinstance(pair, tuple | list)
+        and len(pair) == 2
+        and all(isinstance(part, Tensor) for part in pair)
+    )
 
 
 @contextmanager
@@ -317,8 +341,7 @@ def check_batch(what: str, batch: Any, dims: int = 1) -> None:
         )
     if not any(x.numel() for x in tensors):
         raise errors.ArgumentValueError(EMPTY.format(what))
-    plain = isinstance(batch, tuple | list) and len(batch) == 2
-    if not (plain and all(isinstance(part, Tensor) for part in batch)):
+    if not _is_of_tensors(batch):
         return
     expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
     for part in batch:

@@ -1,7 +1,9 @@
 """The meta-gradient: loop against vmap, against finite differences, first- against second-order."""
 
 import copy
+import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -361,3 +363,34 @@ def test_an_inner_loop_in_float16_names_the_eps_that_it_loses():
     learner = hog.MAML(model, F.mse_loss, rule=hog.meta.adam(1e-3), inner_steps=2)
     with pytest.raises(hog.errors.NonFiniteError, match=r"is 0 in float16: give eps=1e-4"):
         learner.loss([(batch, batch)])
+
+
+def examples(*shape, dtype=torch.float64):
+    x = torch.arange(math.prod(shape)).reshape(shape) % 7
+    return x.to(dtype), x.to(torch.float64)
+
+
+ONE = examples(10, 1)
+TOLD = {
+    "one task as a pair": ((ONE, ONE), "stacks of 10 tasks, whose \\[1\\] inputs"),
+    "one task as a list of two sets": ([ONE, ONE], "the list as two tasks"),
+    "one task in a list": ([(ONE, ONE)], ""),
+    "two tasks in a list": ([(ONE, ONE)] * 2, ""),
+    "three tasks of their own targets": ([(ONE[0], ONE[0])] * 3, ""),
+    "a stack": ((examples(3, 5, 1),) * 2, ""),
+}
+
+
+@pytest.mark.parametrize("learner", [hog.MAML, hog.meta.Reptile, hog.meta.IMAML])
+@pytest.mark.parametrize("name", TOLD)
+def test_one_task_that_may_be_read_as_several_is_told(learner, name):
+    tasks, text = TOLD[name]
+    one = learner(nn.Linear(1, 1).double(), F.mse_loss, inner_lr=0.01, inner_steps=2)
+    with pytest.warns(UserWarning, match=text) if text else nullcontext():
+        one.loss(tasks)
+
+
+def test_stacks_of_tokens_are_no_single_task():
+    model = nn.Sequential(nn.Embedding(7, 2), nn.Linear(2, 1), nn.Flatten(0)).double()
+    tokens = examples(4, 6, dtype=torch.long)
+    hog.MAML(model, F.mse_loss, inner_lr=0.01).loss((tokens, tokens))
