@@ -442,6 +442,8 @@ ERRORS = {
     "a tuple of none": (of(net(), ()), ValueError, r"expected a pair .*, got a tuple of 0"),
     "a list of one": (of(net(), [X]), ValueError, r"got a list of 1; .* pass its one element"),
     "too many arguments": (of(net(), (X, Y, Z)), TypeError, r"Sequential\.forward\(input\), got 2 .* a float64 tensor of shape \(5, 2\), a .*too many .*model\(batch\[0\]\)"),
+    **{f"a dict of {a} and {b}": (of(net(), {a: X, b: Y}, mean_square), TypeError, rf"lambda model, batch: model\(batch\['{wanted}'\]\)")
+       for a, b, wanted in (("inputs", "targets", "inputs"), ("label", "img", "img"), ("x", "y", "x"), ("labels", "pixel_values", "pixel_values"))},
     "a dict for a model with two inputs": (of(TwoInputs(), {"a": X, "b": Y}), TypeError, r"TwoInputs\.forward\(a, b\), got 1 .*: dict with 'a', 'b' \(missing .*'b'.*forward=lambda model, batch: model\(\*\*batch\)"),
     "a pair for a model with two inputs": (of(TwoInputs(), (X, Y)), TypeError, r"model\(\*batch\)"),
     "a loader": (of(net(), DataLoader(X)), TypeError, "expected one batch, got a DataLoader"),

@@ -331,3 +331,11 @@ def test_the_files_that_contributing_names_exist():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for name in re.findall(r"`((?:hoglib|tests|experiments|docs|configs)/[\w./]+)`", text):
         assert (ROOT / name).exists(), name
+
+
+def test_a_name_of_a_package_that_is_looked_for_in_hoglib():
+    assert hog.lightning.CurvatureMonitor
+    with pytest.raises(AttributeError, match=r"wgan_gp'; it is `hoglib\.penalties\.wgan_gp`"):
+        hog.wgan_gp  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        hog.nothing  # noqa: B018

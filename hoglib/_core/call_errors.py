@@ -107,6 +107,9 @@ def describe_argument(value: Any) -> str:
     return validation.describe(value)
 
 
+_OF_TARGETS = re.compile(r"label|target|mask|weight|length|^(y|idx?|index)$", re.IGNORECASE)
+
+
 def forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any) -> str:
     """A `forward` that may be what the user needs."""
     whole = len(args) == 1 and args[0] is batch
@@ -122,7 +125,8 @@ def forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any)
         elif taken:
             call = ", ".join(f"{name}={part}[{name!r}]" for name in taken)
         else:
-            call = _tensor_hint(part, args[0])
+            names = [name for name in args[0] if not _OF_TARGETS.search(str(name))]
+            call = f"{part}[{(names or [*args[0], '...'])[0]!r}]"
     elif isinstance(args[0], tuple | list):
         call = f"*{part}"
     else:

@@ -145,6 +145,7 @@ class CurvatureMonitor(pl.Callback):
         [(0, tensor([3.])), (1, tensor([3.])), (2, tensor([3.]))]
     """
 
+    @validation.explain_arguments
     def __init__(
         self,
         every: int = 100,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, materialize_grads, with_gradients
+from hoglib._core.call_errors import binding_error
 from hoglib._core.closures import owner_of
 from hoglib._core.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.problem import Policy
@@ -66,6 +67,20 @@ traceable_at_first = when_compiled(
 
 def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
     """The reduced terms at x; with return_outputs also what func returned there."""
+    try:
+        return _penalty(func, x, args, term, options)
+    except TypeError as error:
+        call = getattr(func, "forward", func)
+        if args and binding_error(call, (x, *args)) and not binding_error(call, (x,)):
+            error.add_note(
+                f"{options.name} passes the {len(args)} arguments that follow the points on to the "
+                "function, which does not take them. Leave them out, or take a penalty of two sets: "
+                "`hoglib.penalties.r1_r2(critic, real, fake)`."
+            )
+        raise
+
+
+def _penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
     if captures(options.policy):

@@ -236,3 +236,14 @@ REFUSED = {
 
 
 test_what_is_refused = refused(REFUSED)
+
+
+@pytest.mark.parametrize("critic", [nn.Linear(2, 1), lambda x: x.sum(1)])
+def test_samples_that_a_penalty_of_one_set_does_not_take_are_told(critic):
+    x = torch.ones(3, 2)
+    with pytest.raises(TypeError) as raised:
+        penalties.r1(critic, x, x)
+    assert "`hoglib.penalties.r1_r2(critic, real, fake)`" in raised.value.__notes__[-1]
+    with pytest.raises(TypeError) as raised:
+        penalties.r1(lambda x, y: x + None, x, x)
+    assert "r1_r2" not in "".join(raised.value.__notes__)
