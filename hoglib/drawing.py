@@ -23,7 +23,7 @@ from hoglib._core.source_location import format_error
 from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import restore_buffers
 from hoglib.errors import ArgumentValueError, DrawingError, MissingDependencyError
-from hoglib.verification.call import Call, is_part
+from hoglib.verification.maps import is_part, map_of, name_of
 
 TEXTS = (".dot", ".gv")
 INSTALL = (
@@ -104,17 +104,17 @@ def graph(fn: Callable[..., Any] | type[Function], inputs: Any, *, order: int = 
         function_watch.watching_functions(record) as applying,
     ):
         warnings.simplefilter("ignore")  # the picture shows what torch would warn about
-        call = Call(fn, given, None)
-        validation.something_to_differentiate_by(call.names, call.point)
-        variables, copies, result = call.from_leaves()
-        drawing = _Drawing(call.name, applied, applying)
-        names = [name.removeprefix("the parameter ") for name in call.names]
+        f = map_of(fn, given)
+        validation.something_to_differentiate_by(f.names, f.point)
+        variables, copies, result = f.from_leaves()
+        drawing = _Drawing(name_of(fn), applied, applying)
+        names = [name.removeprefix("the parameter ") for name in f.names]
         drawing.add_inputs(variables, copies, names)
         outputs = [(f"output {i}", y) for i, y in enumerate(result) if is_float(y)]
         values = drawing.add_values(outputs, "output", 1)
         if not values:
             drawing.faults.append(
-                f"{call.name}: no output has a graph. Is it a constant, detached, computed under "
+                f"{name_of(fn)}: no output has a graph. Is it a constant, detached, computed under "
                 "no_grad, or computed outside of torch?"
             )
         for k in range(2, order + 2):  # once more, to see whether the last graph has a derivative
@@ -122,7 +122,7 @@ def graph(fn: Callable[..., Any] | type[Function], inputs: Any, *, order: int = 
             titles = [f"{'grad of' if k == 2 else 'second derivative by'} {name}" for name in names]
             found = [(name, g) for name, g in zip(titles, grads, strict=False) if g is not None]
             values = drawing.add_values(found, "gradient", k)
-    return Graph(call.name, "\n".join(drawing.lines()) + "\n", tuple(drawing.faults))
+    return Graph(name_of(fn), "\n".join(drawing.lines()) + "\n", tuple(drawing.faults))
 
 
 @final

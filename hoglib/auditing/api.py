@@ -45,9 +45,10 @@ from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of, stand_ins_if
 from hoglib.verification.api import verify
 from hoglib.verification.attribution import detached_copy, is_culprit
-from hoglib.verification.call import exact_products, name_of
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.function_rules import is_surrogate
+from hoglib.verification.maps import name_of
+from hoglib.verification.precision import exact_products
 from hoglib.verification.report import CULPRIT, Report, Row, Rows
 
 

@@ -46,7 +46,8 @@ from hoglib._core.torch_internals import (
     transforms_active,
 )
 from hoglib.auditing.routes import Checker, Locator, StopGradientReplay, reverse_over_reverse, scale
-from hoglib.verification.call import DOUBLE, real
+from hoglib.verification.maps import real
+from hoglib.verification.precision import DOUBLE
 from hoglib.verification.report import CULPRIT, Row, Rows
 
 PROBLEM = "(loss, params, batch)"

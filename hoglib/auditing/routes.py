@@ -7,7 +7,7 @@ the calls that the loss makes: each is checked by itself, down to one whose own 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, nan
 from types import FunctionType
 from typing import Any, NamedTuple, final
@@ -36,7 +36,7 @@ from hoglib._core.source_location import SourceLine, caller_line, running_module
 from hoglib._core.swap import call_with
 from hoglib._core.torch_internals import transforms_active, unwrap
 from hoglib.stand_ins.mode import without_override_check
-from hoglib.verification import call as calls
+from hoglib.verification import maps
 from hoglib.verification.attribution import detached_copy, requires_grad
 from hoglib.verification.comparison import some_of
 
@@ -212,19 +212,19 @@ def requested_routes(names: object) -> list[Route]:
 
 def _gradient(f: Scalar, own: Vector) -> Vector:
     """grad f with its graph."""
-    return calls.grad([f(*own)], own, create_graph=True)
+    return maps.grad([f(*own)], own, create_graph=True)
 
 
 def reverse_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <grad f, v> / d leaves."""
     own = fresh_leaves(leaves, False)
-    return calls.grad(_gradient(f, own), own, v)
+    return maps.grad(_gradient(f, own), own, v)
 
 
 def third_order(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """d <H v, w> / d leaves, reverse three times."""
     own = fresh_leaves(leaves, False)
-    return calls.grad(calls.grad(_gradient(f, own), own, v, create_graph=True), own, w)
+    return maps.grad(maps.grad(_gradient(f, own), own, v, create_graph=True), own, w)
 
 
 def forward_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
@@ -597,13 +597,12 @@ class Locator:
 def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar, Vector]:
     """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
     none if nothing depends on them."""
-    call = calls.Call(run, inputs, dtype=None)
-    call.clone = True  # run may change its inputs in place
+    call = replace(maps.map_of(run, inputs), clones=True)  # run may change its inputs in place
     first = call.run_with_grad() if any(map(requires_grad, pytree.leaves(inputs))) else []
     which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
     random = torch.Generator("cpu").manual_seed(1)
-    u = [random_like(calls.real(first[i].detach()), random) for i in which]
-    outputs, count = call.map(which), len(call.point)
+    u = [random_like(maps.real(first[i].detach()), random) for i in which]
+    outputs, count = call.to(which), len(call.point)
 
     def f(*values: Tensor) -> Tensor:
         pairs = zip(outputs(*values[:count]), values[count:], strict=True)
@@ -667,7 +666,7 @@ class _OperationRecorder(CallMode):
         self._parts = parts
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        if not calls.is_part(function):
+        if not maps.is_part(function):
             name = function.__qualname__
             call = RecordedCall(run=function.apply, operation=name, function=function)
             self._record(call, (args, {}), caller_line())

@@ -45,8 +45,8 @@ from hoglib.curvature.reproducibility import Determinism, Symmetry, close
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.ring import ring
-from hoglib.verification.call import HalfWatch
 from hoglib.verification.entry_points import examined_functions
+from hoglib.verification.precision import HalfWatch
 
 Total = Tensor | Callable[[], Tensor]  # of a pass, or what makes it where its size is known
 CountedLabels = tuple[dict[str, tuple[int, bool]], float]  # of a batch, and its weight

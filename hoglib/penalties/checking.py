@@ -24,8 +24,8 @@ from hoglib._core.state import preserve_random_state, same
 from hoglib._core.torch_internals import unwrap
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.module import KINDS, Kind, kind_named
-from hoglib.verification.call import name_of, seed_all
 from hoglib.verification.comparison import agreement
+from hoglib.verification.maps import name_of, seed_all
 from hoglib.verification.report import Report, Row, Rows, finding
 
 REACHES = "reaches the critic"

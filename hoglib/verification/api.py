@@ -18,7 +18,6 @@ from hoglib._core.torch_internals import eagerly, uncompiled
 from hoglib._core.torch_private import nothing_refused
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
-from hoglib.verification.call import PrecisionWatch, as_function, exact_products, name_of
 from hoglib.verification.call_variants import reference_rows, variant_rows
 from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.contract import preserved_grads
@@ -26,8 +25,10 @@ from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
+from hoglib.verification.maps import as_function, name_of
+from hoglib.verification.precision import PrecisionWatch, exact_products
 from hoglib.verification.report import Report, Row, Rows
-from hoglib.verification.subject import Restriction, Subject, lifted
+from hoglib.verification.subject import Subject, lifted, subject_of
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -158,7 +159,7 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
         fn, inputs, row = module
         rows.append(row)
     try:
-        subject = Subject(fn, inputs)
+        subject = subject_of(fn, inputs)
         for row in _check_rows(subject, reference, options.in_dtype(subject.dtype)):
             rows.append(row)
     except HoglibError:
@@ -187,7 +188,7 @@ def _why_it_does_not_run(error: Exception) -> str:
 
 def _check_rows(subject: Subject, reference: Reference, options: Options) -> Rows:
     """The rows of all checks, in order."""
-    stop = subject.prepare()
+    subject, stop = subject.prepared()
     if stop is not None:
         yield stop
         for app in subject.applications:  # a broken contract may be the cause
@@ -195,7 +196,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         return
     yield from _treatment_notes(subject)
     marked = any(is_surrogate(app.function) for app in subject.applications)
-    if as_function(subject.fn) is None and marked:
+    if as_function(subject.map.fn) is None and marked:
         yield from _functions_apart(subject)
         options = replace(options, orders=())
     # at the inputs, and beside them: the user's own may lie on a kink, where differences decide
@@ -208,6 +209,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
     elif 1 in options.orders:
         # orders above the first are differences of it, so that they keep the same directions
         derivatives, rows = _first_derivatives(derivatives)
+        subject = derivatives.subject
         yield from rows
     for order in (order for order in options.orders if order > 1):
         rows = list(derivatives.higher_order(order))
@@ -216,7 +218,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
         # needs no more evidence
         right = order == 2 and all(row.status in ("pass", "skip") for row in rows)
         if right and not options.surrogate:
-            if as_function(subject.fn) is not None:
+            if as_function(subject.map.fn) is not None:
                 yield from _other_values(subject, options)
             elif _rounds_values(subject):
                 yield from _functions_alone(subject)
@@ -243,18 +245,19 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
 
 def _treatment_notes(subject: Subject) -> Rows:
     """How the function and the inputs were treated, where that is not obvious."""
-    if uncompiled(subject.fn) is not subject.fn:
+    if uncompiled(subject.map.fn) is not subject.map.fn:
         text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
         yield Row("compiled", "warn", None, text + "a custom Function in it, a wrong one.")
-    if subject.refused:
+    refused, computes_narrow, half = subject.precision
+    if refused:
         where = f"in {subject.dtype}"
-        if subject.half is not None:
+        if half is not None:
             where = "there, by means over many points,"
-        how = "not the precision that it computes in" if subject.computes_narrow else "refused"
-        text = f"{how} ({subject.refused}); checked {where} with wider tolerances."
-        yield Row("dtype: float64", "warn" if subject.computes_narrow else "skip", None, text)
+        how = "not the precision that it computes in" if computes_narrow else "refused"
+        text = f"{how} ({refused}); checked {where} with wider tolerances."
+        yield Row("dtype: float64", "warn" if computes_narrow else "skip", None, text)
     if subject.symmetric:
-        names = ", ".join(subject.call.names[j] for j in sorted(subject.symmetric))
+        names = ", ".join(subject.map.names[j] for j in sorted(subject.symmetric))
         text = (
             f"{names} is symmetric, and the function reads one triangle only, or refuses a matrix that "
             "is not symmetric. Derivatives are taken along symmetric matrices, where all conventions "
@@ -314,26 +317,24 @@ def _structured_derivatives(without: Derivatives) -> Mended | None:
     if off.raised is not None:
         return None
     subject = without.subject
-    kept: Restriction = {}
-    rows: list[Row] = []
-    for chosen in subject.restrictions():
-        derivatives = without.again()
+    mended, rows = subject, list[Row]()
+    for one in subject.restrictions():
+        derivatives = without.of(one)
         with suppress(Exception):  # the original rows stand
             found = list(derivatives.first_order())
             if _row_status(found, FIRST) == "pass":
                 right = derivatives.are_right()
                 # the first structure that mends the first derivative stays, unless one mends the
                 # second too
-                if right or not kept:
-                    kept, rows = chosen, found
+                if right or not mended.kept:
+                    mended, rows = one, found
                 if right:
                     break
-    subject.restrict(kept)
-    if not kept:
+    if not mended.kept:
         return None
-    what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in kept.items())
+    what = " and ".join(f"{subject.names[j]} {one.name}" for j, one in mended.kept.items())
     text = LEAVING.format(kept=what, wrong=off.wrong)
-    return without.again(), [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
+    return without.of(mended), [*rows, Row(OTHER_DIRECTIONS, "warn", off.error, text)]
 
 
 def _phase_fixed_derivatives(without: Derivatives, status: str) -> Mended | None:
@@ -342,8 +343,8 @@ def _phase_fixed_derivatives(without: Derivatives, status: str) -> Mended | None
     One that depends on the signs that an algorithm chooses does not exist where they change, so that
     nothing can be compared. status: that of the first derivative without.
     """
-    for _ in without.subject.phase_fixings(real_too=status == "warn"):
-        derivatives = without.again()
+    for one in without.subject.phase_fixings(real_too=status == "warn"):
+        derivatives = without.of(one)
         with suppress(Exception):  # the original rows stand
             rows = list(derivatives.first_order())
             if _row_status(rows, FIRST) == "pass":

@@ -12,7 +12,7 @@ plain functions with one slot taken from x +- h v. What autograd computes of it 
 backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, final
@@ -30,13 +30,21 @@ from hoglib._core.pytree import is_float
 from hoglib._core.source_location import error_line, format_error
 from hoglib._core.state import same
 from hoglib._core.torch_internals import backward_rule, is_once_differentiable
-from hoglib.verification import call as calls
-from hoglib.verification import function_rules
+from hoglib.verification import function_rules, maps
 from hoglib.verification.comparison import Bounds, Discrepancy, Found, Target, compared
 from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
+from hoglib.verification.layouts import laid_out_as
+from hoglib.verification.precision import HalfWatch
 from hoglib.verification.report import MODES, Row, Rows
-from hoglib.verification.subject import Application, Subject, application, applications, symmetrize
+from hoglib.verification.subject import (
+    Application,
+    Subject,
+    application,
+    applications,
+    subject_of,
+    symmetrized,
+)  # fmt: skip
 
 LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
 LOST_NARROW = 0.03  # the same in other dtypes
@@ -54,56 +62,106 @@ def step_of(dtypes: Iterable[torch.dtype]) -> float:
     return max((steps("slot", dtype.to_real())[0] for dtype in dtypes), default=1e-5)
 
 
-@final
-class Diagnosis:
-    """What a backward or a jvp loses of the second-order term, where, and by which slots.
+class Diagnosis(NamedTuple):
+    """What a backward or a jvp loses of the second-order term, where, and by which slots."""
+
+    once: bool  # whether it is decorated with @once_differentiable
+    inner: list[Application]  # Functions that it applies
+    lost: float = 0.0  # relative to the whole term
+    slots: Sequence[Slot] = ()
+    detached: Sequence[DetachedGradient] = ()  # those that do harm, or might
+    error: Exception | None = None  # what it raised when its graph was asked for
+
+
+def diagnosis(app: Application, moves: Moves = None, *, in_jvp: bool = False) -> Diagnosis:
+    """What the backward, or the jvp, of a Function loses.
 
     The arguments of the Function must not lie on a kink. moves: how they move along some direction,
     (above - below) / 2h; by default each on its own, which some Functions do not allow (a symmetric
     matrix, probabilities).
     """
+    probe = _Probe(app, moves, in_jvp)
+    nothing, watch = Diagnosis(probe.once, probe.inner), DetachmentWatch()
+    try:
+        lost, whole = probe.measure_lost(watch)
+    except Exception as error:
+        return nothing._replace(lost=1.0, error=error, detached=watch.detached)
+    size, total = max(whole, 1e-300), sum(lost.values())
+    least = probe.least * size
+    if total <= least:
+        return nothing
+    for slot in probe.slots:
+        slot.share = lost.get(slot.label, 0.0) / total
+    return nothing._replace(
+        lost=total / size,
+        detached=_harmful_detachments(probe, watch.detached, 0.01 * total, least),
+        slots=[slot for slot in probe.slots if slot.share > max(WORTH_SAYING, least / total)],
+    )
 
-    def __init__(self, app: Application, moves: Moves = None, *, in_jvp: bool = False) -> None:
+
+def _harmful_detachments(
+    probe: "_Probe", detached: list[DetachedGradient], some: float, least: float
+) -> list[DetachedGradient]:
+    """The detached gradients whose repair reduces the loss by some of it; also those beyond repair, if
+    a loss remains. least: what is less is rounding."""
+    repairable = [one for one in detached if one.repairable]
+    remains = probe.lost_after_repair(repairable)
+    guilty = []
+    for cut in repairable:
+        without = probe.lost_after_repair([other for other in repairable if other is not cut])
+        if without > remains + max(some, least):
+            guilty.append(cut)
+    if remains > least:
+        guilty += [one for one in detached if not one.repairable]
+    # where none does harm alone, as two on one path, all are named
+    return guilty or (detached if probe.lost_after_repair([]) > least else [])
+
+
+@final
+class _Probe:
+    """A backward, or a jvp, run as a plain function with its slots and incoming gradients moved."""
+
+    def __init__(self, app: Application, moves: Moves, in_jvp: bool) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)
-        self.lost = 0.0  # relative to the whole term
-        self.slots: list[Slot] = []
-        self.detached: list[DetachedGradient] = []  # those that do harm, or might
-        self.once = not in_jvp and is_once_differentiable(app.function)
-        self.error: Exception | None = None  # what it raised when its graph was asked for
-        self.inner: list[Application] = []  # Functions that it applies
-        rule: Any = app.function.jvp if in_jvp else backward_rule(app.function)
-        self._rule: Callable[..., Any] = rule.__wrapped__ if self.once else rule
+        self.inner: list[Application] = []
         self._v = moves or {
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
-        self._incoming_name = "tangent" if in_jvp else "grad_output"
-        self._moved: dict[str, Tensor] = {}  # the directions of the incoming gradients
-        with calls.HalfWatch() as watch:
+        with HalfWatch() as watch:
             base = self._run(0.0)
             self._arguments = self._incoming(base)
-            with suppress(Exception):  # reported by `_diagnose`
+            with suppress(Exception):  # reported by `diagnosis`
                 self._results(base.record, self._arguments)
         dtypes = [app.args[i].dtype.to_real() for i in app.by]
         dtypes += [] if watch.dtype is None else [watch.dtype]
         self._step = step_of(dtypes)
-        self._least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
-        for k, g in enumerate(self._arguments):
-            if g is not None:
-                self._moved[f"{self._incoming_name} {k}"] = random_like(g, self._random)
-        self._diagnose()
+        self.least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
+        # the directions of the incoming gradients
+        self._moved = {
+            self._label(k): random_like(g, self._random)
+            for k, g in enumerate(self._arguments)
+            if g is not None
+        }
+
+    @property
+    def once(self) -> bool:
+        return not self._in_jvp and is_once_differentiable(self._app.function)
+
+    def _label(self, k: int) -> str:
+        return f"{'tangent' if self._in_jvp else 'grad_output'} {k}"
 
     # Running forward and backward.
 
     def _run(self, h: float) -> Run:
         """A forward at x + h v."""
-        calls.seed_all()
+        maps.seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
-            args[i] = calls.laid_out_as(args[i], args[i] + h * v)
+            args[i] = laid_out_as(args[i], args[i] + h * v)
         return self._app.run(args)
 
-    def _slots(self, h: float) -> dict[str, Any]:
+    def _slots_at(self, h: float) -> dict[str, Any]:
         return self._run(h).record.slots(in_jvp=self._in_jvp)
 
     def _incoming(self, run: Run) -> list[Tensor | None]:
@@ -114,9 +172,12 @@ class Diagnosis:
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
         """The floating-point results of backward, or of jvp, for what is on the context."""
-        calls.seed_all()
+        maps.seed_all()
         context = Context(record, in_jvp=self._in_jvp)
-        returned = function_rules.as_tuple(self._rule(context, *incoming))
+        function = self._app.function
+        rule: Any = function.jvp if self._in_jvp else backward_rule(function)
+        rule = rule.__wrapped__ if self.once else rule
+        returned = function_rules.as_tuple(rule(context, *incoming))
         kept = [r for i, r in enumerate(returned) if self._in_jvp or i in self._app.by]
         return [r for r in kept if is_float(r)]
 
@@ -130,9 +191,8 @@ class Diagnosis:
         slots |= {label: moved[label] for label in labels if label in moved}
         incoming = list(self._arguments)
         for k, g in enumerate(incoming):
-            label = f"{self._incoming_name} {k}"
-            if g is not None and label in labels:
-                incoming[k] = g + h * self._moved[label]
+            if g is not None and self._label(k) in labels:
+                incoming[k] = g + h * self._moved[self._label(k)]
         with torch.no_grad():
             return self._results(record.with_slots(slots, in_jvp=self._in_jvp), incoming)
 
@@ -153,8 +213,8 @@ class Diagnosis:
         are moved together, and get equal shares of the term.
         """
         terms, alone = {}, []
-        above, below = self._slots(self._step), self._slots(-self._step)
-        for label in self._slots(0.0):
+        above, below = self._slots_at(self._step), self._slots_at(-self._step)
+        for label in self._slots_at(0.0):
             if _is_same(above.get(label), below.get(label)):
                 continue
             try:
@@ -174,7 +234,7 @@ class Diagnosis:
 
     def _autograd_terms(self, watch: DetachmentWatch) -> tuple[list[Tensor], Leaves]:
         """The results of backward with their graph; the leaf of each slot."""
-        run, ends = self._run(0.0), [self._slots(h) for h in (self._step, -self._step)]
+        run, ends = self._run(0.0), [self._slots_at(h) for h in (self._step, -self._step)]
         own = (*(run.inputs[i] for i in self._app.by), *run.outputs)
         owned = {id(t) for t in own if not run.record.is_silent(t)}
         leaves: Leaves = {}
@@ -200,7 +260,7 @@ class Diagnosis:
         if app is not None and function not in [other.function for other in self.inner]:
             self.inner.append(app)
 
-    def _measure_lost(self, watch: DetachmentWatch) -> tuple[dict[str, float], float]:
+    def measure_lost(self, watch: DetachmentWatch) -> tuple[dict[str, float], float]:
         """The loss of each slot and the whole term, root mean squares over random covectors."""
         seen, leaves = self._autograd_terms(watch)
         own = [leaf for leaf, _ in leaves.values()]
@@ -208,7 +268,7 @@ class Diagnosis:
         whole = 0.0
         for _ in range(COVECTORS):
             w = [random_like(r, self._random) for r in seen]
-            grads = calls.grad(seen, own, w, retain_graph=True) if own else []
+            grads = maps.grad(seen, own, w, retain_graph=True) if own else []
             pairs = zip(leaves.items(), grads, strict=True)
             carried = {label: _dot([g], [move]) for (label, (_, move)), g in pairs}
             for label, term in self._terms.items():
@@ -217,55 +277,17 @@ class Diagnosis:
                 whole += expected**2
         return {k: (v / COVECTORS) ** 0.5 for k, v in lost.items()}, (whole / COVECTORS) ** 0.5
 
-    # Which of them do harm.
-
-    def _diagnose(self) -> None:
-        """Measure the loss, and find what causes it."""
-        watch = DetachmentWatch()
-        try:
-            lost, whole = self._measure_lost(watch)
-        except Exception as error:
-            self.lost, self.error, self.detached = 1.0, error, watch.detached
-            return
-        size = max(whole, 1e-300)
-        total = sum(lost.values())
-        if total <= self._least * size:
-            return
-        self.lost = total / size
-        self.detached = self._harmful_detachments(watch.detached, total, size)
-        for slot in self._all_slots:
-            slot.share = lost.get(slot.label, 0.0) / total
-            if slot.share > max(WORTH_SAYING, self._least * size / total):
-                self.slots.append(slot)
-
-    def _harmful_detachments(
-        self, detached: list[DetachedGradient], total: float, size: float
-    ) -> list[DetachedGradient]:
-        """The detached gradients whose repair reduces the loss; also those beyond repair, if a loss
-        remains."""
-        repairable = [one for one in detached if one.repairable]
-        least = self._lost_after_repair(repairable)
-        guilty = []
-        for cut in repairable:
-            without = self._lost_after_repair([other for other in repairable if other is not cut])
-            if without > least + max(0.01 * total, self._least * size):
-                guilty.append(cut)
-        if least > self._least * size:
-            guilty += [one for one in detached if not one.repairable]
-        # where none does harm alone, as two on one path, all are named
-        return guilty or (detached if self._lost_after_repair([]) > self._least * size else [])
-
-    def _lost_after_repair(self, repair: list[DetachedGradient]) -> float:
+    def lost_after_repair(self, repair: list[DetachedGradient]) -> float:
         """What slots with a graph still lose if some detached gradients are repaired."""
-        seen = {slot.label for slot in self._all_slots if slot.kind in WITH_GRAPH}
+        seen = {slot.label for slot in self.slots if slot.kind in WITH_GRAPH}
         try:
-            lost, _ = self._measure_lost(DetachmentWatch([(cut.how, cut.place) for cut in repair]))
+            lost, _ = self.measure_lost(DetachmentWatch([(cut.how, cut.place) for cut in repair]))
         except Exception:  # what was repaired does not run
             return 0.0
         return sum(value for label, value in lost.items() if label in seen)
 
     @cached_property
-    def _all_slots(self) -> list[Slot]:
+    def slots(self) -> list[Slot]:
         """All slots and incoming gradients, with their kinds and the lines that saved them."""
         run = self._run(0.0)
         slots = []
@@ -328,8 +350,8 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Rows:
         subject.map(*(y.clone().requires_grad_() for y in x))
     for detached in _grouped(watch.detached):
         text = (
-            f"{subject.name} leaves the graph by {_listed(detached)}, so that the part of its "
-            "derivative through there is lost. Use the tensor itself; pass what is constant on "
+            f"{maps.name_of(subject.map.fn)} leaves the graph by {_listed(detached)}, so that the part "
+            "of its derivative through there is lost. Use the tensor itself; pass what is constant on "
             "purpose as an input that does not require grad."
         )
         yield Row(_title(detached), "fail", None, text)
@@ -383,8 +405,7 @@ def _wrong_alone(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
     """The Functions whose own gradient is wrong, and what is wrong with it."""
     for app in apps:
         try:
-            subject = Subject(app.function, app.leaves())
-            subject.find_outputs()
+            subject = subject_of(app.function, app.leaves()).restricted({})
             at = Target(subject.map, subject.x, subject.rows, subject.names)
             one = compared(at.with_slopes(subject.random), "r", Bounds(), subject.random)
         except Exception:  # the rows of derivatives say what it raises
@@ -425,13 +446,11 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
 
 def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
     try:
-        call = calls.Call(lambda a, k: func(*a, **k), (args, kwargs), None)
-        call.reseed = True
-        symmetrize(call)
-        which = [i for i, y in enumerate(call.run_with_grad()) if is_float(y) and y.requires_grad]
+        f, _ = symmetrized(maps.map_of(lambda a, k: func(*a, **k), (args, kwargs)).seeded())
+        which = [i for i, y in enumerate(f.run_with_grad()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
-        names = [f"argument {j}" for j in range(len(call.point))]
-        first = Target(call.map(which), call.point, [f"result {i}" for i in which], names)
+        names = [f"argument {j}" for j in range(len(f.point))]
+        first = Target(f.to(which), f.point, [f"result {i}" for i in which], names)
         inner = stage(first, mode, order, lambda tensors: [random_like(t, random) for t in tensors])
         at = inner.with_slopes(random)
     except Exception:  # it has no derivative to judge in this mode
@@ -517,7 +536,7 @@ class _RuleReport(NamedTuple):
         """The causes. right_once: whether the first derivative is right; raises: whether it raises;
         raised: whether autograd raises in the mode in question, too."""
         try:
-            found = Diagnosis(self.app, moves, in_jvp=self.in_jvp)
+            found = diagnosis(self.app, moves, in_jvp=self.in_jvp)
         except Exception as error:
             yield from self._not_attributed([], error)
             return
@@ -652,7 +671,7 @@ def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
         values = [y for y in pytree.leaves(app.function.apply(*args)) if is_float(y)]
         with watch.outside_functions():
             leaves = [args[i] for i in app.by]
-            calls.grad(values, leaves, create_graph=True, unhandled=True)
+            maps.grad(values, leaves, create_graph=True, unhandled=True)
     return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
 
 

@@ -1,12 +1,14 @@
 """The derivatives of a call that is made another way: another function that should be the same,
 subsets of inputs, repeated calls, other memory layouts, float32, vmap.
 
-They are compared with those of a baseline, which the derivative checks have judged. So a row fails only
-if the variant makes a difference.
+A variant is another map of the function, such as `f.laid_out(strided)` or `f.in_dtype(float32)`, or
+another way to call the map. It is compared with a baseline, which the derivative checks have judged. So
+a row fails only if the variant makes a difference.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, final
 
@@ -18,11 +20,13 @@ from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.pytree import is_float
 from hoglib._core.source_location import format_error
 from hoglib._core.tolerances import TOLERANCES
-from hoglib.verification import call as calls
+from hoglib.verification import maps
 from hoglib.verification.attribution import subset_rows
 from hoglib.verification.comparison import Options, Pair, agreement, largest_difference
 from hoglib.verification.derivatives import nan_operation
 from hoglib.verification.function_rules import handles_memory
+from hoglib.verification.layouts import strided
+from hoglib.verification.maps import Map
 from hoglib.verification.report import Row, Rows
 from hoglib.verification.subject import Subject
 
@@ -31,44 +35,62 @@ DRAWN = "it draws random numbers, which differ for another layout or dtype."
 
 
 @final
+@dataclass(frozen=True)
 class Baseline:
-    """Values, gradients G for random u, and d<w, G>/dx for random w."""
+    """Values of a map f, gradients G for random u, and d<w, G>/dx for random w, at one point."""
 
-    def __init__(self, subject: Subject, x: list[Tensor], options: Options) -> None:
-        self.subject, self.x, self.options = subject, x, options
-        self.near: list[list[Tensor]] = []  # other points, for what takes several
-        self.f, self.n, self.names = subject.map, len(x), subject.names
-        self.all_inputs = list(range(self.n))
-        self.values = [y.detach() for y in self.f(*x)]
-        self.u = [random_like(y, subject.random) for y in self.values]
-        self.w = [random_like(y, subject.random) for y in x]
-        self.first = self.gradient(self.f)
-        self.second: list[Tensor] | None = None
-        with suppress(Exception):  # reported by the derivative checks
-            self.second = self.second_derivative(self.f, self.all_inputs)
-        # half of the digits: two ways to one number round differently
-        self.tolerance = float(subject.eps**0.5)
-        # smaller differences may come from a sum whose terms cancel
-        self._floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, x)))
+    subject: Subject
+    options: Options
+    f: Map
+    values: list[Tensor]
+    u: list[Tensor]
+    w: list[Tensor]
+    first: list[Tensor] = field(default_factory=list)
+    second: list[Tensor] | None = None  # None where it raises
+
+    @property
+    def x(self) -> list[Tensor]:
+        return self.f.point
+
+    @property
+    def names(self) -> list[str]:
+        return self.subject.names
 
     def gradient(self, f: TensorMap, by: Sequence[int] | None = None) -> list[Tensor]:
-        return calls.gradient(f, self.n, by)(*self.x, *self.u)
+        return maps.gradient(f, len(self.x), by)(*self.x, *self.u)
 
     def second_derivative(
-        self, f: TensorMap, requires: Sequence[int], by: Sequence[int] | None = None
+        self, f: TensorMap, requires: Sequence[int] | None = None, by: Sequence[int] | None = None
     ) -> list[Tensor]:
         """d<w, G>/dx by some inputs, where G are the gradients by the same ones."""
+        requires = range(len(self.x)) if requires is None else requires
         by = requires if by is None else by
         leaves = [y.detach().clone().requires_grad_(j in requires) for j, y in enumerate(self.x)]
         u = [y.clone().requires_grad_() for y in self.u]
-        grads = calls.gradient(f, self.n, requires)(*leaves, *u)
+        grads = maps.gradient(f, len(self.x), requires)(*leaves, *u)
         chosen = [grads[list(requires).index(j)] for j in by]
-        return calls.grad(chosen, [leaves[j] for j in by], [self.w[j] for j in by])
+        return maps.grad(chosen, [leaves[j] for j in by], [self.w[j] for j in by])
 
     def compared(self, name: str, *pairs: Pair, names: Sequence[str] = ()) -> Row:
         """Whether derivatives, or values, are the same."""
+        # half of the digits: two ways to one number round differently
+        tolerance = float(self.subject.eps**0.5)
+        # smaller differences may come from a sum whose terms cancel
+        floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, self.x)))
         names = names or self.names
-        return agreement(name, *pairs, tolerance=self.tolerance, floor=self._floor, names=names)
+        return agreement(name, *pairs, tolerance=tolerance, floor=floor, names=names)
+
+
+def baseline(subject: Subject, x: list[Tensor], options: Options) -> Baseline:
+    """That of a subject at a point; raises what the first derivative raises."""
+    f = subject.map.at(x)
+    values = [y.detach() for y in f(*x)]
+    u, w = ([random_like(y, subject.random) for y in some] for some in (values, x))
+    base = Baseline(subject, options, f, values, u, w)
+    base = replace(base, first=base.gradient(f))
+    with suppress(Exception):  # reported by the derivative checks
+        base = replace(base, second=base.second_derivative(f))
+    return base
 
 
 NAN = (
@@ -112,15 +134,15 @@ def create_graph(base: Baseline) -> Row:
         "on whether gradients are enabled (torch.is_grad_enabled, requires_grad). Compute the same in "
         "both cases."
     )
-    leaves, values = calls.at_leaves(base.f, base.x)
-    return base.compared("create_graph", (text, calls.grad(values, leaves, base.u), base.first))
+    leaves, values = maps.at_leaves(base.f, base.x)
+    return base.compared("create_graph", (text, maps.grad(values, leaves, base.u), base.first))
 
 
 def deterministic(base: Baseline) -> Row:
     name, options = "deterministic", base.options
-    leaves, values = calls.at_leaves(base.f, base.x)
+    leaves, values = maps.at_leaves(base.f, base.x)
     keep = {"retain_graph": True, "create_graph": base.second is not None}
-    found, again = (calls.grad(values, leaves, base.u, **keep) for _ in range(2))
+    found, again = (maps.grad(values, leaves, base.u, **keep) for _ in range(2))
     off, j = largest_difference(found, again, None)
     if off > options.nondet_tol:
         text = (
@@ -142,13 +164,13 @@ def deterministic(base: Baseline) -> Row:
 def state(base: Baseline) -> Row:
     """Whether a second call, between forward and backward of the first, changes the gradient."""
     name = "state"
-    n = base.subject.call.num_inputs
+    n = base.f.num_inputs
     before = {f: dict(vars(f)) for f in base.subject.functions}
     try:
-        leaves, values = calls.at_leaves(base.f, base.x)
+        leaves, values = maps.at_leaves(base.f, base.x)
         # with the same parameters: a module has one set at a time
         base.f(*((1.1 * y).requires_grad_() for y in base.x[:n]), *leaves[n:])
-        found = calls.grad(values, leaves, base.u, create_graph=True)
+        found = maps.grad(values, leaves, base.u, create_graph=True)
     except Exception as raised:
         return Row(name, "skip", None, f"two calls before a backward raised {format_error(raised)}")
     now = [(f, name, value) for f in before for name, value in vars(f).items()]
@@ -172,11 +194,11 @@ UNDEFINED = (
 def subsets(base: Baseline) -> Rows:
     """Each subset of inputs, and what loses the second derivative of one."""
     name = "inputs: each subset"
-    if base.n < 2:
+    if len(base.x) < 2:
         yield Row(name, "skip", None, "there is one input only.")
         return
     worst, refused = 0.0, ""
-    for subset in _choose_subsets(base.n):
+    for subset in _choose_subsets(len(base.x)):
         names = [base.names[j] for j in subset]
         how = f"when only {' and '.join(names)} require{'s' if len(subset) == 1 else ''} grad"
         gradient = (
@@ -189,7 +211,7 @@ def subsets(base: Baseline) -> Rows:
             row = base.compared(name, (gradient, base.gradient(base.f, subset), right), names=names)
             if row.status == "pass" and base.second is not None:
                 found = base.second_derivative(base.f, subset)
-                right = base.second_derivative(base.f, base.all_inputs, subset)
+                right = base.second_derivative(base.f, by=subset)
                 row = base.compared(name, (second, found, right), names=names)
                 if row.status == "fail":
                     yield from subset_rows(base.subject, base.x, subset)
@@ -226,7 +248,7 @@ def outputs_alone(base: Baseline) -> Row:
         return Row(name, "skip", None, "no custom Function is in it.")
     when = "with an undefined gradient"
     try:
-        leaves, values = calls.at_leaves(base.f, base.x)
+        leaves, values = maps.at_leaves(base.f, base.x)
         total = torch.stack([_UndefinedGradient.apply(y).sum() for y in values]).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
         usual = all(bool(g.isfinite().all()) for g in base.first)
@@ -235,7 +257,7 @@ def outputs_alone(base: Baseline) -> Row:
         parts = []
         for k, row in enumerate(base.subject.rows if len(base.u) > 1 else ()):
             when = f"when only {row} has a gradient"
-            parts.append(calls.vjps(base.f, base.x, [(k, base.u[k])])[0])
+            parts.append(maps.vjps(base.f, base.x, [(k, base.u[k])])[0])
     except Exception as raised:
         return Row(name, "fail", None, f"{when} it raised {format_error(raised)}. {UNDEFINED}")
     if not parts:
@@ -275,13 +297,17 @@ def layouts(base: Baseline) -> Rows:
     handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
     reason = DRAWN if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
     name = "layout: non-contiguous inputs"
-    yield Row(name, "skip", None, reason) if reason else _with_layout(base, name, strided, None)
+    yield (
+        Row(name, "skip", None, reason)
+        if reason
+        else _with_layout(base, name, base.f.laid_out(strided))
+    )
     yield from gradient_layouts(base)
 
 
 def gradient_layouts(base: Baseline) -> Rows:
     """The same numbers where the incoming gradients have another memory layout."""
-    yield _with_layout(base, "layout: non-contiguous gradients", None, strided)
+    yield _with_layout(base, "layout: non-contiguous gradients", base.f.then(strided))
     yield _stride_zero_gradients(base)
 
 
@@ -290,10 +316,7 @@ def gradient_variants(base: Baseline) -> list[Row]:
     return [create_graph(base), *gradient_layouts(base)]
 
 
-def _with_layout(
-    base: Baseline, name: str, before: calls.Arrange | None, after: calls.Arrange | None
-) -> Row:
-    f = base.subject.call.map(base.subject.output_indices, before=before, after=after)
+def _with_layout(base: Baseline, name: str, f: Map) -> Row:
     try:
         values = f(*base.x)
     except Exception as raised:
@@ -306,7 +329,7 @@ def _with_layout(
 
     def run() -> Orders:
         second = base.second is not None
-        return base.gradient(f), base.second_derivative(f, base.all_inputs) if second else None
+        return base.gradient(f), base.second_derivative(f) if second else None
 
     return _same_in_layout(base, name, run, (base.first, base.second))
 
@@ -328,26 +351,17 @@ def _same_in_layout(base: Baseline, name: str, run: Callable[[], Orders], right:
 
 def _stride_zero_gradients(base: Baseline) -> Row:
     """The gradient of a sum, which is one number expanded, against a contiguous one."""
-    call, which = base.subject.call, base.subject.output_indices
 
-    def run(after: calls.Arrange) -> Orders:
-        leaves, values = calls.at_leaves(call.map(which, after=after), base.x)
+    def run(after: maps.Arrange) -> Orders:
+        leaves, values = maps.at_leaves(base.f.then(after), base.x)
         total = torch.stack([y.sum() for y in values]).sum()
-        first = calls.grad([total], leaves, create_graph=base.second is not None)
+        first = maps.grad([total], leaves, create_graph=base.second is not None)
         graphed = any(g.requires_grad for g in first)
-        return first, calls.grad(first, leaves, base.w) if graphed else None
+        return first, maps.grad(first, leaves, base.w) if graphed else None
 
     # the product sends the same gradient back, written out in memory
     right = run(lambda y: (y * torch.ones_like(y)).sum())
     return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), right)
-
-
-def strided(x: Tensor) -> Tensor:
-    """x, stored with its dimensions reversed and gaps between elements."""
-    order = tuple(reversed(range(x.dim())))
-    turned = x.permute(order)
-    # every second element of a stack with zeros
-    return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)
 
 
 USELESS = 0.3  # relative error above which a gradient in float32 is wrong
@@ -366,17 +380,16 @@ def in_float32(base: Baseline) -> Row:
     skipped = DRAWN if subject.draws else ""
     if subject.dtype != torch.float64:
         skipped = f"it was checked in {subject.dtype}, as float64 is refused."
-    if subject.half is not None:
-        skipped = f"it computes in {str(subject.half).removeprefix('torch.')}."
+    if (half := subject.precision.half) is not None:
+        skipped = f"it computes in {str(half).removeprefix('torch.')}."
     if skipped:
         return Row(name, "skip", None, skipped)
-    call = calls.Call(subject.fn, subject.inputs, torch.float32).with_settings_of(subject.call)
     x = [y.float() for y in base.x]
     try:
-        values, found = _gradients(base, call, x)
+        values, found = _gradients(base, base.f.in_dtype(torch.float32), x)
     except Exception as raised:
         return Row(name, "skip", None, f"it refuses float32: {format_error(raised)}")
-    exact, right = _gradients(base, subject.call, [y.double() for y in x])
+    exact, right = _gradients(base, base.f, [y.double() for y in x])
     floor = max(1e-3 * max(map(max_abs, exact), default=0.0), 1e-30)
     offs = []
     for a, b in zip((*values, *found), (*exact, *right), strict=True):
@@ -392,11 +405,10 @@ def in_float32(base: Baseline) -> Row:
     return Row(name, "pass", max(offs[count:], default=0.0))
 
 
-def _gradients(base: Baseline, call: calls.Call, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
-    f = call.map(base.subject.output_indices)
+def _gradients(base: Baseline, f: Map, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
     values = f(*x)
     u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
-    return [y.detach() for y in values], calls.gradient(f, base.n)(*x, *u)
+    return [y.detach() for y in values], maps.gradient(f, len(x))(*x, *u)
 
 
 OWN_RULE = (
@@ -410,10 +422,11 @@ GENERATED = (
 )
 
 
-def vmap_fault(base: Baseline) -> str:
-    """What is wrong with values and gradients under vmap, in words; raises what vmap raises."""
-    f, n, u, here = base.f, base.n, base.u, base.x
-    points = [here, *base.near]
+def vmap_fault(base: Baseline, near: Sequence[list[Tensor]]) -> str:
+    """What is wrong with values and gradients under vmap over a point and others near it, in words;
+    raises what vmap raises."""
+    f, n, u, here = base.f, len(base.x), base.u, base.x
+    points = [here, *near]
     batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
     alone, none = [None] * n, [None] * len(u)
 
@@ -421,7 +434,7 @@ def vmap_fault(base: Baseline) -> str:
         return list(torch.func.vjp(f, *given[:n])[1](list(given[n:])))
 
     def gradient(x: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
-        return calls.gradient(f, n)(*x, *(factor * c for c in u))
+        return maps.gradient(f, n)(*x, *(factor * c for c in u))
 
     # what, the map, its batch dimensions, its arguments, and the same in a loop
     cases: list[tuple[str, TensorMap, list[int | None], list[Tensor], list[list[Tensor]]]] = [
@@ -448,7 +461,7 @@ def vmap_fault(base: Baseline) -> str:
                 shapes = f"{tuple(y.shape)}, in a loop {tuple(right.shape)}"
                 return f"{what} has shape {shapes} (result {i})"
             off, _ = largest_difference([y], [right], None)
-            if off > base.tolerance * max(max_abs(right), 1e-6):
+            if off > base.subject.eps**0.5 * max(max_abs(right), 1e-6):
                 return f"{what} differs from a loop by {off:.2g} (result {i})"
     return ""
 
@@ -468,7 +481,7 @@ def vmapped(base: Baseline) -> Row:
     fix = OWN_RULE if any(f.vmap is not Function.vmap for f in subject.functions) else GENERATED
     fix = fix if declared else ""
     try:
-        fault = vmap_fault(base)
+        fault = vmap_fault(base, [subject.perturbed_point() for _ in range(2)])
     except Exception as error:
         text = f"it is not offered: {format_error(error)}"
         if declared:
@@ -486,10 +499,9 @@ VARIANTS: tuple[Callable[[Baseline], Row | Iterable[Row]], ...] = (
 def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Rows:
     """Whether values and derivatives are finite at the inputs, and the rows of all variants at x."""
     try:
-        base, at_inputs = Baseline(subject, x, options), Baseline(subject, subject.x, options)
+        base, at_inputs = (baseline(subject, at, options) for at in (x, subject.x))
     except Exception:  # the first derivative raises, which its row says
         return
-    base.near = [subject.perturbed_point() for _ in range(2)]
     for check, at in ((finite, at_inputs), *((variant, base) for variant in VARIANTS)):
         try:
             found = check(at)
@@ -507,17 +519,19 @@ def reference_rows(
     subject: Subject, reference: Callable[..., Any], points: list[list[Tensor]], *, surrogate: bool
 ) -> Rows:
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
-    theirs = calls.Call(reference, subject.inputs, subject.dtype if subject.refused == "" else None)
+    f = subject.map
+    dtype = None if subject.precision.refused else subject.dtype
+    theirs = maps.map_of(reference, f.inputs, dtype).to(f.which)
     for order, name in enumerate(REFERENCE):
         found = [_off_from(subject, theirs, x, order) for x in points]
         worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")
         yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
         if order:
             continue
-        if text or not subject.call.num_inputs:
+        if text or not f.num_inputs:
             return
         why = "declared a surrogate: it differs on purpose." if surrogate else ""
-        _, values = calls.at_leaves(theirs.map(subject.output_indices), theirs.point)
+        _, values = maps.at_leaves(theirs, theirs.point)
         if not any(y.requires_grad for y in values):
             why = why or "the reference has no gradient: it leaves torch."
         if why:
@@ -525,22 +539,20 @@ def reference_rows(
             return
 
 
-def _off_from(
-    subject: Subject, reference: calls.Call, x: list[Tensor], order: int
-) -> tuple[float, str]:
+def _off_from(subject: Subject, reference: Map, x: list[Tensor], order: int) -> tuple[float, str]:
     """The largest difference of values or derivatives in units of what is allowed, and what is
     wrong."""
-    n = subject.call.num_inputs
+    n = subject.map.num_inputs
     values = subject.map(*x)
     u, w = ([random_like(y, subject.random) for y in some] for some in (values, x[:n]))
     found = []
-    for call, who in ((reference, "the reference"), (subject.call, "it")):
+    for f, who in ((reference, "the reference"), (subject.map, "it")):
         try:
             leaves = [y.detach().clone().requires_grad_(order > 0) for y in x[:n]]
-            inputs = [*leaves, *call.point[n:]]
-            gradient = calls.gradient(call.map(subject.output_indices), len(inputs), range(n))
-            grads = gradient(*inputs, *u) if order else call.leaves(*inputs)
-            found.append(calls.grad(grads, leaves, w) if order == 2 else grads)
+            inputs = [*leaves, *f.point[n:]]
+            gradient = maps.gradient(f, len(inputs), range(n))
+            grads = gradient(*inputs, *u) if order else f.leaves(*inputs)
+            found.append(maps.grad(grads, leaves, w) if order == 2 else grads)
         except Exception as raised:
             return inf, f"{who} raised {format_error(raised)}"
     right, ours = found

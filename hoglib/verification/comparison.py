@@ -1,8 +1,11 @@
 """The comparer: the derivative of a map, in reverse or in forward mode, against central differences.
 
-A direction v and a covector w give a number <w, J v> = <J^T w, v>, which is compared with <w, D v>. In
-reverse mode J^T w is computed, in forward mode J v. w is drawn so that all elements of J v have equal
-weight.
+Autograd gives J, differences give D. A direction v and a covector w make numbers of both,
+
+    <w, J v> = <J^T w, v>        <w, D v>        |<w, J v> - <w, D v>| <= what differences allow
+
+In reverse mode J^T w is computed, in forward mode J v. w is drawn so that all elements of J v have
+equal weight. `compared` compares the numbers; `Comparer` says how often, and by which tolerances.
 
 What computes in half precision is compared by means, over steps that are long beside its rounding:
 
@@ -15,9 +18,10 @@ the rounding errors differ and a fault stays what it is: the mean over the centr
 their spread allows. So the noise is measured, and not assumed from the dtype.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf, nan
 from typing import Any, NamedTuple, TypeVar, final
 
@@ -36,8 +40,8 @@ from hoglib._core.element_differences import (
     slope,
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
-from hoglib.verification import call as calls
-from hoglib.verification.call import Numbered, Tensors
+from hoglib.verification import maps
+from hoglib.verification.maps import Numbered, Tensors
 from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
@@ -143,6 +147,9 @@ class Target(NamedTuple):
     slopes: Sequence[Slope] = ()
     full: bool = False  # whether these are along each element
 
+    def place(self, i: int, j: int) -> str:
+        return f"{self.rows[i]}, by {self.columns[j]}"
+
     def with_slopes(
         self, random: Generator, *, full: bool = False, eps: float | None = None
     ) -> "Target":
@@ -151,58 +158,84 @@ class Target(NamedTuple):
         return self._replace(slopes=slopes, full=full)
 
 
-@final
-@dataclass
-class Discrepancy:
-    """The worst of what was compared."""
+class Number(NamedTuple):
+    """<w, J v> by autograd (got), and <w, D v> by differences (expected)."""
 
-    error: float = 0.0
-    wrong: str = ""  # what is wrong, in words; empty where all is right
     row: int = -1
     column: int = -1
     got: float = 0.0
     expected: float = 0.0
+    allowed: float = 0.0  # how far they may be apart
+    size: float = 1.0
+    scale: float = 0.0  # of a sum of its terms with random signs
+    drowned: bool = False  # by the noise of the difference, so that nothing is concluded
+    place: str = ""  # the names of row and column
+    draw: tuple[int, ...] = ()  # which covector, and which direction
+
+    @property
+    def off(self) -> float:
+        return self.got - self.expected
+
+    @property
+    def wrong(self) -> bool:
+        return not abs(self.off) <= self.allowed
+
+    @property
+    def error(self) -> float:
+        return inf if self.off != self.off else abs(self.off) / (self.size or 1.0)
+
+
+@final
+@dataclass(frozen=True)
+class Discrepancy:
+    """What was compared, and the worst of it."""
+
+    numbers: Sequence[Number] = ()
     checked: int = 0
-    unknown: set[int] = field(default_factory=set)  # columns that nothing was concluded from
-    blank: set[str] = field(default_factory=set)  # rows, likewise
+    unknown: Set[int] = frozenset()  # columns that nothing was concluded from
+    blank: Set[str] = frozenset()  # rows, likewise
     problem: str = ""  # what differences said there
     raised: Exception | None = None
-    faulty: set[int] = field(default_factory=set)  # columns with a wrong derivative
-    # by column and what was compared: what a number is off, with its sign; what is allowed; its size
-    signed: dict[tuple[int, ...], tuple[float, float, float]] = field(default_factory=dict)
+    missing: str = ""  # why there is no derivative
 
-    def note(
-        self, at: Target, i: int, j: int, got: float, expected: float, allowed: float, size: float
-    ) -> None:
-        """Count one number, and keep it if it is the worst."""
-        off = abs(got - expected)
-        error = off / (size or 1.0) if off == off else inf
-        self.checked += 1
-        if not off <= allowed:
-            self.faulty.add(j)
-            if not (self.wrong and self.error >= error):
-                what = f"{at.rows[i]}, by {at.columns[j]}, along random directions"
-                self.wrong = f"{what}: expected {expected:.6g}, got {got:.6g}"
-                self.row, self.column, self.got, self.expected = i, j, got, expected
-                self.error = error
-        elif not self.wrong:
-            self.error = max(self.error, error)
+    @cached_property
+    def worst(self) -> Number:
+        """The number that is wrong by most, or off by most where none is wrong."""
+        known = [one for one in self.numbers if not (one.drowned or self.missing)]
+        wrong = [one for one in known if one.wrong]
+        return max(wrong or known, key=lambda one: one.error, default=Number())
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong, in words; empty where all is right."""
+        one = self.worst
+        if not one.wrong:
+            return self.missing
+        numbers = f"expected {one.expected:.6g}, got {one.got:.6g}"
+        return f"{one.place}, along random directions: {numbers}"
+
+    @property
+    def error(self) -> float:
+        return self.worst.error if self.raised is None else inf
+
+    @property
+    def faulty(self) -> set[int]:
+        """The columns with a wrong derivative."""
+        return {one.column for one in self.numbers if one.wrong and not one.drowned}
 
     @classmethod
     def of_error(cls, error: Exception) -> "Discrepancy":
         text = f"it raised {type(error).__name__}: {error}".rstrip()
-        return cls(error=inf, wrong=text, raised=error)
+        return cls(missing=text, raised=error)
 
     def merge(self, other: "Discrepancy") -> "Discrepancy":
-        """The worse of both; an unknown column, or a blank row, is one in both."""
-        worse = max(self, other, key=lambda one: (bool(one.wrong), one.error))
-        result = Discrepancy(**vars(worse))
-        result.checked = self.checked + other.checked
-        result.unknown = self.unknown & other.unknown
-        result.blank = self.blank & other.blank
-        result.faulty = self.faulty | other.faulty
-        result.problem = self.problem or other.problem
-        return result
+        """What was compared at both points; an unknown column, or a blank row, is one in both."""
+        # NaN is as bad as an error
+        raised, missing = (None, "") if self.error == inf else (other.raised, other.missing)
+        unknown, blank = self.unknown & other.unknown, self.blank & other.blank
+        numbers, checked = [*self.numbers, *other.numbers], self.checked + other.checked
+        problem = self.problem or other.problem
+        return Discrepancy(numbers, checked, unknown, blank, problem, raised, missing)
 
 
 Found = Mapping[str, Discrepancy]  # by the name of the row that rests on it
@@ -219,9 +252,9 @@ def products(
     if key[0] == "r":
         return [
             [(float((grads[j] * v).sum()), bool(grads[j].any())) for j, v in vectors]
-            for grads in calls.vjps(f, x, covectors)
+            for grads in maps.vjps(f, x, covectors)
         ]
-    pushed = [calls.jvp(f, x, j, v, by_torch_func=key == "ff") for j, v in vectors]
+    pushed = [maps.jvp(f, x, j, v, by_torch_func=key == "ff") for j, v in vectors]
     return [
         [(float(torch.where(w == 0, 0.0, w * t[i]).sum()), bool(t[i].any())) for t in pushed]
         for i, w in covectors
@@ -274,83 +307,70 @@ DROWNED = "their noise exceeds the derivative"
 
 
 def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrepancy:
-    """<w, J v> along the direction v of each slope for a few covectors w of each output."""
-    found = Discrepancy()
-    outputs = range(len(at.rows))
-    covectors = [(i, w) for i in outputs for w in _covectors(at, i, bounds, random)]
+    """J beside D: <w, J v> and <w, D v> along the direction v of each slope D v, for a few covectors w
+    of each output."""
+    covectors = [(i, w) for i in range(len(at.rows)) for w in _covectors(at, i, bounds, random)]
     try:
-        numbers = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
+        along = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
     except Exception as error:
         return Discrepancy.of_error(error)
-    concluded, rows = set(), set()
-    for k, ((i, w), along) in enumerate(zip(covectors, numbers, strict=True)):
-        for n, (one, (got, moves)) in enumerate(zip(at.slopes, along, strict=True)):
-            known = one.known(i)
+    numbers, concluded, problems = [], set[tuple[int, int]](), [""]
+    for k, (i, w) in enumerate(covectors):
+        for n, (D, (got, moves)) in enumerate(zip(at.slopes, along[k], strict=True)):
+            known, element = D.known(i), (i, D.column)
             if bool((w[~known] != 0).any()):
-                found.problem = found.problem or one.problem
-                continue
+                problems.append(D.problem)
             # NaN beside elements that differences do not know, as at the edge of a domain, is no
-            # fault; where all are known it is one, which is noted below
-            if got != got and not bool(known.all()):
-                found.problem = found.problem or "its gradient is NaN there"
-                concluded.add(one.column)
-                rows.add(i)
-                continue
-            terms = torch.where(known, w * one.values[i], 0.0)
-            errors = torch.where(known, w.abs() * one.errors[i], 0.0)
-            expected = float(terms.sum())
-            scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
-            reach, noise = _random_sum(w), TRUST * _random_sum(errors)
-            rounding = allowed = noise + bounds.natural * one.scale(i) * reach
-            if moves:  # an exact zero was not rounded
-                coarse = bounds.atol > COARSE_ATOL or bounds.measured
-                varying = float((w * (one.values[i] != 0)).norm()) if coarse else reach
-                # the error that is rounding, whatever the value
-                floor = FEW * one.grains[i] * one.scale(i) if bounds.measured else one.floors[i]
-                rounding += bounds.atol * min(1.0, one.size(i)) * varying + floor * reach
-                allowed = rounding + bounds.rtol * scale
-            found.signed[one.column, k, n] = got - expected, allowed, scale
-            if _is_drowned(one, i, got, expected, scale, noise, reach, rounding):
-                found.problem = found.problem or DROWNED
-                continue
-            concluded.add(one.column)
-            rows.add(i)
-            size = max(scale + one.floors[i] * reach, abs(got))
-            found.note(at, i, one.column, got, expected, allowed, size)
-    found.unknown = {one.column for one in at.slopes} - concluded
-    if key[0] == "r":
-        found.blank = {at.rows[i] for i, _ in covectors if i not in rows}
-    return found
+            # fault; where all are known it is one
+            elif got != got and not bool(known.all()):
+                problems.append("its gradient is NaN there")
+                concluded.add(element)
+            else:
+                one = _number(i, w, D, got, moves, bounds)
+                numbers.append(one._replace(place=at.place(i, D.column), draw=(k, n)))
+                problems += [DROWNED] * one.drowned
+                concluded |= set() if one.drowned else {element}
+    unknown = {D.column for D in at.slopes} - {j for _, j in concluded}
+    judged = {i for i, _ in covectors if key[0] == "r"}
+    blank = {at.rows[i] for i in judged - {i for i, _ in concluded}}
+    checked = sum(not one.drowned for one in numbers)
+    return Discrepancy(numbers, checked, unknown, blank, next(filter(None, problems), ""))
+
+
+def _number(i: int, w: Tensor, D: Slope, got: float, moves: bool, bounds: Bounds) -> Number:
+    """<w, J v> (got) beside <w, D v>, and how far they may be apart.
+
+    moves: whether J v, or J^T w, is anything but exact zeros, which were not rounded.
+    """
+    known = D.known(i)
+    terms = torch.where(known, w * D.values[i], 0.0)
+    errors = torch.where(known, w.abs() * D.errors[i], 0.0)
+    expected = float(terms.sum())
+    scale = float(terms.square().sum().sqrt())  # size of a sum of terms with random signs
+    reach, noise = _random_sum(w), TRUST * _random_sum(errors)
+    rounding = allowed = noise + bounds.natural * D.scale(i) * reach
+    if moves:
+        coarse = bounds.atol > COARSE_ATOL or bounds.measured
+        varying = float((w * (D.values[i] != 0)).norm()) if coarse else reach
+        # the error that is rounding, whatever the value
+        floor = FEW * D.grains[i] * D.scale(i) if bounds.measured else D.floors[i]
+        rounding += bounds.atol * min(1.0, D.size(i)) * varying + floor * reach
+        allowed = rounding + bounds.rtol * scale
+    # The noise exceeds the number, so that any number would do. Noise that is small beside the values
+    # is none to speak of where both numbers are zero by it; nor where they agree. Numbers that differ
+    # by much more than rounding do not agree, even if the noise allows for that.
+    eps, natural = D.grains[i], reach * D.scale(i)
+    off, size = abs(got - expected), max(abs(got), scale)
+    drowned = size <= noise and noise > max(1e-3, 50 * eps) * natural
+    if abs(got) > 100 * eps * natural:
+        drowned |= (size <= rounding and off > 0.5 * size) or 0.1 * size < off <= rounding
+    size = max(scale + D.floors[i] * reach, abs(got))
+    return Number(i, D.column, got, expected, allowed, size, scale, drowned)
 
 
 def _random_sum(terms: Tensor) -> float:
     """A bound of the sum of terms with random signs: of all, or three standard deviations."""
     return min(float(terms.abs().sum()), 3.0 * float(terms.norm()))
-
-
-def _is_drowned(
-    one: Slope,
-    i: int,
-    got: float,
-    expected: float,
-    scale: float,
-    noise: float,
-    reach: float,
-    rounding: float,
-) -> bool:
-    """Whether the noise of a difference exceeds the number, so that any number would do.
-
-    Noise that is small beside the values is none to speak of where both numbers are zero by it; nor
-    where they agree. Numbers that differ by much more than rounding do not agree, even if the noise
-    allows for that.
-    """
-    eps, off = one.grains[i], abs(got - expected)
-    natural = reach * one.scale(i)
-    number = max(abs(got), scale)
-    if number <= noise and noise > max(1e-3, 50 * eps) * natural:
-        return True
-    some = abs(got) > 100 * eps * natural
-    return some and ((number <= rounding and off > 0.5 * number) or 0.1 * number < off <= rounding)
 
 
 def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Tensor]:
@@ -384,7 +404,7 @@ def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) 
     if x[j].numel() > MAX_NUMEL:
         return ""
     w = random_like(f(*x)[i], random)
-    got = calls.vjps(f, x, [(i, w)])[0][j].reshape(-1)
+    got = maps.vjps(f, x, [(i, w)])[0][j].reshape(-1)
     slopes = [slope(f, x, j, v) for v in directions(x[j], random, full=True)]
     found = [float((w * one.values[i]).sum()) / float(one.v.sum()) for one in slopes]
     right = torch.tensor(found, device="cpu").to(got)
@@ -406,9 +426,10 @@ NUM_SHAKEN_POINTS = 4  # points around, at which what is wrong by measured toler
 
 
 class Comparer(NamedTuple):
-    """Compares derivatives of one function with differences, at a few points.
+    """Compares J, the derivative of a map by autograd, with D, its differences, at a few points.
 
-    dtype: the one that it is given; half: that which it computes in, if that is half precision.
+    dtype: the one that the function is given; half: that which it computes in, if that is half
+    precision.
     """
 
     options: Options
@@ -416,16 +437,17 @@ class Comparer(NamedTuple):
     dtype: torch.dtype
     half: torch.dtype | None
 
-    def target(self, at: Target) -> Target:
-        """With the slopes that are compared; in half precision short differences are rounding."""
+    def with_differences(self, at: Target) -> Target:
+        """With the slopes D v along the directions v that are compared; in half precision short
+        differences are rounding."""
         if self.half is not None or at.slopes:
             return at
         return at.with_slopes(self.random, full=self.options.full, eps=self.options.eps)
 
-    def worst(self, at: Iterable[Target], key: str) -> Discrepancy:
-        """What is worst at all points."""
+    def compared(self, at: Iterable[Target], key: str) -> Discrepancy:
+        """J beside D at all points, in a mode of the derivative."""
         result: Any = None
-        for one in [self.target(one) for one in at]:
+        for one in [self.with_differences(one) for one in at]:
             found = self._at_one(one, key)
             result = found if result is None else result.merge(found)
             if result.raised is not None:
@@ -433,36 +455,32 @@ class Comparer(NamedTuple):
         return result
 
     def _at_one(self, at: Target, key: str) -> Discrepancy:
+        """J beside D at one point. What is wrong has to be so by slopes that are checked again; what is
+        right in a narrow dtype has to be so by those tolerances that its differences allow."""
         if self.half is not None:
             return compared_by_means(at, key, self.half, self.random)
-        state = self.random.get_state()
-        found = self._compared(at, key)
-        if found.wrong and found.raised is None:
+        state, asked = self.random.get_state(), self.options.bounds
+        found = compared(at, key, asked, self.random)
+        if found.raised is not None:
+            return found
+        if found.wrong:
             # what differs from a difference is no fault where that is no slope: at a tie, or where
             # the map oscillates faster than the steps
             slopes = [recheck(at.map, at.x, one, self.random) for one in at.slopes]
             self.random.set_state(state)  # with the covectors that found it
-            return self._compared(at._replace(slopes=slopes), key)
-        return found if found.wrong else self._closer(at, key, found)
-
-    def _closer(self, at: Target, key: str, found: Discrepancy) -> Discrepancy:
-        """What was found right by the tolerances of a narrow dtype, by those that its differences allow
-        as they were measured. What is wrong by these has to be so at points around, too; otherwise it
-        is noise, and elements that are less than that are not known."""
-        bounds = self.options.bounds.closer(self.dtype)
-        if bounds is None:
+            return compared(at._replace(slopes=slopes), key, asked, self.random)
+        if (bounds := asked.closer(self.dtype)) is None:
             return found
-        closer = self._compared(at, key, bounds)
-        if not closer.wrong:
-            return closer if closer.raised is None else found
-        noise = self._noise(at, key, bounds, closer.column)
+        closer = compared(at, key, bounds, self.random)
+        # what is wrong by these has to be so at points around, too; otherwise it is noise, and
+        # elements that are less than that are not known
+        noise = self._noise(at, key, bounds, closer.worst.column) if closer.faulty else None
         if noise is None:
-            return closer
-        if noise > SMALL_NOISE:
-            found.unknown |= closer.faulty
-            found.checked -= 1
-            found.problem = NOISE_TEXT.format(noise=noise)
-        return found
+            return found if closer.raised is not None else closer
+        if noise <= SMALL_NOISE:
+            return found
+        unknown, problem = found.unknown | closer.faulty, NOISE_TEXT.format(noise=noise)
+        return replace(found, checked=found.checked - 1, unknown=unknown, problem=problem)
 
     def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
         """The noise of what was compared by an input, relative to it, if that is all that is wrong: a
@@ -472,27 +490,24 @@ class Comparer(NamedTuple):
         # same
         shaken = torch.Generator().manual_seed(10)
         state = self.random.get_state()
-        runs: list[Discrepancy] = []
+        runs: list[dict[tuple[int, ...], Number]] = []
         for _ in range(NUM_SHAKEN_POINTS):
             self.random.set_state(state)
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # it may refuse what the user did not pass
-                runs.append(self._compared(self.target(at._replace(x=x, slopes=())), key, bounds))
+                near = self.with_differences(at._replace(x=x, slopes=()))
+                numbers = compared(near, key, bounds, self.random).numbers
+                runs.append({one.draw: one for one in numbers if one.column == column})
         worst = 0.0
-        shared = set(runs[0].signed).intersection(*(one.signed for one in runs)) if runs else set()
-        for which in (one for one in shared if one[0] == column):
-            seen = [one.signed[which][0] for one in runs]
-            offs = torch.tensor(seen, dtype=torch.float64, device="cpu")
-            allowed = sum(one.signed[which][1] for one in runs) / len(runs)
+        for draw in set(runs[0]).intersection(*runs) if runs else ():
+            seen = [run[draw] for run in runs]
+            offs = torch.tensor([one.off for one in seen], dtype=torch.float64, device="cpu")
             mean, spread = float(offs.mean().abs()), float(offs.std())
+            allowed = sum(one.allowed for one in seen) / len(runs)
             if mean > allowed and mean > 5 * spread / len(runs) ** 0.5:
                 return None
-            size = sum(one.signed[which][2] for one in runs) / len(runs)
-            worst = max(worst, spread / (size or 1.0))
+            worst = max(worst, spread / (sum(one.scale for one in seen) / len(runs) or 1.0))
         return worst
-
-    def _compared(self, at: Target, key: str, bounds: Bounds | None = None) -> Discrepancy:
-        return compared(at, key, bounds or self.options.bounds, self.random)
 
 
 # In half precision, by means
@@ -509,9 +524,8 @@ CONCLUSIVE = 0.4  # noise of more than this share of the number hides it
 
 def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generator) -> Discrepancy:
     """The same for what computes in half precision, along directions of its own."""
-    found = Discrepancy()
     short = str(dtype).removeprefix("torch.")
-    concluded, rows = set(), set()
+    numbers, problems = [], [""]
     try:
         values = [y.detach() for y in at.map(*at.x)]
         for j in (j for j in range(len(at.x)) for _ in range(PAIRS)):
@@ -520,7 +534,7 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
             lines = [[*_integrals(at, j, v, covectors, key, random)] for _ in range(CENTRES)]
             integrals = torch.tensor(lines, dtype=torch.float64, device="cpu")
             if not bool(integrals[..., 1:].isfinite().all()):
-                found.problem = found.problem or "it is not defined around the inputs"
+                problems.append("it is not defined around the inputs")
                 continue
             off = integrals[..., 0] - integrals[..., 1]
             noise = SIGMAS * off.std(0) / CENTRES**0.5
@@ -529,16 +543,16 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
                 size = max(size, abs(got), abs(expected))
                 allowed = float(noise[k]) + BIAS * torch.finfo(dtype).eps * size
                 if abs(got - expected) <= allowed and float(noise[k]) > CONCLUSIVE * size:
-                    found.problem = found.problem or f"the noise of {short} exceeds the derivative"
+                    problems.append(f"the noise of {short} exceeds the derivative")
                     continue
-                found.note(at, i, j, got, expected, allowed, size)
-                concluded.add(j)
-                rows.add(i)
+                one = Number(i, j, got, expected, allowed, size, place=at.place(i, j))
+                numbers.append(one)
     except Exception as error:
         return Discrepancy.of_error(error)
-    found.unknown = set(range(len(at.x))) - concluded
-    found.blank = {row for i, row in enumerate(at.rows) if i not in rows and values[i].numel()}
-    return found
+    unknown = {*range(len(at.x))} - {one.column for one in numbers}
+    judged = {i for i, y in enumerate(values) if y.numel()}
+    blank = {at.rows[i] for i in judged - {one.row for one in numbers}}
+    return Discrepancy(numbers, len(numbers), unknown, blank, next(filter(None, problems), ""))
 
 
 def _integrals(

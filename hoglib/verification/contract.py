@@ -23,9 +23,10 @@ from hoglib._core.source_location import error_line
 from hoglib._core.state import is_freed, put_back, same
 from hoglib._core.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
-from hoglib.verification.call import PrecisionWatch, as_function, seed_all
 from hoglib.verification.comparison import Found, largest_difference
 from hoglib.verification.function_rules import kind_of
+from hoglib.verification.maps import as_function, seed_all
+from hoglib.verification.precision import PrecisionWatch
 from hoglib.verification.report import Row, Rows, finding
 from hoglib.verification.subject import Application, Subject
 
@@ -254,7 +255,7 @@ def constants_row(subject: Subject, found: Found) -> Row:
     """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
     derivatives are further off than with float32 inputs."""
     name = "dtype: constants"
-    if subject.dtype != torch.float64 or subject.half is not None:
+    if subject.dtype != torch.float64 or subject.precision.half is not None:
         return Row(name, "skip", None, "it was not checked in float64.")
     watch = PrecisionWatch()
     with watch:

@@ -6,9 +6,10 @@ and the first on the values.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from math import isnan
 from typing import Any, final
 
 import torch
@@ -19,10 +20,9 @@ from hoglib._core.autograd import note_not_finite
 from hoglib._core.element_differences import TensorMap, max_abs, random_like
 from hoglib._core.source_location import SourceLine, format_error, innermost_line, is_user_code
 from hoglib._core.torch_internals import backward_rule
-from hoglib.verification import call as calls
-from hoglib.verification import function_rules
-from hoglib.verification.call import Tensors
+from hoglib.verification import function_rules, maps
 from hoglib.verification.comparison import Comparer, Discrepancy, Options, Target, wrong_elements
+from hoglib.verification.maps import Tensors
 from hoglib.verification.report import MODES, NOT_COMPARED, ORDINALS, Row, Rows, finding
 from hoglib.verification.subject import Subject
 
@@ -73,12 +73,12 @@ def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool 
             what = f"the {which}derivative" if which else "the gradient"
             new = [f"the gradient of {row}" for row in rows]
             rows = [f"{what} by {name}" for name in columns]
-            f, x = calls.gradient(f, len(x)), [*x, *like(f(*x))]
+            f, x = maps.gradient(f, len(x)), [*x, *like(f(*x))]
         else:
             func = by_torch_func or mode[0] == "f"
             new = [f"the {which}tangent of {name}" for name in columns]
             rows = [f"the {'derivative' if which else 'tangent'} of {row}" for row in rows]
-            f, x = calls.tangent(f, len(x), by_torch_func=func), [*x, *like(x)]
+            f, x = maps.tangent(f, len(x), by_torch_func=func), [*x, *like(x)]
         at = Target(f, x, rows, [*columns, *new])
     return at
 
@@ -92,17 +92,17 @@ class Derivatives:
 
     def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
         self.subject, self._points, self._options = subject, points, options
-        self._comparer = Comparer(options, subject.random, subject.dtype, subject.half)
+        self._comparer = Comparer(options, subject.random, subject.dtype, subject.precision.half)
         self.found: dict[str, Discrepancy] = {}
 
-    def again(self) -> "Derivatives":
-        """Those of the same subject, which has been restricted since, with nothing found yet."""
-        return Derivatives(self.subject, self._points, self._options)
+    def of(self, subject: Subject) -> "Derivatives":
+        """Those of another subject at the same points, with nothing found yet."""
+        return Derivatives(subject, self._points, self._options)
 
     def are_right(self) -> bool:
         """Whether first and second derivatives are, but for kinks, without a word on what is wrong."""
         if not self._options.surrogate:
-            first = (self._comparer.worst([self._first(x)], "r") for x in self._points)
+            first = (self._comparer.compared([self._first(x)], "r") for x in self._points)
             if any(found.wrong for found in first):
                 return False
         second = [row.status for row in self.higher_order(2)]
@@ -111,26 +111,26 @@ class Derivatives:
     def first_order(self) -> Rows:
         """The first derivative in reverse and in forward mode, and the kinks at the first point."""
         subject = self.subject
-        at = [self._comparer.target(self._first(x)) for x in self._points]
+        at = [self._comparer.with_differences(self._first(x)) for x in self._points]
         yield self._kinks(at[0])
-        row = self._judged(FIRST, self._comparer.worst(at, "r"))
+        row = self._judged(FIRST, self._comparer.compared(at, "r"))
         found = self.found[FIRST]
-        words = [row.text]
+        words, column = [row.text], found.worst.column
         if row.status == "fail":
             words = [f"{row.text.rstrip('.')}.", *self._where()]
             if found.raised is None:
                 with suppress(Exception):  # a description that fails must not hide the row
-                    at_inputs = (subject.map, subject.x, found.row, found.column)
+                    at_inputs = (subject.map, subject.x, found.worst.row, column)
                     words.append(wrong_elements(*at_inputs, subject.random))
-                looks = describe_forward(subject, found.column) or DECLARE
-                words.append(CONSTANT if self._is_none(found.column) else looks)
+                looks = describe_forward(subject, column) or DECLARE
+                words.append(CONSTANT if self._is_none(column) else looks)
         elif row.status == "warn":
             words.append(self.describe_steps())
         yield row._replace(text=" ".join(filter(None, words)))
         asked = self._options.modes
         wanted = subject.offers_forward is not False if asked is None else "f" in "".join(asked)
         if wanted:
-            found = self._comparer.worst(at, "f")
+            found = self._comparer.compared(at, "f")
             row = self._judged("first derivative: forward", found, may_lack=True)
             rules = sorted(f.__name__ for f in subject.functions if function_rules.offers_jvp(f))
             if row.status == "fail" and rules:
@@ -140,7 +140,7 @@ class Derivatives:
     def _is_none(self, column: int) -> bool:
         """Whether there is no gradient by an input at all."""
         with suppress(Exception):
-            leaves, values = calls.at_leaves(self.subject.map, self._points[-1])
+            leaves, values = maps.at_leaves(self.subject.map, self._points[-1])
             live = [y for y in values if y.requires_grad]
             return torch_internals.gradients(live, leaves)[column] is None
         return False
@@ -161,7 +161,7 @@ class Derivatives:
             if reason:
                 missing = asked is not None and self.subject.offers_forward is False
                 if missing:
-                    self.found[name] = Discrepancy(wrong=reason)
+                    self.found[name] = Discrepancy(missing=reason)
                 yield Row(name, "fail" if missing else "skip", None, reason)
                 continue
             row = self._row(name, mode, order)
@@ -182,13 +182,13 @@ class Derivatives:
             for x in self._points
         )
         try:
-            found = self._comparer.worst(at, mode)
+            found = self._comparer.compared(at, mode)
         except Exception as error:
             found = Discrepancy.of_error(error)
         row = self._judged(name, found, may_lack=mode != "rr")
         if mode != "rr" or order != 2:
             return row
-        if self.found[name].got != self.found[name].got:
+        if isnan(self.found[name].worst.got):
             row = row._replace(text=f"{row.text}{self._nan_origin()}")
         first = self.found.get(FIRST)
         # a gradient that is another one, wrong or declared, has no composition to compare with
@@ -203,10 +203,11 @@ class Derivatives:
         with suppress(Exception):  # with a gradient that does not depend on the inputs it is right
             values = subject.map(*x)
             weights = self._like(values)
-            parts = ((f, IN_PARTS) for f in calls.stacked(subject.map, values))
-            for map_, where in ((subject.map, COMPOSED), *parts):
-                f = calls.gradient_of_composition(map_, values, weights)
-                found = self._comparer.worst([Target(f, x, rows, subject.names)], "r")
+            tried: list[tuple[TensorMap, str]] = [(subject.map, COMPOSED)]
+            tried += [(f, IN_PARTS) for f in maps.stacked(subject.map, values)]
+            for map_, where in tried:
+                f = maps.gradient_of_composition(map_, values, weights)
+                found = self._comparer.compared([Target(f, x, rows, subject.names)], "r")
                 if found.wrong and found.raised is None:
                     self.found[row.name] = found
                     judged = self._judged(row.name, found)
@@ -239,7 +240,7 @@ class Derivatives:
             text = f"{text}." if may_lack else f"{name.split(':')[0]} is missing: {text}"
             return Row(name, "fail", None, text)
         if found.wrong:
-            others = self._labels(found.faulty - {found.column})
+            others = self._labels(found.faulty - {found.worst.column})
             also = f" Also wrong: by {', '.join(others)}." if others else ""
             return Row(name, "fail", found.error, f"{found.wrong}{ratio(found)}.{also}")
         if not (found.unknown or found.blank):
@@ -257,7 +258,7 @@ class Derivatives:
             text = f"of {', '.join(sorted(found.blank))} {nothing} {BLANK}"
         return Row(name, "warn", error, text)
 
-    def _labels(self, columns: set[int]) -> list[str]:
+    def _labels(self, columns: Iterable[int]) -> list[str]:
         names = self.subject.names
         return [names[j] if j < len(names) else f"argument {j}" for j in sorted(columns)]
 
@@ -273,7 +274,7 @@ class Derivatives:
 
     def _kinks(self, at: Target) -> Row:
         """The row of kinks: where the slopes to either side of the inputs differ."""
-        if self.subject.half is not None:
+        if self.subject.precision.half is not None:
             return Row("kinks", "skip", None, "not looked for in half precision.")
         kinked = {
             f"of {self.subject.rows[i]} by {self.subject.names[one.column]}"
@@ -300,9 +301,10 @@ class Derivatives:
 
 def ratio(found: Discrepancy) -> str:
     """What a wrong derivative is of the expected one."""
-    if not found.expected or found.got != found.got:
+    got, expected = found.worst.got, found.worst.expected
+    if not expected or isnan(got):
         return ""
-    share = found.got / found.expected
+    share = got / expected
     if abs(share) < 1e-6:
         return " (all of it is missing)"
     if abs(share + 1) < 1e-4:
@@ -316,13 +318,13 @@ def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None
     of what a line of the user's computes; "" if neither is known. An infinite number becomes NaN
     later, where it is multiplied by zero."""
     with torch_internals.record_backward_origins():
-        leaves, results = calls.at_leaves(f, x)
+        leaves, results = maps.at_leaves(f, x)
         weights = u
         if w is not None:
-            results, weights = calls.grad(results, leaves, u, create_graph=True), w
+            results, weights = maps.grad(results, leaves, u, create_graph=True), w
     found: list[Any] = []
     note_not_finite(results, found)
-    calls.grad(results, leaves, weights)
+    maps.grad(results, leaves, weights)
     if not found:
         return ""
     node = found[0]

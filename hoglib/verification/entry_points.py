@@ -38,9 +38,9 @@ from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, Ver
 from hoglib.stand_ins import mode
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import function_rules
-from hoglib.verification.call import layout_of
 from hoglib.verification.contract import Snapshot, in_place
 from hoglib.verification.examination import Applied, Verdict, applied, examine, held_kinds
+from hoglib.verification.layouts import layout_of
 from hoglib.verification.subject import Application, application, is_users
 
 _VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()

@@ -28,15 +28,24 @@ from hoglib._core.swap import keep_swapped
 from hoglib._core.torch_modes import AutocastState
 from hoglib._core.torch_private import private
 from hoglib.stand_ins.mode import active, stand_ins_if
-from hoglib.verification import call as calls
-from hoglib.verification import function_rules
+from hoglib.verification import function_rules, maps
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
-from hoglib.verification.call_variants import OWN_RULE, Baseline, gradient_variants, vmap_fault
+from hoglib.verification.call_variants import OWN_RULE, baseline, gradient_variants, vmap_fault
 from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
 from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.layouts import copied
+from hoglib.verification.precision import exact_products
 from hoglib.verification.report import Row
-from hoglib.verification.subject import Application, Lifted, Structure, Subject, kept_names, lifted
+from hoglib.verification.subject import (
+    Application,
+    Lifted,
+    Structure,
+    Subject,
+    kept_names,
+    lifted,
+    subject_of,
+)  # fmt: skip
 
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
@@ -104,7 +113,7 @@ def applied(
     given: the arguments as the user passed them.
     """
     with torch_internals.without_transforms(), torch.no_grad():
-        copies = pytree.map_tensors(calls.copied, args)
+        copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
     held = {i: kinds for i, x in enumerate(given) if (kinds := held_kinds(x, given))}
     app = Application(_sharing(function, held), copies, wanted)
@@ -158,7 +167,7 @@ def examine(given: Applied) -> Verdict:
         torch_internals.without_saved_tensor_hooks(),
         grad_enabled(),
         keep_swapped(),
-        calls.exact_products(),
+        exact_products(),
         preserve_random_state(),
         # as where the Function was applied, which may have been left since
         given.autocast.restored(),
@@ -194,10 +203,10 @@ def _judge(given: Applied) -> Verdict:
     app, function = given.app, given.app.function
     if given.by_module is not None:
         fn, inputs, _ = given.by_module
-        subject, several = Subject(fn, inputs), True
+        subject, several = subject_of(fn, inputs), True
     else:
         subject, several = _make_subject(app)
-    stop = subject.prepare()
+    subject, stop = subject.prepared()
     if stop is not None:
         raise _NotExamined(stop.text.rstrip("."))
     # one point alone where there is no time for two: the one that the user's run was at
@@ -211,7 +220,7 @@ def _judge(given: Applied) -> Verdict:
     # for a value that is computed elsewhere
     found = _compare_derivatives(function, subject, here, options)
     if found.is_reported:
-        found = _restricted_verdict(given, subject, here, options, found)
+        found, subject = _restricted_verdict(given, subject, here, options, found)
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
     if found.status == "right" and not options.surrogate:
@@ -220,12 +229,11 @@ def _judge(given: Applied) -> Verdict:
             return Verdict("wrong", text, order=1)
     if found.status == "right" and given.by_vmap and not subject.draws:
         with suppress(Exception):  # the entry point raises it too
-            base = Baseline(subject, subject.x, options)
-            base.near = [subject.perturbed_point()]
-            if fault := vmap_fault(base):
+            base = baseline(subject, subject.x, options)
+            if fault := vmap_fault(base, [subject.perturbed_point()]):
                 text = f"the derivative of {function.__qualname__} is wrong by its vmap rule: "
                 return Verdict("wrong", f"{text}{fault}. {OWN_RULE}")
-    if found.status != "right" or not several or subject.half is not None:
+    if found.status != "right" or not several or subject.precision.half is not None:
         return found
     # other values may take another branch of backward
     wrong = other_points_rows(subject, options)
@@ -253,24 +261,24 @@ def _depends_on(app: Application, i: int) -> bool:
 
 def _restricted_verdict(
     given: Applied, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
-) -> Verdict:
-    """RIGHT, if the derivatives are right along the directions that keep a structure which the
-    arguments are computed to have, or up to signs or phases of the outputs, which are arbitrary; else
-    the verdict that was found."""
-    kept = dict(given.kept)
-    place_of = {j: subject.call.positions[j] for j in range(subject.call.num_inputs)}
+) -> tuple[Verdict, Subject]:
+    """RIGHT, and the subject restricted, if the derivatives are right along the directions that keep a
+    structure which the arguments are computed to have, or up to signs or phases of the outputs, which
+    are arbitrary; else the verdict that was found, and the subject."""
+    kept, f = dict(given.kept), subject.map
+    place_of = {j: one.slot for j, one in enumerate(f.variables[: f.num_inputs])}
 
     def computed(j: int, one: Structure) -> bool:
         return one.name in kept.get(place_of.get(j, -1), ())
 
-    for chosen in subject.restrictions(computed):
-        if Derivatives(subject, here, options).are_right():
-            return RIGHT._replace(domain=tuple((place_of[j], one) for j, one in chosen.items()))
-    subject.restrict({})
-    for _ in subject.phase_fixings(real_too=found.status != "wrong"):
-        if Derivatives(subject, here, options).are_right():
-            return RIGHT
-    return found
+    for one in subject.restrictions(computed):
+        if Derivatives(one, here, options).are_right():
+            domain = tuple((place_of[j], structure) for j, structure in one.kept.items())
+            return RIGHT._replace(domain=domain), one
+    for one in subject.phase_fixings(real_too=found.status != "wrong"):
+        if Derivatives(one, here, options).are_right():
+            return RIGHT, one
+    return found, subject
 
 
 # A value that is computed elsewhere, and gets its derivative here.
@@ -305,16 +313,16 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
         others = {i: x.double() for i, x in enumerate(app.args) if is_float(x) and i not in by}
         place_of = [next(i for i, x in others.items() if torch.equal(x, y)) for y in outputs]
         us = [torch.zeros_like(y, requires_grad=True) for y in outputs]
-        grads = calls.grad(outputs, own, us, create_graph=True)
+        grads = maps.grad(outputs, own, us, create_graph=True)
 
         def with_moved_value(*xs: Tensor) -> Any:
             moves = [(x - a).detach() for x, a in zip(xs, point, strict=True)]
-            tangents = calls.grad(grads, us, moves, create_graph=True)
+            tangents = maps.grad(grads, us, moves, create_graph=True)
             moved = [y + t for y, t in zip(outputs, tangents, strict=True)]
             return applied_to(xs, {i: z.detach() for i, z in zip(place_of, moved, strict=True)})
 
-        subject = Subject(with_moved_value, tuple(point))
-        if subject.prepare() is None:
+        subject, stop = subject_of(with_moved_value, tuple(point)).prepared()
+        if stop is None:
             verdict = _compare_derivatives(function, subject, [subject.x], options)
             if verdict.status == "right" and not options.surrogate:
                 given = ", ".join(map(app.name, place_of))
@@ -355,7 +363,7 @@ def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
                 continue
             failed = [row for row in derivatives.higher_order(2) if row.status == "fail"]
             found = [derivatives.found[row.name] for row in failed]
-            if any(one.raised is not None or isnan(one.got) for one in found):
+            if any(one.raised is not None or isnan(one.worst.got) for one in found):
                 continue
             judged = True
             causes_of = attribution_rows(subject, x, derivatives.found) if failed else ()
@@ -380,7 +388,7 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
     # one point takes half of the estimate, which is for two
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
-    subject = Subject(app.function, app.leaves(), own_dtype=not plain, keep_layouts=True)
+    subject = subject_of(app.function, app.leaves(), own_dtype=not plain, as_given=True)
     return subject, seconds <= SECONDS
 
 
@@ -399,7 +407,7 @@ def _compare_derivatives(
         return _wrong_second(function, [wrong[0], *causes], order=1 if wrong_first else 2)
     if not options.surrogate:
         with suppress(Exception):  # where nothing is left to differentiate, which is judged above
-            variants = gradient_variants(Baseline(subject, points[-1], options))
+            variants = gradient_variants(baseline(subject, points[-1], options))
             differing = [r for r in variants if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
     if first and not wrong_first and (kind := derivatives.describe_steps()):
@@ -435,7 +443,7 @@ def _stops_gradient(subject: Subject) -> bool:
         bool(g.any())
         for create_graph in (True, False)
         for scale in (1.0, 1e-3, 1e-6)
-        for g in calls.gradient(subject.map, len(subject.x), create_graph=create_graph)(
+        for g in maps.gradient(subject.map, len(subject.x), create_graph=create_graph)(
             *subject.x, *(torch.full_like(y, scale) for y in values)
         )
     )
@@ -462,11 +470,11 @@ def _trial_run(app: Application) -> tuple[bool, float]:
     with _Operations() as operations:
         outputs = app.function.apply(*args)
         live = [y for y in pytree.tensors(outputs) if y.requires_grad]
-        grads = calls.grad(live, leaves, create_graph=True)
+        grads = maps.grad(live, leaves, create_graph=True)
         operations.returned((outputs, grads))
     # it cannot be differentiated again, which the entry point raises too
     with suppress(RuntimeError):
-        calls.grad(grads, leaves)
+        maps.grad(grads, leaves)
     if any(x.is_cuda for x in leaves):
         torch.cuda.synchronize()
     return operations.plain, (perf_counter() - began) * EVALUATIONS * (len(leaves) + 1)

@@ -1,14 +1,14 @@
-"""What is verified: a call, the map that it is, and the custom Functions that it runs.
+"""What is verified: a map, and the custom Functions that it runs.
 
 This file decides by which inputs it is differentiated, along which directions, and how it is called.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import signature
 from itertools import product
-from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,8 +21,9 @@ from hoglib._core.element_differences import max_abs, random_like
 from hoglib._core.gradient_graph import graph_summary
 from hoglib._core.pytree import is_float
 from hoglib._core.state import preserve_random_state, put_back, same
-from hoglib.verification import call as calls
-from hoglib.verification import function_rules
+from hoglib.verification import function_rules, layouts, maps
+from hoglib.verification.maps import Map
+from hoglib.verification.precision import Precision, judged_map
 from hoglib.verification.report import Row
 
 # Arguments with a structure: a Function may be right along directions that keep it, and no others.
@@ -46,7 +47,7 @@ class Structure(NamedTuple):
     """What an argument has, as in "keep it symmetric", and the map P to such arguments."""
 
     name: str
-    project: calls.Arrange
+    project: maps.Arrange
 
     def fits(self, x: Tensor) -> bool:
         """Whether P(x) = x, to rounding."""
@@ -138,37 +139,40 @@ def _largest_element(tensors: Sequence[Tensor]) -> float:
     return max(map(max_abs, tensors), default=0.0)
 
 
-def symmetrize(call: calls.Call) -> dict[int, Structure]:
+def symmetrized(f: Map) -> tuple[Map, Restriction]:
     """Keeps those variables symmetric that are symmetric (Hermitian) matrices of which the function
-    reads one triangle only, or which it refuses if they are not symmetric; returns them.
+    reads one triangle only, or which it refuses if they are not symmetric.
 
     The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
     over both, others leave it where it was read. Along symmetric matrices all conventions agree.
     """
-    found: dict[int, Structure] = {}
-    for j in range(len(call.point)):
-        x = call.value(j)
+    found: Restriction = {}
+    for j in range(len(f.point)):
+        x = f.value(j)
         if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64, device="cpu")
             noise = noise.reshape(x.shape).to(x)
-            here = _call_values(call, j, x)
+            here = _values_at(f, j, x)
             # one triangle is moved at a time: the one that is not read changes nothing
-            sides = [_call_values(call, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
+            sides = [_values_at(f, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
             unread = any(here and side and all(map(torch.equal, here, side)) for side in sides)
             small = 1e-3 * noise
-            near = [_call_values(call, j, x + part) for part in (small.tril(-1), small.triu(1))]
-            symmetric_only = near == [None, None] and _call_values(call, j, x + small + small.mH)
+            near = [_values_at(f, j, x + part) for part in (small.tril(-1), small.triu(1))]
+            symmetric_only = near == [None, None] and _values_at(f, j, x + small + small.mH)
             if unread or symmetric_only:
                 found[j] = MATRICES[0]
-    call.projections = {j: one.project for j, one in found.items()}
-    return found
+    return _keeping(f, found), found
 
 
-def _call_values(call: calls.Call, j: int, x: Tensor) -> list[Tensor] | None:
+def _keeping(f: Map, kept: Restriction) -> Map:
+    return f.projected({j: one.project for j, one in kept.items()})
+
+
+def _values_at(f: Map, j: int, x: Tensor) -> list[Tensor] | None:
     """What fn returns for another value of the variable j; None if it refuses that."""
     x = torch.view_as_real(x) if x.is_complex() else x
     try:
-        return [y for y in call.leaves(*call.point[:j], x, *call.point[j + 1 :]) if is_float(y)]
+        return [y for y in f.leaves(*f.point[:j], x, *f.point[j + 1 :]) if is_float(y)]
     except Exception:  # fn may refuse inputs that the user did not pass
         return None
 
@@ -185,7 +189,7 @@ def _call_values(call: calls.Call, j: int, x: Tensor) -> list[Tensor] | None:
 COLUMNS, ROWS = "columns", "rows"
 
 
-def phase_fixings_of(outputs: Sequence[Tensor]) -> Iterator[calls.PhaseFixing]:
+def phase_fixings_of(outputs: Sequence[Tensor]) -> Iterator[maps.PhaseFixing]:
     """The maps that fix the phases of the columns, or of the rows, of the matrices among some outputs.
 
     The columns j of all matrices have one phase, as those of U and V in U diag(s) V^H have, whose rows
@@ -242,7 +246,7 @@ class Application(NamedTuple):
 
     def seeded(self) -> function_rules.Run:
         """A run on copies of the arguments, the same each time."""
-        calls.seed_all()
+        maps.seed_all()
         return self.run(self.fresh())
 
     def backward(
@@ -276,7 +280,7 @@ class Application(NamedTuple):
 
     def fresh(self) -> list[Any]:
         """Copies of the arguments, with their layouts."""
-        return [calls.fresh(x) for x in self.args]
+        return [layouts.fresh(x) for x in self.args]
 
     def leaves(self) -> list[Any]:
         """The same, which require grad where it is differentiated by them."""
@@ -303,13 +307,13 @@ def application(function: type[Function], args: tuple[Any, ...]) -> Application 
     if not is_users(function):
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
-    values = tuple(map(calls.fresh, args))
+    values = tuple(map(layouts.fresh, args))
     return Application(function, values, by) if by else None
 
 
 def is_users(function: type[Function]) -> bool:
     """Whether it is judged by itself: it is no part of an op, and nothing of torch's own."""
-    return not (calls.is_part(function) or function.__module__.startswith("torch."))
+    return not (maps.is_part(function) or function.__module__.startswith("torch."))
 
 
 def parameters(function: type[Function], count: int) -> tuple[str, ...]:
@@ -338,16 +342,16 @@ CONSTANTS = (
 )  # fmt: skip
 
 
-def constants_of(call: calls.Call, names: Sequence[str]) -> list[int]:
+def constants_of(f: Map, names: Sequence[str]) -> list[int]:
     """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
     values are integers, not all equal. names: those of the arguments."""
     try:
-        variables, found = calls.at_leaves(call.differentiable, call.point)
+        variables, found = maps.at_leaves(f.differentiable, f.point)
         grads = torch_internals.gradients(found, variables)
     except Exception:  # reported by the derivative checks
         return []
-    without = [j for j, g in enumerate(grads) if g is None and j < call.num_inputs]
-    constants = [j for j in without if _is_int(call.point[j]) or _is_named(names, call.names[j])]
+    without = [j for j, g in enumerate(grads) if g is None and j < f.num_inputs]
+    constants = [j for j in without if _is_int(f.point[j]) or _is_named(names, f.names[j])]
     return constants if len(constants) < len(grads) else []
 
 
@@ -362,7 +366,7 @@ def _is_int(x: Tensor) -> bool:
 
 
 def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
-    """The inputs, where every tensor but some requires grad; leaves are counted as the call does."""
+    """The inputs, where every tensor but some requires grad; leaves are counted as the map does."""
     leaves, structure = pytree.flatten(tuple(inputs))
     chosen = [
         x.detach().clone().requires_grad_(i not in constants) if is_float(x) else x
@@ -372,117 +376,80 @@ def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class Subject:
     """The function under test, evaluated in float64 if it accepts float64.
 
-    refused: why it is not in float64. computes_narrow: whether the reason is that it works in float32
-    or less whatever it is given. half: the dtype, if that is half precision. symmetric: the variables
-    of which one triangle is read. kept: those whose structure the directions of derivatives keep,
-    because the function is right along these alone.
+    A subject is immutable: one that is called in another way, or restricted to other directions, is
+    another one.
     """
 
-    kept: Mapping[int, Structure] = MappingProxyType({})
+    map: Map  # to the outputs that can be differentiated
+    precision: Precision
+    names: list[str]  # of the variables, with those of the arguments of a Function
+    constants: list[str]  # inputs that are taken for constants
+    symmetric: Restriction  # variables of which one triangle is read
+    applications: list[Application]
+    functions: set[type[Function]]  # in the graph of the outputs
+    # variables with a structure that the directions of derivatives keep, because the function is right
+    # along these alone
+    kept: Restriction = field(default_factory=dict)
+    draws: bool = False  # random numbers
+    random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
-    def __init__(
-        self, fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, keep_layouts: bool = False
-    ) -> None:
-        self.fn, self.inputs = fn, list(inputs)
-        self.call, self.refused, self.computes_narrow, self.half = calls.call_for(
-            fn, inputs, own_dtype=own_dtype
-        )
-        self.name = self.call.name
-        asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(tuple(inputs)))
-        function = calls.as_function(fn)
-        own_names = () if function is None else parameters(function, len(inputs))
-        # which inputs are constants a call has to show; with these marked, the call is another one
-        constants = [] if asked else constants_of(self.call, own_names)
-        self.constants = [self.call.names[j] for j in constants]
-        if constants:
-            self.inputs = marked(inputs, [self.call.positions[j] for j in constants])
-            self.call = calls.Call(fn, self.inputs, self.call.dtype).with_settings_of(self.call)
-        if keep_layouts:
-            self.call.keep_layouts(self.inputs)
-        named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
-        self.symmetric = symmetrize(self.call)
-        self.names = [named.get(name, name) for name in self.call.names]
-        self.x = self.call.point
-        self.dtype = max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
-        self.applications = applications(self.call.run_with_grad)
-        self.functions = calls.custom_functions(self.call.run_with_grad())
-        self.random = torch.Generator().manual_seed(0)
-
-    def find_outputs(self) -> None:
-        """Find the outputs that can be differentiated; again after a change of the call."""
-        self.outputs = self.call.run_with_grad()
-        found = enumerate(self.outputs)
-        self.output_indices = [i for i, y in found if is_float(y) and y.requires_grad and y.numel()]
-        self.map = self.call.map(self.output_indices)
-        self.rows = [f"output {i}" for i in self.output_indices]
-
-    def restrict(
-        self, kept: Mapping[int, Structure], fix_phases: calls.PhaseFixing | None = None
-    ) -> None:
+    def restricted(
+        self, kept: Restriction, fix_phases: maps.PhaseFixing | None = None
+    ) -> "Subject":
         """Derivatives are along directions that keep the structure of these variables, and of outputs
         whose signs or phases `fix_phases` fixes."""
-        self.kept, self.call.fix_phases = kept, fix_phases
-        self.call.projections = {j: one.project for j, one in {**self.symmetric, **kept}.items()}
-        self.find_outputs()
+        f = _keeping(self.map, kept)
+        f = f if fix_phases is None else f.phase_fixed(fix_phases)
+        return replace(self, map=f.to_differentiable(), kept=kept)
 
-    def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
-        leaves, values = calls.at_leaves(self.map, x)
-        return calls.grad(values, leaves)
-
-    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator[Restriction]:
-        """Restricts it in turn to structures that its variables have, if they are allowed; one variable
-        alone before several together."""
-        values = [_in_given_precision(self.call.value(j)) for j in range(len(self.x))]
+    def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator["Subject"]:
+        """It, restricted to structures that its variables have, if they are allowed; one variable alone
+        before several together."""
+        values = [_in_given_precision(self.map.value(j)) for j in range(len(self.x))]
         options = [
             [None, *(one for one in structures_of(x) if allowed(j, one))]
             for j, x in enumerate(values)
         ]
         picked = sorted(product(*options), key=lambda of: sum(one is not None for one in of))
         for combination in picked[1 : 1 + MOST_CHOICES]:
-            chosen = {j: one for j, one in enumerate(combination) if one is not None}
-            self.restrict(chosen)
-            yield chosen
+            yield self.restricted({j: one for j, one in enumerate(combination) if one is not None})
 
-    def phase_fixings(self, *, real_too: bool) -> Iterator[None]:
-        """Fixes in turn what may be phases of the outputs, with real_too also signs of real outputs; at
-        the end none is fixed."""
-        outputs = [self.outputs[i] for i in self.output_indices]
+    def phase_fixings(self, *, real_too: bool) -> Iterator["Subject"]:
+        """It, with fixed phases of the outputs, or what may be these; with real_too also signs of real
+        outputs."""
+        found = self.map.run_with_grad()
+        outputs = [found[i] for i in self.map.which]
         if real_too or any(y.is_complex() for y in outputs):
             for fixing in phase_fixings_of(outputs):
-                self.restrict(self.kept, fixing)
-                yield
-        self.restrict(self.kept)
+                yield self.restricted(self.kept, fixing)
 
-    def prepare(self) -> Row | None:
-        """Adapt the call to a function that draws random numbers or changes its inputs; find the
-        outputs.
-
-        Returns a failed row if nothing can be compared.
-        """
-        call = self.call
+    def prepared(self) -> tuple["Subject", Row | None]:
+        """It, called as a function has to be that draws random numbers or changes its inputs; and a
+        failed row if nothing can be compared."""
         # put back: what a call wrote to the inputs does not belong to the point that is judged
         before = [x.clone() for x in self.x]
-        call.leaves(*self.x)  # it may change its inputs, whether it says so or not
-        pairs = zip(before, self.x, strict=True)
-        call.clone |= any(not same(a, b) for a, b in pairs)
+        self.map.leaves(*self.x)  # it may change its inputs, whether it says so or not
+        changed = any(not same(a, b) for a, b in zip(before, self.x, strict=True))
         for x, value in zip(self.x, before, strict=True):
             put_back(x, value)
-        self.find_outputs()
-        if not self.output_indices:
+        f = replace(self.map, clones=self.map.clones or changed).to_differentiable()
+        subject = replace(self, map=f)
+        if not f.which:
             text = (
                 "the first derivative is missing: no output with elements requires grad. Is it a "
                 "constant, detached, marked non-differentiable, in a list or dict that a Function "
                 "gets or returns, or in an object that is no tuple, list or dict?"
             )
-            return Row("first derivative: reverse", "fail", None, text)
-        gradient = calls.gradient(self.map, len(self.x))
+            return subject, Row("first derivative: reverse", "fail", None, text)
+        gradient = maps.gradient(f, len(self.x))
 
         def drawn(seed: int) -> tuple[list[Tensor], list[Tensor]]:
-            calls.seed_all(seed)
-            values = self.map(*self.x)
+            maps.seed_all(seed)
+            values = f(*self.x)
             try:
                 grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
             except Exception:  # reported by the derivative checks
@@ -491,26 +458,27 @@ class Subject:
 
         # two seeds: what draws nothing gives the same by both
         (a, da), (b, db) = drawn(1), drawn(2)
-        generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(tuple(self.inputs)))
-        self.draws = generators or not _nearly_same(a, b)
-        call.reseed = self.draws or not _nearly_same(da, db)
-        if self.draws and not _nearly_same(self.map(*self.x), self.map(*self.x)):
+        generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(f.inputs))
+        draws = generators or not _nearly_same(a, b)
+        f = f.seeded() if draws or not _nearly_same(da, db) else f
+        subject = replace(self, map=f, draws=draws)
+        if draws and not _nearly_same(f(*self.x), f(*self.x)):
             text = (
                 "two calls with the same seeds of torch, NumPy and random give other values (hidden "
                 "nondeterminism), so nothing can be compared. Does it count its calls, or draw from a "
                 "generator of its own? Pass random numbers as inputs."
             )
-            return Row("deterministic", "fail", None, text)
-        again = self._second_backward_fault()
-        return Row("deterministic", "fail", None, again) if again else None
+            return subject, Row("deterministic", "fail", None, text)
+        again = subject._second_backward_fault()
+        return subject, Row("deterministic", "fail", None, again) if again else None
 
     def _second_backward_fault(self) -> str:
         """What is wrong with a second backward pass through the same graph, with the same seed."""
-        leaves, values = calls.at_leaves(self.map, self.x)
+        leaves, values = maps.at_leaves(self.map, self.x)
 
         def once() -> list[Tensor]:
-            calls.seed_all()
-            return [g.detach().clone() for g in calls.grad(values, leaves, retain_graph=True)]
+            maps.seed_all()
+            return [g.detach().clone() for g in maps.grad(values, leaves, retain_graph=True)]
 
         try:
             first = once()
@@ -549,10 +517,27 @@ class Subject:
             defined = False
         return moved if defined else self.x
 
+    def gradient_of_sum(self, x: Sequence[Tensor]) -> list[Tensor]:
+        leaves, values = maps.at_leaves(self.map, x)
+        return maps.grad(values, leaves)
+
+    @property
+    def x(self) -> list[Tensor]:
+        return self.map.point
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of the outputs."""
+        return [f"output {i}" for i in self.map.which]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
+
     @property
     def eps(self) -> float:
         """The unit of rounding that it computes with."""
-        return float(torch.finfo(self.half or self.dtype).eps)
+        return float(torch.finfo(self.precision.half or self.dtype).eps)
 
     @property
     def offers_forward(self) -> bool | None:
@@ -565,6 +550,30 @@ class Subject:
         if offered and any(hasattr(function, "operator") for function in self.functions):
             return None  # torch has vmap of an operator of torch.library, but not of its gradient
         return offered if self.functions else None
+
+
+def subject_of(
+    fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, as_given: bool = False
+) -> Subject:
+    """What is verified of a call fn(*inputs).
+
+    own_dtype: leave the dtypes as they are. as_given: and the memory layouts.
+    """
+    f, precision = judged_map(fn, inputs, own_dtype=own_dtype)
+    asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(f.inputs))
+    function = maps.as_function(fn)
+    own_names = () if function is None else parameters(function, len(inputs))
+    # which inputs are constants a call has to show; with these marked, the call is another one
+    found = [] if asked else [f.variables[j] for j in constants_of(f, own_names)]
+    if found:
+        own = maps.map_of(fn, marked(inputs, [one.slot for one in found]), f.dtype)
+        f = replace(own, clones=f.clones, needs_graph=f.needs_graph)
+    f = f.laid_out_as_given() if as_given else f
+    named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
+    names, constants = [named.get(name, name) for name in f.names], [one.name for one in found]
+    f, symmetric = symmetrized(f)
+    apps, functions = applications(f.run_with_grad), maps.custom_functions(f.run_with_grad())
+    return Subject(f, precision, names, constants, symmetric, apps, functions)
 
 
 def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) -> bool:
@@ -584,7 +593,7 @@ class Lifted(NamedTuple):
 
 def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
     """The call as that of a module; None if no argument is a parameter of another one."""
-    function = calls.as_function(fn)
+    function = maps.as_function(fn)
     if function is None:
         return None
     leaves, structure = pytree.flatten(inputs)

@@ -7,7 +7,7 @@ from torch.autograd import Function
 
 import hoglib as hog
 from hoglib.verification import attribution
-from hoglib.verification.subject import Subject
+from hoglib.verification.subject import subject_of
 from tests import functions
 from tests.functions import by_saved
 
@@ -25,8 +25,8 @@ class BadSinh(Function):
 
 
 def diagnosed(function, *inputs, **options):
-    (app,) = Subject(function, inputs).applications
-    return attribution.Diagnosis(app, **options)
+    (app,) = subject_of(function, inputs).applications
+    return attribution.diagnosis(app, **options)
 
 
 def test_the_bad_sinh():

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 import hoglib as hog
 from hoglib import verification
-from hoglib.verification.call import exact_products
+from hoglib.verification.precision import exact_products
 from tests.functions import (
     ClassicCube,
     Cube,

@@ -1,0 +1,282 @@
+"""Matrix products in full precision, modes that notice where float64 numbers lose digits, and the dtype
+in which a function is judged."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core import pytree, source_location, validation
+from hoglib._core.ambient import replaced
+from hoglib._core.element_differences import element_scales, max_abs, random_like
+from hoglib._core.mixed_precision import is_half
+from hoglib._core.pytree import is_float
+from hoglib._core.source_location import format_error
+from hoglib._core.torch_internals import settable_precisions
+from hoglib._core.torch_private import private
+from hoglib.verification.maps import Map, Tensors, at_leaves, grad, map_of, real
+
+TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
+
+_BACKENDS: Any = torch.backends  # its members are made at run time
+_PRECISION_OWNERS: tuple[Any, ...] = (
+    _BACKENDS.cuda.matmul,
+    _BACKENDS.mkldnn.matmul,
+    _BACKENDS.mkldnn.conv,
+    _BACKENDS.mkldnn.rnn,
+    _BACKENDS.cudnn,  # before its older setting, which has to agree with it
+)
+_REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Inside, float32 matrix products and convolutions are computed in float32, not in TF32 or less."""
+    settings: list[tuple[Any, str, Any]] = [(_BACKENDS, "fp32_precision", "ieee")]
+    settings += [(one, "fp32_precision", "ieee") for one in _PRECISION_OWNERS]
+    settings += _cudnn_settings()
+    settings += [(_BACKENDS.cuda.matmul, name, False) for name in _REDUCED]
+    with settable_precisions(), replaced(settings):
+        yield
+
+
+def _cudnn_settings() -> list[tuple[Any, str, Any]]:
+    """By the older setting, as some code reads it (`with cudnn.flags(allow_tf32=...)`), which raises
+    where the newer ones were set by operator."""
+    cudnn = _BACKENDS.cudnn
+    try:
+        bool(cudnn.allow_tf32)
+    except RuntimeError:
+        return [(one, "fp32_precision", "ieee") for one in (cudnn.conv, cudnn.rnn)]
+    return [(cudnn, "allow_tf32", False)]
+
+
+DOUBLE = (torch.float64, torch.complex128)
+
+
+@final
+class PrecisionWatch(TorchFunctionMode):
+    """Describes three calls, each the first of its kind: one that rounded float64 numbers (`rounded`),
+    one that got a number of lower precision which was made inside (`met`), and one that got such a
+    number from elsewhere (`foreign`).
+
+    A constant whose digits fit into half precision (1, 0.5, a mask) lost nothing; a Python number has
+    no precision to judge.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded = self.met = self.foreign = ""
+        self._made: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        given = [x for x in pytree.leaves((args, kwargs)) if is_float(x)]
+        written = args[0] if name == "__setitem__" else result
+        results = [y for y in pytree.leaves(written) if is_float(y)]
+        if not given or any(self._is_made(x) for x in given):
+            self._made += [y for y in results if y.dtype not in DOUBLE]
+        if any(y.dtype in DOUBLE for y in results):
+            narrow = [x for x in given if _loses_digits(x)]
+            made = [x for x in narrow if x.ndim == 0 or self._is_made(x)]
+            self.met = self.met or _describe_call(name, "got", made)
+            self.foreign = self.foreign or _describe_call(name, "got", narrow)
+        elif any(x.dtype in DOUBLE for x in given):
+            lossy = [y for y in results if _loses_digits(y)]
+            self.rounded = self.rounded or _describe_call(name, "rounded float64 numbers to", lossy)
+        return result
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        return any(tensor is other for other in self._made)
+
+
+@final
+class HalfWatch(TorchDispatchMode):
+    """The first operation, if any, that rounds what it was given to half precision: also inside
+    backward and under autocast."""
+
+    dtype: torch.dtype | None = None
+    where = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.dtype is None:
+            given = [x for x in pytree.leaves((args, kwargs or {})) if is_float(x)]
+            found = [y for y in pytree.leaves(result) if is_float(y) and is_half(y) and y.numel()]
+            if found and given:
+                self.dtype = found[0].dtype
+                self.where = str(source_location.torch_call_line() or "")
+        return result
+
+
+def _describe_call(name: str, did: str, culprits: list[Tensor]) -> str:
+    if not culprits:
+        return ""
+    place = source_location.torch_call_line()
+    at = f" at {place}" if place else ""
+    return f"`{name}` {did} {validation.describe(culprits[0])}{at}"
+
+
+def _loses_digits(tensor: Tensor) -> bool:
+    """Whether a narrow tensor has digits that half precision would lose: it is no mask or count."""
+    if tensor.dtype in DOUBLE or tensor.layout is not torch.strided:
+        return False
+    values = real(tensor)
+    mantissa, _ = torch.frexp(values.detach().double())
+    return bool((values.isfinite() & ((mantissa * 2**11).frac() != 0)).any())
+
+
+# In which dtype a function is judged: float64, unless it refuses that, or works in less anyway.
+
+LINE_POINTS = 6
+# In units of rounding. Noise of float64 numbers is far less; more is no rounding, but a step of the
+# function.
+STEP_SIZES = (1 / 60, 840.0)
+NEGLIGIBLE = 1e-4  # of the largest element: less is what cancellation leaves
+
+
+class Precision(NamedTuple):
+    """In what a function is judged, and why that is not float64."""
+
+    refused: str = ""
+    computes_narrow: bool = False  # it works in float32 or less, whatever it is given
+    half: torch.dtype | None = None  # the dtype, if that is half precision
+
+
+def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tuple[Map, Precision]:
+    """The map in float64; in its own dtypes if only these get as far as a second derivative; in
+    float32 if it computes in float32 anyway. Raises its error if it does not run at all.
+
+    Args:
+        fn: What `verify` takes.
+        inputs: Its arguments.
+        own_dtype: Whether to leave the dtypes as they are, because it runs code that is not torch's.
+    """
+    given = map_of(fn, inputs, None if own_dtype else torch.float64)
+    validation.something_to_differentiate_by(given.names, given.point)
+    if own_dtype:
+        f = given.adapted()
+        return f, _in_half(f) or Precision("it runs code that is not torch's")
+    f, reached, error = _stage_reached(given)
+    # float64 may be what stops it: its own dtypes are taken if they get further
+    own = given.in_dtype(None)
+    given_double = any(x.dtype == torch.float64 for x in own.point)
+    if error is not None and any(x.dtype != torch.float64 for x in own.point):
+        own, further, _ = _stage_reached(own)
+        if further > reached:
+            return own, _in_half(own) or Precision(format_error(error))
+    if error is not None:
+        if reached == 0:
+            raise error
+        return f, Precision()
+    if (half := _in_half(f)) is not None:
+        return f, half
+    watch = PrecisionWatch()
+    with watch:
+        _stage_reached(f)
+    # a narrow number somewhere is a fault only if results show it, by steps where float64 is smooth
+    met = watch.rounded or watch.met or watch.foreign
+    if not (met and _moves_in_steps(f)):
+        return f, Precision()
+    narrow, as_far, _ = _stage_reached(f.in_dtype(torch.float32))
+    if as_far < reached:
+        return f, Precision()
+    if given_double and not _second_derivatives_agree(f, narrow):
+        # a cast that copies, which it does in float64 only, cuts its graph
+        return f, Precision()
+    return narrow, Precision(f"it computes in float32: {met}", computes_narrow=True)
+
+
+def _in_half(f: Map) -> Precision | None:
+    """The precision of a function that rounds to half precision, if values or gradients show it; inputs
+    stay what they are, as all else may be of a higher precision."""
+    if any(is_half(x) for x in f.point):
+        return None
+    watch = HalfWatch()
+    with watch:
+        _stage_reached(f)
+    if watch.dtype is None or not _moves_in_steps(f, torch.finfo(watch.dtype).eps):
+        return None
+    name = str(watch.dtype).removeprefix("torch.")
+    at = f" at {watch.where}" if watch.where else ""
+    return Precision(f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
+
+
+def _stage_reached(f: Map) -> tuple[Map, int, Exception | None]:
+    """The map, adapted; how far it gets: 0 if it does not run, 1 for its values, 2 for first
+    derivatives, 3 for second ones; and the error that ends it."""
+    reached = 0
+    try:
+        f = f.adapted()
+        reached = 1
+        leaves, values = at_leaves(f.differentiable, f.point)
+        grads = grad(values, leaves, create_graph=True, unhandled=True)
+        reached = 2
+        grad(grads, leaves)
+    except Exception as error:
+        return f, reached, error
+    return f, 3, None
+
+
+def _second_derivatives_agree(wide: Map, narrow: Map) -> bool:
+    """Whether the second derivatives are the same, but for digits."""
+    found = []
+    for f in (wide, narrow):
+        leaves, values = at_leaves(f.differentiable, f.point)
+        grads = grad(values, leaves, create_graph=True)
+        random = torch.Generator().manual_seed(11)
+        found.append(grad(grads, leaves, [random_like(g, random) for g in grads]))
+    pairs = zip(*found, strict=True)
+    return all(max_abs(a - b) <= 0.03 * max(max_abs(a), max_abs(b)) + 1e-6 for a, b in pairs)
+
+
+def _moves_in_steps(f: Map, eps: float = torch.finfo(torch.float32).eps) -> bool:
+    """Whether values or gradients move in steps of the size of eps, where float64 numbers are smooth.
+
+    Along a line of points less than eps apart, second differences of a smooth function are rounding.
+    They grow fourfold with twice the distance; those of a staircase do not. The incoming gradients move
+    along a line, too: a backward may round these alone.
+    """
+    random = torch.Generator().manual_seed(7)
+    v = [random_like(x, random) * element_scales(x) * eps / 2 for x in f.point]
+
+    def at(k: int) -> Map:
+        return f.seeded().at([x + k * d for x, d in zip(f.point, v, strict=True)])
+
+    try:
+        ends = [_values_and_gradients(at(k), k * eps / 2) for k in range(1, LINE_POINTS)]
+    except Exception:  # reported by the derivative checks
+        return False
+    for line in zip(*ends, strict=True):
+        size = torch.stack([y.abs() for y in line]).amax(0)
+        counts = size > NEGLIGIBLE * max(map(max_abs, line))
+        near, far = _second_difference(line, 1), _second_difference(line, 2)
+        least, most = eps * STEP_SIZES[0], min(eps * STEP_SIZES[1], 0.5)
+        steps = (least * size < near) & (near < most * size) & (far < 2.5 * near)
+        if bool((steps & counts).any()):
+            return True
+    return False
+
+
+def _second_difference(line: Tensors, stride: int) -> Tensor:
+    """The largest second difference of each element."""
+    triples = zip(line, line[stride:], line[2 * stride :], strict=False)
+    return torch.stack([(a - 2 * b + c).abs() for a, b, c in triples]).amax(0)
+
+
+def _values_and_gradients(f: Map, moved: float) -> list[Tensor]:
+    """Values and gradients at a point of the line, in float64.
+
+    moved: how far the incoming gradients are, relative to their elements.
+    """
+    leaves, values = at_leaves(f.differentiable, f.point)
+    random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
+    # the second of each pair is how the first one moves
+    incoming = [(random_like(y, random), random_like(y, random)) for y in values]
+    grads = grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])
+    return [t.detach().double() for t in (*values, *grads)]
