@@ -62,7 +62,8 @@ class Pair:
         one = model()
         own = dict(one.named_parameters())
         self.own = {plain_name(name): own[plain_name(name)] for name in self.params}
-        self.single = kind(hog.functional_loss(one, F.cross_entropy), self.own, [data()])
+        self.own_loss = hog.functional_loss(one, F.cross_entropy)
+        self.single = kind(self.own_loss, self.own, [data()])
 
     def vectors(self, columns=()):
         v = vectors(self.params, columns)
@@ -151,8 +152,7 @@ def newton(net, rows):
     """Steps of Newton's method with a warm start; the parameters, and the state."""
     pair = Pair(hog.GGNOperator, net, rows)
     ours = hog.curvature.NewtonCG(pair.loss, pair.params, damping=1.0, max_iter=5)
-    one = pair.single._sum.loss
-    theirs = hog.curvature.NewtonCG(one, pair.own, damping=1.0, max_iter=5)
+    theirs = hog.curvature.NewtonCG(pair.own_loss, pair.own, damping=1.0, max_iter=5)
     errors = []
     for _ in range(2):
         values = ours.step(uneven(rows)), theirs.step([data()])
@@ -166,7 +166,7 @@ def factored(net, rows, corrected):
     """Kronecker factors, of which each process has some, and what is computed by them."""
     pair = Pair(partial(hog.KFACOperator, eigenvalue_corrected=corrected), net, rows)
     K, R, query = pair.shared, pair.single, tuple(x[:3] for x in data())
-    given, whole = (pair.loss, pair.params, uneven(rows)), (R._sum.loss, pair.own)
+    given, whole = (pair.loss, pair.params, uneven(rows)), (pair.own_loss, pair.own)
     held = K.space.all_sum(torch.tensor(float(len(K.blocks()))))
     assert len(K.blocks()) < held == len(R.blocks())
     (v, along), (V, Along) = pair.vectors(), pair.vectors((2,))

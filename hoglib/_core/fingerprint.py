@@ -1,6 +1,7 @@
 """Whether what a loss depends on has changed since a pass over the data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, final
 
@@ -11,8 +12,10 @@ from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.device_reads import DeviceRead
 from hoglib._core.pytree import tensors_in
 from hoglib._core.torch_private import private
+from hoglib.errors import NondeterministicError
 
 _foreach_norm = private("torch._foreach_norm")
+CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
 
 
 @final
@@ -57,6 +60,75 @@ class StateFingerprint:
         pointers = [t.data_ptr() for t in tensors]
         numbers = [sums_and_norms(tensors)] if values else []
         return [*settings, *autocast, *pointers, *versions, *numbers]
+
+
+@final
+class ComparedState:
+    """Compares the state of a loss from pass to pass.
+
+    While an algorithm runs, the state must not change. Sums and norms read all numbers, so they are
+    compared at the first pass and at the end only, and in between if pointers, versions or settings
+    changed.
+    """
+
+    def __init__(self, name: str, fingerprint: StateFingerprint) -> None:
+        self._name, self._fingerprint = name, fingerprint
+        self._seen: list[Any] = [object()]  # the fingerprint after the last pass
+        self.algorithm = ""  # the name of the one that runs
+        self._cheap: list[Any] | None = None  # without values, while an algorithm runs
+        self._unchecked = 0  # products since the state was compared
+
+    def changed(self, meanwhile: Callable[[], None]) -> bool:
+        """Whether the state has changed since the last pass.
+
+        meanwhile: called while a device computes the numbers.
+        """
+        self._unchecked = 0
+        if self.algorithm:
+            before, self._cheap = self._cheap, self._fingerprint.now(values=False)
+            if before is not None:
+                meanwhile()
+                if before != self._cheap:
+                    self.check()
+                return False
+        now = self._fingerprint.now()
+        changed = now != self._seen
+        meanwhile()
+        if changed:
+            self._seen = now
+        return changed
+
+    def note(self) -> None:
+        """A pass ended: a forward may count its calls."""
+        self._seen = self._fingerprint.now()
+
+    def may_skip(self) -> bool:
+        """Whether the next product, by a kept graph, needs no comparison."""
+        if self._cheap is None:
+            return False
+        self._unchecked += 1
+        return self._unchecked < CHECKED_EVERY
+
+    @contextmanager
+    def during(self, algorithm: str) -> Iterator[None]:
+        """While an algorithm runs."""
+        self.algorithm = algorithm
+        try:
+            yield
+        finally:
+            self.algorithm, self._cheap = "", None
+
+    def check(self, cause: Exception | None = None) -> None:
+        """Raise where the state has changed since the first product of the algorithm."""
+        if self._cheap is not None and self._fingerprint.now() != self._seen:
+            raise NondeterministicError(
+                f"{self._name}.{self.algorithm}: expected parameters, buffers and data that stay the "
+                "same until it ends, got others; call it again when they do not change."
+            ) from cause
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has other tensors."""
+        return {**vars(self), "_seen": [object()]}
 
 
 def _local_part(tensor: Any) -> Tensor:
@@ -124,3 +196,10 @@ def checksum(numbers: Sequence[float]) -> float:
 def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
     """A number that changes with each of the tensors."""
     return checksum(sums_and_norms(list(tensors)).read())
+
+
+def checksum_of_rows(rows: Tensor) -> float:
+    """A number that changes with each number in the rows."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)  # half counts to 2048 only
+    weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
+    return checksum((rows @ weights.to(rows.dtype)).tolist())

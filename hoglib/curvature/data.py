@@ -202,13 +202,6 @@ class Processes:
             )
 
 
-def checksum_of_rows(rows: Tensor) -> float:
-    """A number that changes with each number in the rows."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)  # half counts to 2048 only
-    weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
-    return checksum((rows @ weights.to(rows.dtype)).tolist())
-
-
 def constants_of(loss: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The tensors of a model that are not among the leaves: frozen parameters, and buffers in use."""
     model = getattr(loss, "model", None)
@@ -232,7 +225,6 @@ def split_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 BatchSize = Callable[[Any], float]
-IGNORED = -100
 
 
 class Piece(NamedTuple):
@@ -241,13 +233,9 @@ class Piece(NamedTuple):
     batch: Any
     weight: float
     number: int  # among the pieces of all batches, in all processes
-
-
-class LocalBatch(NamedTuple):
-    """A batch, and the pieces of it that this process takes."""
-
-    batch: Any
-    pieces: list[Piece]
+    fraction: float = 1.0  # of a pass
+    whole: Any = None  # the batch, in its last piece that this process takes
+    known: tuple[float, ...] | None = None  # the fingerprint of the batches of several processes
 
 
 @final
@@ -266,26 +254,35 @@ class Batches:
         batch_size: BatchSize | None,
         micro_batch: int | None,
         processes: Processes,
-        shared: bool = False,
+        *,
+        mean: bool = True,
+        sharded: bool = False,
     ) -> None:
-        self._one = one = is_batch(data)
-        self._processes, self.device = processes, device
-        self.shared = one and processes.splitting  # processes take pieces of the only batch
-        self.checksum = 0.0  # of the data that all processes were given
-        self._data: Iterable[Any] = [data] if one else data
-        # whether the weight of the only batch cancels; not where other processes have batches too
-        self._cancels = one and micro_batch is None and processes.alone and not shared
+        self._one = is_batch(data)
+        self._data: Iterable[Any] = [data] if self._one else data
+        self.processes, self.device, self.mean, self._sharded = processes, device, mean, sharded
         self._batch_size = leading_dimension if batch_size is None else batch_size
         self._micro_batch = micro_batch
-        self.single = one and micro_batch is None  # all of the data at once
+        self.shared = self._one and processes.splitting  # processes take pieces of the only batch
+        self.checksum = 0.0  # of the data that all processes were given
+
+    @property
+    def single(self) -> bool:
+        """Whether all of the data is one batch that is not split."""
+        return self._one and self._micro_batch is None
+
+    @property
+    def weight_cancels(self) -> bool:
+        """Whether this batch is all there is, also of other processes."""
+        return self.single and self.processes.alone and not self._sharded
 
     def __len__(self) -> int:
         """How many batches this process takes; 0 where that is not known."""
         count = length_hint(self._data)
-        return count if self._one else self._processes.share(count)
+        return count if self._one else self.processes.share(count)
 
-    def __iter__(self) -> Iterator[LocalBatch]:
-        own, index, total = self._processes, 0, 0.0
+    def __iter__(self) -> Iterator[Piece]:
+        own, index, total = self.processes, 0, 0.0
         for number, batch in enumerate(self._data):
             if own.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
@@ -293,10 +290,18 @@ class Batches:
                 moved = to_device(batch, self.device)
                 # weighed where they were, since a device would wait
                 both = enumerate(zip(self._split(moved), self._split(batch), strict=True), index)
-                pieces = [Piece(part, self._weight(x), own.number(j)) for j, (part, x) in both]
-                index += len(pieces)
-                mine = [x for x in pieces if not self.shared or own.takes(x.number)]
-                yield LocalBatch(moved, mine)
+                parts = [(part, self._weight(x), own.number(j)) for j, (part, x) in both]
+                index += len(parts)
+                # a mean over no labels is 0 / 0
+                skips = self.mean and not self._sharded
+                mine = [
+                    (part, weight, number)
+                    for part, weight, number in parts
+                    if (weight or not skips) and (not self.shared or own.takes(number))
+                ]
+                fraction = 1 / (max(len(self), 1) * max(len(mine), 1))
+                for left, part in zip(reversed(range(len(mine))), mine, strict=True):
+                    yield Piece(*part, fraction, None if left else moved)
             else:
                 index += len(self._split(batch))
         self.checksum = total
@@ -309,7 +314,7 @@ class Batches:
         try:
             weight = float(self._batch_size(batch))
         except ArgumentTypeError:
-            if self._cancels:
+            if self.weight_cancels:
                 return 1.0
             raise
         if not weight > 0 and not (weight == 0 and row_count(batch)):
@@ -321,7 +326,7 @@ class Batches:
 
     def _split(self, batch: Any) -> list[Any]:
         """The batch, or its pieces along the leading dimension."""
-        if self._micro_batch is None and not self.shared:
+        if not (self._micro_batch or self.shared):
             return [batch]
         count = row_count(batch)
         if count is None:
@@ -329,7 +334,7 @@ class Batches:
                 f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of tensors "
                 f"that can be split, got {validation.describe(batch)}; pass smaller batches instead."
             )
-        size = self._micro_batch or -(-count // self._processes.world)  # rounded up
+        size = self._micro_batch or -(-count // self.processes.world)  # rounded up
         if count <= size:
             return [batch]
         return [rows_of(batch, count, start, start + size) for start in range(0, count, size)]
@@ -368,19 +373,6 @@ def leading_dimension(batch: Any) -> float:
         f"{validation.describe(batch)}; give the weight of a batch by batch_size=, a function of the "
         "batch."
     )
-
-
-def counted_labels(batch: Any) -> dict[str, tuple[int, bool]]:
-    """For each integer tensor in a batch how many elements are not -100, and whether some are.
-
-    -100 is the label that torch's `cross_entropy` leaves out of its mean.
-    """
-    found = {}
-    for name, x in tensors_in("batch", batch):
-        if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta":
-            kept = int((x != IGNORED).sum())
-            found[name] = kept, kept < x.numel()
-    return found
 
 
 def fingerprint(batch: Any) -> tuple[float, ...]:
@@ -444,30 +436,26 @@ def to_device(batch: Any, device: torch.device) -> Any:
 NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from pass to pass
 
 
-# the batch of this process with the weight of all together, the placement with its part in that weight,
-# and numbers that change with any of the batches
-SharedStep = tuple[LocalBatch, Sharding, tuple[float, ...]]
-
-
-def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[SharedStep]:
+def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[Piece, Sharding]]:
     """The batches of all processes, by one small all-reduce each.
 
-    Raises in all of them where one has fewer, or an error while its data is read.
+    Each has the weight of all together, the placement its part in that weight, and the fingerprint
+    changes with any of the batches. Raises in all of them where one has fewer, or an error while its
+    data is read.
     """
     own, world = iter(batches), placement.mesh.size()
     while True:
-        local, weight, error = None, 0.0, None
+        piece, weight, error = None, 0.0, None
         numbers = [0.0] * NUMBERS
         try:
-            local = next(own, None)
-            if local is not None:
-                (piece,) = local.pieces
+            piece = next(own, None)
+            if piece is not None:
                 weight = piece.weight
                 found = fingerprint(piece.batch)[:NUMBERS]
                 numbers[: len(found)] = found
         except Exception as caught:  # the other processes wait for this one
             error = caught
-        mine = [float(error is not None), float(local is not None), weight, *numbers]
+        mine = [float(error is not None), float(piece is not None), weight, *numbers]
         sums = torch.tensor(mine, dtype=torch.float64, device=batches.device)
         failed, given, total, *every = placement.sum(sums).tolist()
         if error is not None:
@@ -479,12 +467,13 @@ def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[Shared
             )
         if not given:
             return
-        if given < world or local is None:
+        if given < world or piece is None:
             raise DistributedError(
                 f"{name}: expected as many batches in each of {world} processes, whose parameters are "
                 f"gathered together, got one more in {given:.0f} of them than in the others; give each "
                 "the same number, of any size."
             )
         number = dist.get_rank() + dist.get_world_size() * piece.number  # with samples of its own
-        whole = local._replace(pieces=[piece._replace(weight=total, number=number)])
-        yield whole, placement.weighted(weight / total), tuple(every)
+        if total:
+            known = piece._replace(weight=total, number=number, known=tuple(every))
+            yield known, placement.weighted(weight / total)

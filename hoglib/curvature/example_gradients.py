@@ -99,7 +99,7 @@ def per_example_gradients(
     """
     check_apart(loss, params, batch, "per_example_gradients")
     values, gradients = _of_single_examples(loss, params, batch, chunk_size, **options)
-    counts = example_counts(loss, as_dict(batch))
+    counts = example_counts(loss, batch)
     if counts is None:
         return values, gradients
     factors = counts / counts.mean()
@@ -272,7 +272,7 @@ def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
     """Squared norms [N], or with pairs the products [N, N]."""
     caller = "per_example_gradient_products" if pairs else "per_example_gradient_norms"
     check_apart(loss, params, batch, caller)
-    counts = example_counts(loss, as_dict(batch))
+    counts = example_counts(loss, batch)
     factors = None if counts is None else counts / counts.mean()
     found = _layer_by_layer(loss, params, batch, pairs, factors)
     if found is not None:
@@ -436,7 +436,7 @@ def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
     for batch in [data] if is_batch(data) else data:
         moved_batch = to_device(batch, space.device)
         check_apart(loss, params, moved_batch, "gradient_noise_scale")
-        weights = example_counts(loss, as_dict(moved_batch))
+        weights = example_counts(loss, moved_batch)
         weight += number_of_examples(moved_batch) if weights is None else float(weights.sum())
         for rows in gradient_rows(loss, params, moved_batch, weights):
             part = rows.double()

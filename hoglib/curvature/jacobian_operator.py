@@ -11,14 +11,14 @@ from hoglib._core import pytree, validation
 from hoglib._core.autograd import Vector, fresh_leaves, grad_enabled
 from hoglib._core.gradient_graph import graph_bytes
 from hoglib._core.placement import refuse_sharded
-from hoglib._core.problem import Problem
-from hoglib._core.swap import PatchState, keep_swapped, reapply
+from hoglib._core.swap import keep_swapped, reapply
 from hoglib.curvature.data import Processes, in_fixed_order
 from hoglib.curvature.dataset_sum import DatasetSum, split_options
 from hoglib.curvature.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
 from hoglib.curvature.jacobian_product import OPERATOR as NAME
 from hoglib.curvature.jacobian_product import TransposedJacobian, detached, with_graph
 from hoglib.curvature.linear_operator import RectangularOperator
+from hoglib.curvature.term import Term
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import functional_loss
@@ -80,9 +80,9 @@ class JacobianOperator(RectangularOperator):
         outputs = _Outputs(func)
         policy.check_blocks(outputs)
         summed = replace(of_data, reduction="sum", batch_size=_unit_weight)
+        at = Term(policy, outputs, self.space, self._bar, self.space.placement)
         alone = Processes(NAME, None, data)
-        given = policy, outputs, self.space, data, summed, alone, self._bar
-        self._sum = DatasetSum(*given, fixed_batches=True)
+        self._sum = DatasetSum(at, data, summed, alone, fixed_batches=True)
         self._limit = of_data.memory_limit
 
     @cached_property
@@ -90,13 +90,16 @@ class JacobianOperator(RectangularOperator):
         """The vector space of the outputs, whose sizes take a pass over the data at the first use."""
         found: list[Vector] = []
         nothing = torch.zeros(1, 0, dtype=self.dtype, device=self.device)
-        with torch.inference_mode(False), self._sum.one_pass(nothing, first_order=True) as one_pass:
-            for batch, _, _ in one_pass:
-                with self._sum.entered(batch) as problem:
-                    composite = CompositeLoss(problem, CriterionHessian(), "reverse")
-                    outputs = composite.detached_outputs(problem.leaves)
-                    one_pass.record(composite.criterion(*outputs))
+
+        def visit(term: Term) -> Tensor:
+            with term.entered() as problem:
+                composite = CompositeLoss(problem, CriterionHessian(), "reverse")
+                outputs = composite.detached_outputs(problem.leaves)
                 found.append([y.to("meta") for y in outputs])
+                return composite.criterion(*outputs)
+
+        with torch.inference_mode(False):
+            self._sum.fold(visit, nothing, first_order=True)
         every = [y for outputs in found for y in outputs]
         one_of_each = len(every) == len(found) and all(y.dim() for y in every)
         alike = one_of_each and len({y.shape[1:] for y in every}) == 1
@@ -117,29 +120,33 @@ class JacobianOperator(RectangularOperator):
         # a point that was kept for J^T u has no derivative of it by u, which J v is
         if not (transposed or sums.kept is None or sums.kept.jacobian):
             sums.kept = None
-        every = sums.one_pass(total, rows, first_order=True)
-        with self._bar.over("@", len(rows)), every as one_pass:
-            for batch, _, _ in one_pass:
-                if (point := sums.kept) is None:
-                    with sums.ring(around_graph=True) as blocks, keep_swapped() as patches:
-                        point = _Point(sums.problem(batch).entered(blocks), not transposed)
-                        point.patches = patches.values()
-                    keep = sums.single_batch and 0 < point.held_bytes() <= self._limit
-                    sums.kept = point if keep else None
-                # outputs of one batch follow those of another, so that batches need an order
-                stop = start + sum(point.sizes)
-                with grad_enabled(), reapply(point.patches):
-                    for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
-                        keep_graph = sums.kept is not None or j < len(rows)
-                        if transposed:
-                            parts = point.vjp(row[start:stop], keep_graph)
-                            self.space.add(product, parts, 1.0, first=start == 0)
-                        else:
-                            vector = self.space.split(row.contiguous())
-                            product[start:stop] = point.jvp(vector, keep_graph)
-                        sums.advance()
-                start = stop
-                one_pass.record(point.value)
+        kept: _Point | None = None
+
+        def visit(term: Term) -> Tensor:
+            nonlocal start, kept
+            point = sums.kept or _Point(term, not transposed)
+            keep = sums.kept is not None or (
+                sums.batches.weight_cancels and 0 < point.held_bytes() <= self._limit
+            )
+            kept = point if keep else None
+            # outputs of one batch follow those of another, so that batches need an order
+            stop = start + sum(point.sizes)
+            with grad_enabled(), reapply(point.patches):
+                for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
+                    keep_graph = keep or j < len(rows)
+                    if transposed:
+                        parts = point.vjp(row[start:stop], keep_graph)
+                        self.space.add(product, parts, 1.0, first=start == 0)
+                    else:
+                        vector = self.space.split(row.contiguous())
+                        product[start:stop] = point.jvp(vector, keep_graph)
+                    term.advance()
+            start = stop
+            return point.value
+
+        with self._bar.over("@", len(rows)):
+            sums.fold(visit, total, rows, first_order=True)
+        sums.kept = kept
         if start != self.target.size:
             raise ArgumentValueError(
                 f"data: expected {self.target.size} outputs as at the first pass, got {start}; make a "
@@ -177,16 +184,18 @@ class _Outputs:
 class _Point:
     """The outputs at a batch, with their graph."""
 
-    patches: PatchState  # of the model during forward, for what backward recomputes
-    share = 1.0  # in the sum over the data
-
-    def __init__(self, problem: Problem, for_tangents: bool) -> None:
-        self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
-        self._p = fresh_leaves(problem.leaves, False)
-        self._outputs, self.value = self._composite.checked_outputs(self._p, for_tangents)
-        self.sizes = [y.numel() for y in self._outputs]
-        # which products with u do not need, nor a backward that can be differentiated
-        self.jacobian: Any = for_tangents and TransposedJacobian(self._outputs, self._p, NAME)
+    def __init__(self, term: Term, for_tangents: bool) -> None:
+        self.term = term
+        with term.ring(around_graph=True) as blocks, keep_swapped() as patches:
+            problem = term.problem().entered(blocks)
+            self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
+            self._p = fresh_leaves(problem.leaves, False)
+            self._outputs, self.value = self._composite.checked_outputs(self._p, for_tangents)
+            self.sizes = [y.numel() for y in self._outputs]
+            # which products with u do not need, nor a backward that can be differentiated
+            self.jacobian: Any = for_tangents and TransposedJacobian(self._outputs, self._p, NAME)
+            # of the model during forward, for what backward recomputes
+            self.patches = patches.values()
 
     def held_bytes(self) -> int:
         """Of the graph, while it is kept."""

@@ -15,7 +15,6 @@ from hoglib._core import pytree, validation
 from hoglib._core.fingerprint import Numbers, sums_and_norms
 from hoglib._core.problem import Problem, check_option_names
 from hoglib._core.source_location import warn
-from hoglib._core.state import generator_state
 from hoglib.curvature.data import PassTotals
 from hoglib.curvature.dataset_sum import DATA_OPTIONS, DataOptions
 from hoglib.curvature.estimates import Estimate
@@ -41,7 +40,9 @@ from hoglib.curvature.model_run import (
     checked_run,
 )
 from hoglib.curvature.operators import DatasetOperator, GGNOperator, HessianOperator
+from hoglib.curvature.term import Term
 from hoglib.curvature.vector_space import Space, Tree, check_named, random_signs
+from hoglib.curvature.watchers import Draws
 
 TENSORS = ("A", "G", "values")  # of a block
 FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
@@ -304,23 +305,29 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         @cache
         def total() -> Tensor:
             dtype = torch.promote_types(self.dtype, torch.float32)
-            for layouts in self._processes.gather(list(sums.sums)):
+            for layouts in self._sum.batches.processes.gather(list(sums.sums)):
                 sums.include(layouts, dtype, self.device)
             return sums.pack().to(self.device)
 
-        read, drawn = None, False
-        with self._sum.one_pass(total, first_order=True) as batches:
-            for batch, number, share in batches:
-                self._random_state = generator_state(self.device)
-                with self._sum.entered(batch) as problem, problem.gathered() as own:
-                    placement = problem.placement
-                    add = partial(self._add, sums, own, number, share * placement.weight)
-                    value = placement.mean_of(add) if placement.is_sharded else add()
-                drawn = drawn or self._has_drawn()
-                self._sum.advance()
-                batches.record(value)
-                if self._sum.alone and self._sum.single_batch:
-                    read = sums.read()  # with the loss
+        read, draws, placement = None, Draws(self._sum.at), self.space.placement
+
+        def visit(term: Term) -> Tensor:
+            nonlocal read
+            draws.start()
+            with term.entered() as problem, problem.gathered() as own:
+                share = term.share * problem.placement.weight
+                add = partial(self._add, sums, own, term.piece.number, share, draws)
+                value = problem.placement.mean_of(add) if placement.is_sharded else add()
+            term.advance()
+            if self._sum.batches.weight_cancels:
+                read = sums.read()  # with the loss
+            return value
+
+        # the corrected eigenvalues take another pass, which is compared with this one
+        compared = self._given.get("check_deterministic", True) and not placement.is_sharded
+        once = compared and self._blocks is None and not self._corrected
+        also = [draws] if once else []
+        totals = self._sum.fold(visit, total, first_order=True, also=also)
         if not self._sum.alone:
             sums.unpack(total())
         self._add_up(sums)
@@ -330,16 +337,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
                 "or use float64."
             )
-        # the corrected eigenvalues take another pass, which is compared with this one
-        if drawn and self._blocks is None and not self._corrected:
-            self._sum.warn_of_draws(batch)
-        return batches.totals
+        return totals
 
-    def _has_drawn(self) -> bool:
-        """Whether random numbers were drawn since the batch began."""
-        return not torch.equal(self._random_state, generator_state(self.device))
-
-    def _add(self, sums: BlockSums, problem: Problem, number: int, share: float) -> Tensor:
+    def _add(
+        self, sums: BlockSums, problem: Problem, number: int, share: float, draws: Draws
+    ) -> Tensor:
         """Add what a batch of this process has; return its loss."""
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
         first = self.row_order is None
@@ -347,10 +349,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         if self._automatic:
             self._automatic = False
             if run.outputs_of_an_example() > FEW_OUTPUTS:
-                has_drawn = self._has_drawn()
+                has_drawn = draws.drawn()
                 sampled = replace(self._factors.metric, kind="mc").seeded()
                 if not has_drawn:  # the seed is no draw of the loss
-                    self._random_state = generator_state(self.device)
+                    draws.start()
                 self._factors = replace(self._factors, metric=sampled)
                 factors = replace(factors, metric=sampled.for_batch(number))
                 run = ModelRun(problem, self.space, factors, self.row_order)

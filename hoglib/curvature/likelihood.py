@@ -30,7 +30,7 @@ from hoglib._core.state import draw_from, generator_state, preserve_random_state
 from hoglib._core.torch_internals import tracing
 from hoglib._core.torch_modes import value_checks_on
 from hoglib._core.trust import DERIVATIVES, SUMS, Rule, agree, found_once
-from hoglib.curvature.data import row_count, rows_of
+from hoglib.curvature.data import as_dict, row_count, rows_of
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NonFiniteError, UnsupportedError
 
 Tree = Any
@@ -305,6 +305,7 @@ def check_reduction(loss: Any, reduction: str) -> None:
 def example_counts(loss: Any, batch: Any) -> Tensor | None:
     """What each example adds to the number by which a mean divides, [N]: by the loss itself, or for a
     criterion of the table the class weights of the targets that are not ignored; None for others."""
+    batch = as_dict(batch)
     count, row = row_count(batch), row_of(loss)
     if count and hasattr(loss, "batch_size"):
         parts = [loss.batch_size(pytree.rows(batch, count, n, n + 1)) for n in range(count)]

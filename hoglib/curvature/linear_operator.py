@@ -27,8 +27,7 @@ from hoglib._core.autograd import grad_enabled, outside_inference_mode
 from hoglib._core.device_reads import read_late
 from hoglib._core.factorizations import symmetric_eigen
 from hoglib.capture.within import run_uncompiled, when_compiled
-from hoglib.curvature import eigenvalues, estimates, linear_systems
-from hoglib.curvature.reproducibility import BOUNDS, asymmetry, exceeds
+from hoglib.curvature import eigenvalues, estimates, linear_systems, vector_space
 from hoglib.curvature.vector_space import Blocks, Space, chosen_names, groups_of, random_normals
 
 Tree = Any
@@ -375,7 +374,7 @@ class LinearOperator(RectangularOperator):
             )
         off, size = float((A - A.T).abs().max()), float(A.abs().max())
         # the bound for random vectors, as a matrix may be computed in TF32
-        if not off <= BOUNDS[A.dtype][0] * size:
+        if not off <= vector_space.BOUNDS[A.dtype][0] * size:
             raise errors.ArgumentValueError(
                 "matrix: expected a finite, symmetric one, got entries that differ from those of its "
                 f"transpose by {off:.1g}, of {size:.1g} at most; (matrix + matrix.T) / 2 is symmetric."
@@ -995,8 +994,8 @@ class GivenOperator(LinearOperator):
         # A v by matvec, A w by matmat: both functions are checked
         products = self._given(rows[:1])[0], self._given(rows)[-1]
         (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)  # squares may overflow
-        gap, size = asymmetry(self.space, v, Av, w, Aw)
-        if exceeds(self.space, gap, size, BOUNDS[self.space.precision]):
+        gap, size = self.space.asymmetry(v, Av, w, Aw)
+        if self.space.exceeds(gap, size, self.space.precision):
             raise errors.ArgumentValueError(
                 "matvec: expected the products of a symmetric matrix, and matmat those of each column, "
                 f"got v.Aw and w.Av that differ by {gap / size:.1g} of their size for random v and w. "

@@ -13,11 +13,13 @@ from hoglib import plotting
 from hoglib._core import pytree, validation
 from hoglib._core.autograd import grad_enabled
 from hoglib._core.finite_differences import to_double
+from hoglib._core.logger import LOGGER
 from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.source_location import warn
+from hoglib._core.state import preserve_random_state
 from hoglib._core.swap import PatchState, keep_swapped, reapply
 from hoglib.curvature.compiled import linearizer
-from hoglib.curvature.data import Piece, Processes
+from hoglib.curvature.data import Processes
 from hoglib.curvature.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -29,9 +31,12 @@ from hoglib.curvature.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.gauss_newton import GaussNewtonKind, GaussNewtonMode
 from hoglib.curvature.linear_map import CurvatureKind, HessianKind, HessianMode, LinearMap
 from hoglib.curvature.linear_operator import LinearOperator
+from hoglib.curvature.term import Term
 from hoglib.curvature.vector_space import Space, Tree
+from hoglib.curvature.watchers import Symmetry
 from hoglib.errors import ArgumentValueError, ConvergenceError, UnsupportedError
 from hoglib.verification.entry_points import note_lost_graph
+from hoglib.verification.precision import HalfWatch
 
 
 class DatasetOperator(LinearOperator):
@@ -50,7 +55,7 @@ class DatasetOperator(LinearOperator):
         name = type(self).__name__
         policy, of_data = split_options(name, options)
         kind.check_policy(policy)
-        sharing = self._processes = Processes(name, of_data.processes, data)
+        sharing = Processes(name, of_data.processes, data)
         # the first process shows the bar for all
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
@@ -59,18 +64,18 @@ class DatasetOperator(LinearOperator):
             # which processes hold copies
             _check_sharded(policy, loss, kind.random and not self._adds_factors, of_data)
         policy.check_blocks(loss)
-        seed, counting = getattr(kind.metric, "seed", None), getattr(kind.metric, "counting", None)
+        at = Term(policy, loss, self.space, self._bar, self.space.placement)
+        wide = self.space.precision in (torch.float64, torch.float32)
+        compared = of_data.check_deterministic and wide
+        self._symmetry = Symmetry(at) if compared else None
         self._sum = DatasetSum(
-            policy,
-            loss,
-            self.space,
+            at,
             data,
             of_data,
             sharing,
-            self._bar,
-            seed=seed or 0,
             fixed_batches=kind.random,
-            counting=counting or "criterion",
+            metric=kind.metric,
+            further=[self._symmetry] if self._symmetry else (),
         )
         self._kind, self._memory_limit = kind, of_data.memory_limit
 
@@ -90,73 +95,81 @@ class DatasetOperator(LinearOperator):
     def _products(self, rows: Tensor) -> Tensor:
         validation.refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
         # of several processes one may have no batch, and adds zeros
-        first = True
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
-        if self._sum.next_is_unchecked():
-            # an algorithm compares the state before some of its products only, not before each one
-            self._apply_kept(rows, total)
-            return self._checked(rows, total)
-        every = self._sum.one_pass(total, rows)
-        with self._bar.over("@", len(rows)), every as one_pass:
-            for batch, number, share in one_pass:
-                if self._sum.kept is None:
-                    value = self._add_batch(rows, total, batch, number, share, first)
-                else:
-                    value = self._apply_kept(rows, total)
-                one_pass.record(value)
-                first = False
-        weight = self._sum.weight(one_pass.totals)
+        kept: _KeptProduct | None = None
+
+        def visit(term: Term) -> Tensor:
+            nonlocal kept
+            kept = self._sum.kept
+            if kept is None:
+                value, kept = self._add_batch(rows, total, term)
+                return value
+            with grad_enabled(), reapply(kept.patches):
+                return self._apply(kept.point, rows, total, term, keep=True)
+
+        with self._bar.over("@", len(rows)):
+            totals = self._sum.fold(visit, total, rows)
+        self._sum.kept = kept
+        weight = self._sum.weight(totals)
         if weight != 1:
             total /= weight
-        return self._checked(rows, total)
-
-    def _checked(self, rows: Tensor, total: Tensor) -> Tensor:
-        """The products of the rows, where they are finite; warns if the products are not symmetric."""
         self._refuse_not_finite(rows, total, self.space, "the loss is", self._sum.whole)
-        self._sum.check_symmetry(rows, total, self._products_in_double)
+        if self._symmetry:
+            self._symmetry.compare(rows, total, self._half_precision, self._products_in_double)
         return total
 
-    def _apply_kept(self, rows: Tensor, total: Tensor) -> Tensor:
-        """Compute the products by the kept graph; return the loss."""
-        kept: _KeptProduct = self._sum.kept
-        with grad_enabled(), reapply(kept.patches):
-            return self._apply(kept.point, rows, total, kept.share, keep=True, first=True)
-
     def _add_batch(
-        self, rows: Tensor, total: Tensor, batch: Any, number: int, share: float, first: bool
-    ) -> Tensor:
-        """Add share times the products of the rows at one batch to total; return the loss there."""
-        kind, single = self._kind.for_batch(number), self._sum.single_batch
-        context = self._sum.ring(around_graph=True)
+        self, rows: Tensor, total: Tensor, term: Term
+    ) -> tuple[Tensor, "_KeptProduct | None"]:
+        """Add share times the products of the rows at one batch to total; return the loss there, and
+        what to keep."""
+        kind = self._kind.for_batch(term.piece.number)
+        single = self._sum.batches.single and not term.placement.is_sharded
+        context = term.ring(around_graph=True)
         # the patch is that of the ring, and one of its own where a captured ring has none
         with context as blocks, keep_swapped() as patches:
-            problem = self._sum.problem(batch).entered(blocks)
+            problem = term.problem().entered(blocks)
             # a compiled map shows only afterwards what it holds
             several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
             point = linearizer(kind, context.captures)(problem, several)
             # for the examination after the pass: where a custom Function cut the graph, zero is wrong
             note_lost_graph(point.gradient)
             keep = single and (several if context.captures else self._fits_in_memory(point))
-            value = self._apply(point, rows, total, share, keep, first)
+            value = self._apply(point, rows, total, term, keep)
             keep = keep and (not context.captures or self._fits_in_memory(point))
             patch_state = patches.values()
-        self._sum.note_unused(point.unused())
-        if keep:
-            self._sum.kept = _KeptProduct(point, share, patch_state)
-            value = self._sum.record_first_pass(batch, value)
-        return value
+        self._sum.unused.note(point.unused())
+        if not keep:
+            return value, None
+        kept = _KeptProduct(point, term, patch_state)
+        return self._sum.losses.before_keeping(term, value), kept
 
-    def _products_in_double(self, rows: Tensor, piece: Piece) -> Tensor:
-        """The products of rows at one batch in float64, each at a graph of its own."""
+    def _half_precision(self) -> torch.dtype | None:
+        """The dtype of half precision that the loss or its gradient computes in, if any."""
+        with HalfWatch() as watch:
+            self._sum.gradient()
+        return watch.dtype
+
+    def _products_in_double(self, rows: Tensor) -> Tensor | None:
+        """The products of rows at the first batch in float64, each at a graph of its own; None if there
+        are none."""
+        if not self._sum.whole:
+            return None
         products = []
-        for row in rows:
-            with self._sum.ring(around_graph=True) as blocks:
-                problem = self._sum.problem(piece.batch).entered(blocks).in_double()
-                # by its number, with the samples that the products in question had
-                point = self._kind.for_batch(piece.number).linearize(problem, True)
-                _, product = point.apply(to_double(self.space.split(row)), False)
-            products.append(torch.cat([x.detach().reshape(-1) for x in product]))
+        try:
+            with preserve_random_state():
+                term = next(self._sum.terms())
+            for row in rows:
+                with term.ring(around_graph=True) as blocks:
+                    problem = term.problem().entered(blocks).in_double()
+                    # by its number, with the samples that the products in question had
+                    point = self._kind.for_batch(term.piece.number).linearize(problem, True)
+                    _, product = point.apply(to_double(self.space.split(row)), False)
+                products.append(torch.cat([x.detach().reshape(-1) for x in product]))
+        except Exception as error:  # of code that is bound to another dtype
+            LOGGER.debug("%s: no products in float64: %s", type(self).__name__, error)
+            return None
         return torch.stack(products)
 
     def _fits_in_memory(self, point: LinearMap) -> bool:
@@ -164,7 +177,7 @@ class DatasetOperator(LinearOperator):
         return 0 < point.held_bytes() <= self._memory_limit
 
     def _apply(
-        self, point: LinearMap, rows: Tensor, total: Tensor, share: float, keep: bool, first: bool
+        self, point: LinearMap, rows: Tensor, total: Tensor, term: Term, keep: bool
     ) -> Tensor:
         """Add share times the products of the rows to total; the first ones are written instead.
 
@@ -177,8 +190,8 @@ class DatasetOperator(LinearOperator):
                 row = torch.empty_like(given) if row is None else row
                 given = row.copy_(given)
             value, product = point.apply(self.space.split(given), keep or j + 1 < len(rows))
-            self.space.add(sums, product, share, first)
-            self._sum.advance()
+            self.space.add(sums, product, term.share, term.first)
+            term.advance()
         return value
 
 
@@ -212,7 +225,7 @@ class _KeptProduct(NamedTuple):
     """The matrix at the only batch, whose graph is kept between products."""
 
     point: LinearMap
-    share: float  # in the sum over the data
+    term: Term
     patches: PatchState  # of the model during forward, for what backward recomputes
 
 

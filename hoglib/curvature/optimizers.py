@@ -150,7 +150,7 @@ def finite_or_infinite(A: DatasetOperator) -> float:
     """The loss, or infinity where it overflows, because the step is too long."""
     try:
         A.value()
-        return A._sum.number  # reading the value would stop a device
+        return A._sum.number()  # reading the value would stop a device
     except (errors.NonFiniteError, errors.DistributedError) as error:
         if "NonFiniteError" in f"{type(error).__name__} {error}":  # in this process, or in another
             return inf
@@ -294,13 +294,13 @@ class NewtonCG(BatchOptimizer):
         precondition = self._prepared(model, batch if curvature is None else curvature)
         with G._algorithm("step"):  # as a whole, because a device is waited for less often
             value, gradient = G.gradient()
+            before = G._sum.number()  # reading the value would stop a device
             g = G.ravel(gradient)
             start = self._last_direction(G)
             if start is not None:
                 start = group["warm_start"] * start
                 start = start * (_dot_product(G, g, start) < 0)  # where it descends
             d, along, dGd, iterations = self._direction(model, g, start, precondition)
-        before = G._sum.number  # reading the value would stop a device
         if G.space.true_in_all(not along and not bool(d.any())):
             self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
             return value

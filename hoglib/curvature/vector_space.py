@@ -24,6 +24,14 @@ Rebuild = Callable[[Tensor], Tree]
 Draw = Callable[[int], Tensor]  # so many random numbers
 Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
+# by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their
+# products are smaller than their size; and for any vectors, by rounding
+BOUNDS = {
+    torch.float64: (1e-6, 1e-10),
+    torch.float32: (1e-2, 1e-5),
+    torch.float16: (5e-2, 2e-3),
+    torch.bfloat16: (0.2, 1e-2),
+}
 # random numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
 DRAWN_AT_ONCE = 2**16
 
@@ -240,6 +248,19 @@ class Space:
         first = int((~rows.isfinite()).any(0).nonzero()[0])
         ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
         return next(name or self._of for name, end in ends if first < end)
+
+    def asymmetry(self, v: Tensor, Av: Tensor, w: Tensor, Aw: Tensor) -> tuple[float, float]:
+        """|v.Aw - w.Av|, and the size of these products, in float64."""
+        v, Av, w, Aw = (x[None] for x in (v, Av, w, Aw))
+        each = (v, v), (w, w), (Av, Av), (Aw, Aw), (v, Aw), (w, Av)
+        vv, ww, AvAv, AwAw, lhs, rhs = self.dots(*each, dtype=torch.float64)[:, 0].tolist()
+        return abs(lhs - rhs), (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
+
+    def exceeds(self, gap: float, size: float, dtype: torch.dtype) -> bool:
+        """Whether two products differ by more than the bound of a dtype."""
+        random, any_vectors = BOUNDS[dtype]
+        # products of vanishing numbers underflow
+        return size > 0 and gap > size * max(random / self.size**0.5, any_vectors)
 
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""

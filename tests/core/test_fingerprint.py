@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core.fingerprint import sums_and_norms
+from hoglib._core.fingerprint import ComparedState, StateFingerprint, sums_and_norms
+from hoglib.errors import NondeterministicError
 
 
 class Reads(TorchFunctionMode):
@@ -41,3 +42,56 @@ def test_values_are_read_once_for_each_dtype(count: int) -> None:
     with Reads() as reads:
         sums_and_norms(tensors).read()
     assert reads.count == 2  # one list for float32, and for int64
+
+
+def state_of(p: Tensor) -> ComparedState:
+    return ComparedState("Pass", StateFingerprint(lambda: p, lambda: [p], list))
+
+
+def nothing() -> None:
+    """What to do while a device computes."""
+
+
+def test_a_state_is_compared_from_pass_to_pass() -> None:
+    p, waited = torch.ones(3), list[int]()
+    state = state_of(p)
+
+    def changed() -> bool:
+        return state.changed(lambda: waited.append(0))
+
+    assert changed()  # nothing was seen yet
+    state.note()
+    assert not changed()
+    p.mul_(2)
+    assert changed()
+    assert not changed()
+    p.data.mul_(2)
+    assert changed()
+    p.mul_(2)
+    state.note()  # such as a counter of calls
+    assert not changed()
+    assert len(waited) == 6
+    assert not state.may_skip()  # no algorithm runs
+
+
+def test_an_algorithm_needs_a_constant_state() -> None:
+    p = torch.ones(3)
+    state = state_of(p)
+    with state.during("solve"):
+        assert not state.may_skip()  # before the first pass
+        assert state.changed(nothing)
+        assert [state.may_skip() for _ in range(8)] == [True] * 7 + [False]
+        assert not state.changed(nothing)
+        assert state.may_skip()
+        state.check()
+        p.data.mul_(2)
+        assert not state.changed(nothing)  # pointers and versions are the same
+        with pytest.raises(
+            NondeterministicError, match=r"^Pass\.solve: expected parameters, buffers"
+        ):
+            state.check()
+        p.add_(1)
+        with pytest.raises(NondeterministicError, match=r"^Pass\.solve"):
+            state.changed(nothing)
+    state.check()  # no algorithm runs
+    assert state.changed(nothing)
