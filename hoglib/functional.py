@@ -29,6 +29,7 @@ from hoglib._core.call_errors import (
 )
 from hoglib._core.gradient_graph import leaf_tensors
 from hoglib._core.placement import refuse_fsdp1
+from hoglib._core.pytree import in_dtype
 from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
 from hoglib._core.torch_modes import without_stand_ins
 from hoglib._core.trust import found_once
@@ -219,6 +220,7 @@ class FunctionalLoss:
             )
         self._dtype: torch.dtype | None = None
         self._norm_policy: NormPolicy = train_mode_batch_statistics
+        self._constants: Params = {}  # in the place of the model's own
         self._parameter_ids: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
         self._searched: set[tuple[str, ...]] = set()  # names that were searched outside of modules
@@ -328,6 +330,18 @@ class FunctionalLoss:
         """
         loss = copy(self)
         loss._norm_policy = policy
+        return loss
+
+    def with_parameters(self, params: Params) -> "FunctionalLoss":
+        """This loss with other values for parameters of the model that a call is not given.
+
+        Args:
+            params: By qualified name.
+        Returns:
+            The loss at these parameters.
+        """
+        loss = copy(self)
+        loss._constants = {**self._constants, **params}
         return loss
 
     def targets(self, batch: Any) -> Any:
@@ -455,6 +469,11 @@ class FunctionalLoss:
                 f"params: expected a dict of tensors by qualified name, got "
                 f"{validation.describe(params)}. Make one with `hoglib.trainable_params(model)`."
             )
+        if self._constants:
+            dtype = self._dtype
+            constants = self._constants.items()
+            own = {n: in_dtype(x, dtype) if dtype is not None else x for n, x in constants}
+            params = {**own, **params}
         # Dynamo traces torch's own swap, which replaces parameters and buffers and nothing else
         if torch.compiler.is_dynamo_compiling() and self._is_plain():
             # copies, which a forward may change

@@ -371,6 +371,7 @@ class _OfLogits(FunctionalLoss):
             F.cross_entropy, ignore_index=loss._ignore_index, label_smoothing=loss._smoothing
         )
         super().__init__(loss.model, criterion, None)
+        self._constants = loss._constants
         self._loss, self.batch_size = loss, loss.batch_size
 
     def targets(self, batch: Any) -> Tensor:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core import autograd
+from hoglib._core.ambient import AMBIENT, Examiner
 from hoglib._core.blocks import BlockForward, rematerialized
 from hoglib._core.closures import name_of, owner_of
 from hoglib._core.placement import WHOLE, Placement
@@ -98,6 +99,7 @@ class ring:  # noqa: N801 a context manager
         if IS_NEW_TORCH:
             warn_once(NEW_TORCH)
         self.captures = around_graph and is_captured(policy)
+        self._examiner: Examiner | None = None
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False
         contexts: list[AbstractContextManager[Any]] = []
@@ -136,7 +138,14 @@ class ring:  # noqa: N801 a context manager
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
+        self._examiner = AMBIENT.examination.examiner
         return found if self._recomputes else []
+
+    def note_gradient(self, gradient: autograd.Gradient | None) -> None:
+        """Tells the examination of a gradient that is differentiated: where a custom Function has cut
+        its graph, a product of zero is wrong."""
+        if gradient is not None and self._examiner is not None:
+            self._examiner.note_gradient(gradient)
 
     def __exit__(self, *raised: Any) -> None:
         while self._entered:

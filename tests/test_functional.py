@@ -572,3 +572,16 @@ def test_hooks_that_count_passes_on_the_parameters():
         hog.hvp(loss, params, params, (X[:, :1], Y))
     model.disable_hooks()
     hog.hvp(loss, params, params, (X, Y))
+
+
+def test_other_values_for_parameters_that_a_call_is_not_given():
+    model = nn.Linear(2, 1).requires_grad_(False)
+    given = {"weight": torch.ones(1, 2)}
+    at, batch = {"bias": torch.full((1,), 3.0)}, (torch.ones(4, 2), torch.zeros(4, 1))
+    batch64 = [x.double() for x in batch]
+    loss = hog.functional_loss(model, F.mse_loss)
+    assert loss.with_parameters(at)(given, batch) == 25
+    assert loss.with_parameters(at)({**given, "bias": torch.zeros(1)}, batch) == 4
+    in_double = loss.with_parameters(at).double()({"weight": given["weight"].double()}, batch64)
+    assert in_double.dtype == torch.float64
+    assert in_double == 25

@@ -415,6 +415,15 @@ def test_maml_of_adapters():
     assert relative(found, dict(zip(params, expected, strict=True))) < 1e-8
 
 
+def test_logits_at_other_values_for_parameters_that_a_call_is_not_given():
+    loss, params, _, batch = small("mix.*")
+    at = {"head.bias": torch.linspace(0, 1, 5).double()}
+    expected = loss({**params, **at}, batch)
+    assert_close(loss.with_parameters(at)(params, batch), expected)
+    assert_close(loss.with_parameters(at).with_logits()(params, batch), expected)
+    assert (expected - loss(params, batch)).abs() > 1e-2
+
+
 def test_by_name_and_glob():
     model = Small()
     found = list(hog.trainable_params(model, "head.bias", "m*"))

@@ -1,6 +1,7 @@
 """The project as a package: public names, imports, versions, constraints, the wheel."""
 
 import ast
+import inspect
 import os
 import re
 import shutil
@@ -12,12 +13,13 @@ import zipfile
 from email import message_from_bytes
 from importlib import metadata
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 import hoglib as hog
 from experiments import versions
-from hoglib._core import torch_version
+from hoglib._core import ambient, provided, torch_version
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -37,7 +39,7 @@ RECORDS = {
     "_core.torch_library._FUNCTIONS": "an operator has one Function, by which verdicts are kept",
     "_core.torch_library._BY_LIBRARY": "the Function of an operator is found by a call, once",
     "_core.device_reads._READS": "a check reads a device's values one call later",
-    "_core.recomputation._compilers": "what stands above registers itself, since imports run downward",
+    "_core.provided._PROVIDED": "what stands above registers itself, since imports run downward",
     "_core.source_location._WARNED": "a warning is given once",
     "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",
     "_core.swap._SLOTS": "where the parameters of a model are, while it is as it was",
@@ -68,7 +70,7 @@ STATE = re.compile(
 
 
 def test_all_state_of_the_process_is_named_and_has_a_reason():
-    ambient, records = set(), set()
+    fields, records = set(), set()
     for path in (ROOT / "hoglib").rglob("*.py"):
         lines = path.read_text().splitlines()
         module = ".".join(path.relative_to(ROOT / "hoglib").with_suffix("").parts)
@@ -85,9 +87,50 @@ def test_all_state_of_the_process_is_named_and_has_a_reason():
                 assert lines[node.lineno - 2].startswith("#"), (
                     f"{module}.{target.id}: why not an argument?"
                 )
-            (ambient if found["ambient"] else records).add(f"{module}.{target.id}")
-    assert ambient == AMBIENT
+            (fields if found["ambient"] else records).add(f"{module}.{target.id}")
+    assert fields == AMBIENT
     assert records == set(RECORDS)
+
+
+def test_a_thread_is_inside_of_at_most_ten_things():
+    fields = get_type_hints(ambient._Ambient)
+    assert len(fields) <= 10
+    lines = inspect.getsource(ambient._Ambient).splitlines()
+    for name, kind in fields.items():
+        (at,) = (i for i, line in enumerate(lines) if line.startswith(f"    {name}: "))
+        assert lines[at - 1].startswith("    # "), name
+        assert not lines[at - 2].startswith("    # "), name
+        # on or off; or nothing, or an object: no third state
+        assert kind not in (bool | None, str | None), name
+        assert isinstance(getattr(ambient._Ambient, name), bool) == (kind is bool), name
+
+
+# What lower packages call of upper ones at run time, which no contract of imports sees: functions that
+# are registered by name, and methods of the objects in AMBIENT.
+CALLS_UPWARD = {
+    "compile_level": "remat(compile=True), of ops, runs graphs that hoglib.capture makes",
+    "examine_users_derivatives": "second_order() examines Functions, as hoglib.verification does",
+    "StandIns.run_script": "torch_internals sees scripted code, which a TorchFunctionMode does not",
+    "Examiner.by_hand": "the mode of second_order() sees each call of torch.autograd.grad and backward",
+    "Examiner.note_gradient": "the ring passes on the gradient of which a Function may have cut the graph",
+    "Examiner.note_cpp": "graph_summary meets Functions in C++: each of its callers would pass them on",
+}
+
+
+def test_what_is_called_upward_is_named_and_has_a_reason():
+    found = set(provided._PROVIDED)
+    for protocol in (ambient.StandIns, ambient.Examiner):
+        names = {*vars(protocol), *protocol.__annotations__}
+        found |= {f"{protocol.__name__}.{name}" for name in names if not name.startswith("_")}
+    assert found == set(CALLS_UPWARD)
+    # no other way: nothing is set in an imported module or class
+    for path in (ROOT / "hoglib").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        froms = [x for x in nodes if isinstance(x, ast.ImportFrom) and "hoglib" in (x.module or "")]
+        imported = {alias.asname or alias.name for x in froms for alias in x.names} - {"AMBIENT"}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                assert ast.unparse(node.value) not in imported, f"{path}:{node.lineno}"
 
 
 def requirements(names):

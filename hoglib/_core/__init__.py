@@ -17,6 +17,7 @@ One module for one question:
     recomputation         intermediate values recomputed in backward
     source_location       which line of the user's code it is
     ambient               what a thread is inside of; torch_modes: which modes the caller runs in
+    provided              the functions of upper packages that lower ones call
     problem               what an algorithm gets of a user's function, and its options, checked
     torch_internals       torch's private API (torch_forward_mode: levels and tangents;
                           torch_sharding: FSDP, tensor parallelism, DDP)

@@ -3,52 +3,80 @@
     with inside(value_checks_off=True):
         ...                                # AMBIENT.value_checks_off is True, in this thread
 
-It is one value, as torch's own modes are one stack: of a thread, not of a context, and what a backward
-needs that runs in another thread can be taken along as a whole. It is put in place as the values of
-modules and settings are that hold for the time of a block, by :class:`replaced`.
+AMBIENT belongs to a thread, as torch's stacks of modes do. :class:`CallerState` copies its fields to
+autograd's worker threads. Protocols list the methods that lower packages call on objects of upper ones.
 """
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any, NamedTuple, Protocol, final
+
+
+class StandIns(AbstractContextManager[Any], Protocol):
+    """What lower packages call on the mode of `second_order()`, which is in `hoglib.stand_ins`."""
+
+    def run_script(self, script: Any, run: Callable[[], Any]) -> Any:
+        """Runs scripted code, which no TorchFunctionMode sees."""
+
+
+class Examiner(Protocol):
+    """What others call on the record of applied Functions, which is in `hoglib.verification`."""
+
+    # called after a derivative that the user's code takes in `second_order()`; None in an entry point
+    by_hand: Callable[..., None] | None
+
+    def note_gradient(self, gradient: Any) -> None:
+        """Notes the `Gradient` that is differentiated again."""
+
+    def note_cpp(self, names: Set[str]) -> None:
+        """Notes Functions in C++ in a graph: Python sees the names of their nodes alone."""
+
+
+class Examination(NamedTuple):
+    """How custom Functions of the user's are examined, and where those that are applied are noted."""
+
+    on_wrong: str | None = None  # as the outermost second_order(on_wrong=) says; None if none does
+    by_entry_point: bool = False  # the entry points inside leave the examination to the one outside
+    examiner: Examiner | None = None
+
+
+class PlainOperations(NamedTuple):
+    """hoglib's ops run as their references of torch operations."""
+
+    linear_for: str | None = None  # the caller, if it needs backwards linear in grad_output
+
+
+class RunningRemat(NamedTuple):
+    """A remat whose function runs."""
+
+    nested: bool  # remats inside recompute too; otherwise they call their functions
+    low_memory: bool  # attention takes less memory, and more time
 
 
 class _Ambient(threading.local):
-    """The fields, with what they are outside of everything."""
+    """The fields, with their values outside of everything."""
 
-    # The mode of `second_order()`, which sees the torch calls of an unmodified module.
-    stand_ins: Any = None
-    # What is done about a custom Function that is wrong, also by entry points that a user's function
-    # calls: what the outermost `second_order(on_wrong=)` says.
-    on_wrong: str | None = None
-    # Whether an outer entry point examines custom Functions, because they call one another, also from
-    # within the user's function; and which were applied in it.
-    examining: bool = False
-    functions: Any = None
-    # Whether normalization layers of an unmodified module leave their running statistics.
+    # The TorchFunctionMode of second_order(), which is not on torch's stack while it is suspended.
+    stand_ins: StandIns | None = None
+    # How each torch.autograd.Function that user code applies is examined, and who notes it.
+    examination: Examination = Examination()
+    # Normalization layers do not update running_mean and running_var.
     statistics_frozen: bool = False
-    # Whether checks that read values are skipped beneath the user's function: an hvp inside a loss.
+    # Checks that read values (.item(), .all()) are skipped: an outer call made them, or a graph runs.
     value_checks_off: bool = False
-    # For whom ops, which an unmodified module calls, run as their references; None for nobody.
-    plain_operations: str | None = None
-    # The patch that keeps swapped parameters, across a user's function that swaps them.
+    # ops avoid custom Functions: Taylor rules and the layer recorder see each torch operation.
+    plain_operations: PlainOperations | None = None
+    # The ModulePatch of keep_swapped(): values in nn.Modules, while user code calls functional_loss.
     kept_swapped: Any = None
-    # Of a remat that runs, for a nested one, which is reached through the user's function: whether one
-    # runs, whether nested ones only call their function, and whether memory counts before time.
-    recomputing: bool = False
-    recomputation_disabled: bool = False
-    low_memory: bool = False
-    # The thread in whose place this one runs: that of a device runs a backward for its caller.
+    # The innermost remat that runs, an autograd Function; user code calls nested ones.
+    remat: RunningRemat | None = None
+    # Id of the thread that called backward(); autograd runs a device's nodes on its worker thread.
     in_place_of: int | None = None
-    # Whether compiled functions that the user's function calls run without their graphs.
+    # Functions of hoglib.compile run without their fx graphs, to be compared with a graph.
     eager: bool = False
-    # Parameters that processes share, by their ids, that a module is given whole without communication:
-    # where each process evaluates it as often as its own examples need.
-    gathered: Mapping[int, Any] = {}
-    # What a compiled product has computed at its point: a graph is called with tensors only, and a
-    # backend that belonged to one point would be compiled anew at each point.
+    # The Residuals of a compiled product: an fx graph takes tensors only.
     residuals: Any = None
 
 
@@ -107,21 +135,20 @@ class inside(replaced):  # noqa: N801 a context manager
 
 
 def logical_thread() -> int:
-    """The thread that the caller runs in, or in whose place."""
+    """Id of the current thread; on a worker thread of autograd, of the caller of backward()."""
     return AMBIENT.in_place_of or threading.get_ident()
 
 
 @final
 class CallerState:
-    """The ambient state where this is made, for a node whose backward runs the user's function again:
-    autograd runs that of a device in a thread of its own, while its caller waits."""
+    """A copy of the ambient state, for a node with a backward that runs the user's function again:
+    autograd runs a device's nodes on a worker thread, while the caller of backward() waits."""
 
     def __init__(self) -> None:
         self._thread, self._fields = logical_thread(), dict(vars(AMBIENT))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Inside, the state is as it was; in a thread that the user started, which has one of its own,
-        it stays."""
+        """Inside, the fields have the copied values; a thread that the user started keeps its own."""
         started = threading.current_thread()
         if self._thread == logical_thread() or not isinstance(started, threading._DummyThread):
             return nullcontext()

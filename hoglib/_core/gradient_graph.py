@@ -92,9 +92,8 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
             functions.append(FunctionNode(node, torch_internals.custom_function(node)))
         elif name := torch_internals.cpp_function(node):
             cpp_functions.add(name)
-    if cpp_functions and AMBIENT.functions is not None:
-        # Python sees no more of them than the names of their nodes: they are reported as not examined
-        AMBIENT.functions.in_cpp |= cpp_functions
+    if cpp_functions and (examiner := AMBIENT.examination.examiner) is not None:
+        examiner.note_cpp(cpp_functions)
     return GraphSummary(leaves, functions, cpp_functions)
 
 

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hoglib._core import pytree, torch_internals
-from hoglib._core.ambient import AMBIENT
 from hoglib._core.fingerprint import checksum_of_tensors
 from hoglib._core.torch_internals import apply
 from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, UnsupportedError
@@ -51,8 +50,6 @@ def full_tensor(value: Any) -> Any:
     """A DTensor as the whole tensor, without a graph; anything else as it is."""
     if not is_sharded(value):
         return value
-    if id(value) in AMBIENT.gathered:
-        return AMBIENT.gathered[id(value)]
     with torch_internals.without_transforms(), torch.no_grad():
         return value.full_tensor()
 

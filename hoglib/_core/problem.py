@@ -8,20 +8,25 @@ The options of an entry point are checked once and stand in its policy.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict, final
 
 from torch import Tensor, nn
 
 from hoglib._core import pytree, validation
-from hoglib._core.ambient import inside
 from hoglib._core.autograd import Vector, clone_inference_tensors
 from hoglib._core.blocks import Remat, check_remat, find_blocks
 from hoglib._core.closures import STATE, ClosureWalker
 from hoglib._core.finite_differences import to_double
-from hoglib._core.placement import WHOLE, Placement, Sharding, full_tensor, placement_of
+from hoglib._core.placement import (
+    WHOLE,
+    Placement,
+    Sharding,
+    full_tensor,
+    is_sharded,
+    placement_of,
+)
 from hoglib._core.source_location import entry_keywords
 from hoglib._core.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
@@ -177,19 +182,18 @@ class Problem:
         """A vector in the structure and the placement of the parameters."""
         return pytree.unflatten(self.placement.wrap(vector), self.structure)
 
-    @contextmanager
-    def gathered(self) -> Iterator["Problem"]:
-        """The same at whole leaves, of this process alone: inside, nothing is communicated."""
+    def gathered(self) -> "Problem":
+        """The same at whole parameters, of this process alone: its loss communicates nothing."""
         if not isinstance(self.placement, Sharding):
-            yield self
-            return
-        own = getattr(self.loss, "model", None)
-        given = own.named_parameters() if isinstance(own, nn.Module) else ()
+            return self
+        loss, model = self.loss, getattr(self.loss, "model", None)
+        own = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+        names = [n for n, p in own.items() if is_sharded(p) and n not in self.placement.names]
         with self.placement.translate_errors(self.policy.caller):
-            frozen = {id(p): full_tensor(p) for n, p in given if n not in self.placement.names}
+            if names and hasattr(loss, "with_parameters"):
+                loss = loss.with_parameters({n: full_tensor(own[n]) for n in names})
             leaves = [x.detach() for x in self.placement.gather(self.leaves)]
-        with inside(gathered=frozen):
-            yield replace(self, leaves=leaves, placement=WHOLE)
+        return replace(self, loss=loss, leaves=leaves, placement=WHOLE)
 
     def with_args(self, *args: Any) -> "Problem":
         """The same with other arguments."""

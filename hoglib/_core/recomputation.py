@@ -18,10 +18,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 
 from hoglib._core import closures, pytree, torch_forward_mode, torch_internals, validation
-from hoglib._core.ambient import AMBIENT, CallerState, inside, replaced
+from hoglib._core.ambient import AMBIENT, CallerState, RunningRemat, inside, replaced
 from hoglib._core.autograd import materialize_grads, no_forward_mode
 from hoglib._core.block_parts import PartsWatch, SlicedOperations, replaced_forwards, version_of
 from hoglib._core.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.provided import provided
 from hoglib._core.pytree import is_float
 from hoglib._core.state import RunState
 from hoglib._core.swap import batch_statistics, keep_swapped
@@ -154,8 +155,8 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
 def _is_bypassed() -> bool:
     """Whether fn runs without the Function: nothing would be saved, or a derivative be wrong."""
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
-    plainly = AMBIENT.recomputation_disabled or torch_internals.tracing()
-    return no_graph or plainly or only_plain_operations()
+    within = AMBIENT.remat is not None and not AMBIENT.remat.nested
+    return no_graph or within or torch_internals.tracing() or only_plain_operations()
 
 
 def _generators_among(leaves: list[Any]) -> list[torch.Generator]:
@@ -351,11 +352,11 @@ class _Call:
         for i, place in zip(self.slots, self.places, strict=True):
             leaves[i] = tensors[place]
         args, keywords = given = pytree.unflatten(leaves, self.structure)
-        disabled = AMBIENT.recomputation_disabled or not self.nested
+        nested = self.nested and (AMBIENT.remat is None or AMBIENT.remat.nested)
         # the mode that is entered last sees a call first: operations are cut into slices, whose dropout
         # is made contiguous, and a stand-in takes what is left
         with (
-            inside(recomputing=True, recomputation_disabled=disabled, low_memory=self.slices),
+            inside(remat=RunningRemat(nested, self.slices)),
             self.stand_ins.resume(),
             self.run_state.autocast.restored(),
             ContiguousDropout() if self.mixed else nullcontext(),
@@ -385,7 +386,7 @@ class _Scope(nn.Module):
 
 def inside_recomputation() -> bool:
     """Whether the caller is run by a remat, for the first time or again."""
-    return AMBIENT.recomputing
+    return AMBIENT.remat is not None
 
 
 def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> None:
@@ -521,7 +522,7 @@ def _run_level(run: Any, *inputs: Tensor | None) -> Tensors:
     if isinstance(run, _Jvp | _WithTangents):
         return run.without_graph(*inputs)
     if not torch_internals.forward_mode_active() and _is_compiled(run):
-        return _compilers[0](run, inputs)
+        return cast(Tensors, provided("compile_level")(run, inputs))
     return run(*inputs)
 
 
@@ -529,15 +530,6 @@ def _is_compiled(run: Any) -> bool:
     """Whether a level is compiled here, if its tensors have no tangents."""
     differentiated = torch.is_grad_enabled() or torch_internals.transforms_active()
     return bool(run.call.backend) and not differentiated and not torch_internals.tracing()
-
-
-# Compiles a level: hoglib.capture, which stands above this package, sets it.
-_compilers: list[Callable[[Any, Sequence[Tensor | None]], Tensors]] = []
-
-
-def set_compiler(compiler: Callable[[Any, Sequence[Tensor | None]], Tensors]) -> None:
-    """What runs a level of a call with a backend: a function (run, tensors) -> run(*tensors)."""
-    _compilers[:] = [compiler]
 
 
 def _padded_inputs(
@@ -804,7 +796,7 @@ class _WithTangents(_Derivative):
         tensors = (*inputs, *(given[i] for i in moved))
         jvp = _ValuesAndTangents(self.run, self.count, moved)
         if _is_compiled(jvp):
-            found = _compilers[0](jvp, tensors)
+            found = provided("compile_level")(jvp, tensors)
             values, tangents = found[: len(found) // 2], found[len(found) // 2 :]
         else:
             values, tangents = jvp.with_values_without_graph(*tensors)

@@ -99,7 +99,7 @@ def follow_grad_mode(enabled: bool) -> None:
         enabled = vars(manager).pop("_tangents", enabled)
     elif managed:
         vars(manager).setdefault("_tangents", are_tangents_enabled())
-    of_backward = torch_internals.running_backward() != -1 and not AMBIENT.recomputing
+    of_backward = torch_internals.running_backward() != -1 and AMBIENT.remat is None
     if (name == "__init__" or not managed) and of_backward:
         return
     tangents_enabled(enabled)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core import torch_internals
-from hoglib._core.ambient import AMBIENT, inside
+from hoglib._core.ambient import AMBIENT, PlainOperations, inside
 
 
 class StandInMode(TorchFunctionMode):
@@ -108,13 +108,13 @@ def value_checks_on() -> bool:
     return not (AMBIENT.value_checks_off or torch_internals.tracing())
 
 
-def plain_operations(linear_for: str = "") -> inside:
+def plain_operations(linear_for: str | None = None) -> inside:
     """Inside, hoglib's ops run as their references of torch operations, where they have one: for what
     looks at each operation, and could not look into a custom Function.
 
     linear_for: the caller, where it needs a backward that is linear in the incoming gradient.
     """
-    return inside(plain_operations=linear_for)
+    return inside(plain_operations=PlainOperations(linear_for))
 
 
 def only_plain_operations() -> bool:
@@ -123,6 +123,8 @@ def only_plain_operations() -> bool:
     return not torch.compiler.is_dynamo_compiling() and AMBIENT.plain_operations is not None
 
 
-def needs_linear_backward() -> str:
-    """The caller of `plain_operations` that needs one; "" for none."""
-    return "" if torch.compiler.is_dynamo_compiling() else AMBIENT.plain_operations or ""
+def needs_linear_backward() -> str | None:
+    """The caller of `plain_operations` that needs one; None for none."""
+    if torch.compiler.is_dynamo_compiling() or AMBIENT.plain_operations is None:
+        return None
+    return AMBIENT.plain_operations.linear_for

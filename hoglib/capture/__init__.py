@@ -1,10 +1,10 @@
 """A whole second-order function as one graph."""
 
-from hoglib._core.recomputation import set_compiler
+from hoglib._core.provided import provide
 from hoglib.capture.api import Compiled, CompiledLoss, compile, compiled_loss
 from hoglib.capture.capturing import GraphEntry
 from hoglib.capture.recomputed import run_level
 
 __all__ = ["Compiled", "CompiledLoss", "GraphEntry", "compile", "compiled_loss"]
 
-set_compiler(run_level)  # of `hoglib.ops.remat(compile=True)`, which stands beneath this package
+provide("compile_level", run_level)  # of `hoglib.ops.remat(compile=True)`

@@ -28,7 +28,6 @@ from hoglib.capture.passes import VIEWS, functionalized
 from hoglib.capture.runners import make_runner
 from hoglib.curvature.linear_map import CurvatureKind, LinearMap
 from hoglib.ring import ring
-from hoglib.verification.entry_points import note_lost_graph
 
 Run = Callable[..., Any]
 
@@ -74,11 +73,12 @@ def _product(
 ) -> tuple[Tensor, Vector, tuple[int, ...] | None]:
     """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss; and the leaves that the
     loss does not depend on."""
-    with ring(policy, loss, examine=False) as blocks:
+    around = ring(policy, loss, examine=False)
+    with around as blocks:
         problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
         # as for several vectors: in reverse mode, whose graphs are the smaller ones
         point = kind.linearize(problem, True)
-        note_lost_graph(point.gradient)
+        around.note_gradient(point.gradient)
         value, product = point.apply(vector, False)
     if not policy.create_graph:
         value, product = value.detach(), [part.detach() for part in product]

@@ -578,13 +578,14 @@ def influence(
     count, total = shared.all_sum(w.new_tensor([len(w), w.sum()])).tolist()
     scale = -count / total
     problem = Problem.of(Policy("influence"), loss, params)
-    with problem.gathered() as own, examined_functions("influence", first_order=method != "cg"):
+    own = problem.gathered()
+    with examined_functions("influence", first_order=method != "cg"):
         space = shared if own is problem else Space(own.params(own.leaves))
         shape = [len(w), *([] if queries is None else [len(queries.weights)])]
         if per_token:
             zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
             first = to_device(as_dict(next(iter(examples.data))), space.device)
-            (slopes,) = _token_slopes(loss, space, zero, first, None)
+            (slopes,) = _token_slopes(own.loss, space, zero, first, None)
             shape[1:1] = slopes.shape[1:-1]
         if out is not None:
             kept = {k: v for k, v in options.items() if isinstance(v, str | int | float)}
@@ -613,17 +614,18 @@ def influence(
             solve = K.inverse(damping).matvec
         if own is not problem:
             solve = partial(_solve_whole, shared, solve)
-        rows: Any = partial(gradient_rows, loss, space.params)
+        rows: Any = partial(gradient_rows, own.loss, space.params)
         if queries is not None:
             D = torch.empty(shape[-1], space.size, dtype=space.dtype, device=space.device)
             with shared.raise_in_all("influence"):
-                for at, g in queries.parts(loss, space, bar, lambda batch, weights: rows(batch)):
+                parts = queries.parts(own.loss, space, bar, lambda batch, weights: rows(batch))
+                for at, g in parts:
                     D[at] = g
             # conjugate gradients of many columns share the passes over the data
             for d in D.split(len(D) if method == "cg" else max(1, ROWS_AT_ONCE // space.size)):
                 d.copy_(solve(d.T).T)
-        rows = partial(_token_slopes, loss, space, D) if per_token else rows
-        for at, g in examples.parts(loss, space, bar, rows, file.done if file else 0):
+        rows = partial(_token_slopes, own.loss, space, D) if per_token else rows
+        for at, g in examples.parts(own.loss, space, bar, rows, file.done if file else 0):
             if queries is None:  # as a query an example has no weight
                 slopes = (g * solve(g.T).T).sum(1) / w.where(w > 0, 1)[at].to(g)
             else:

@@ -314,10 +314,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         def visit(term: Term) -> Tensor:
             nonlocal read
             draws.start()
-            with term.entered() as problem, problem.gathered() as own:
+            with term.entered() as problem:
                 share = term.share * problem.placement.weight
-                add = partial(self._add, sums, own, term.piece.number, share, draws)
+                add = partial(self._add, sums, problem.gathered(), term.piece.number, share, draws)
                 value = problem.placement.mean_of(add) if placement.is_sharded else add()
+                del add  # the whole parameters, before the next batch gathers them
             term.advance()
             if self._sum.batches.weight_cancels:
                 read = sums.read()  # with the loss

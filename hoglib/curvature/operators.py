@@ -35,7 +35,6 @@ from hoglib.curvature.term import Term
 from hoglib.curvature.vector_space import Space, Tree
 from hoglib.curvature.watchers import Symmetry
 from hoglib.errors import ArgumentValueError, ConvergenceError, UnsupportedError
-from hoglib.verification.entry_points import note_lost_graph
 from hoglib.verification.precision import HalfWatch
 
 
@@ -133,8 +132,7 @@ class DatasetOperator(LinearOperator):
             # a compiled map shows only afterwards what it holds
             several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
             point = linearizer(kind, context.captures)(problem, several)
-            # for the examination after the pass: where a custom Function cut the graph, zero is wrong
-            note_lost_graph(point.gradient)
+            context.note_gradient(point.gradient)
             keep = single and (several if context.captures else self._fits_in_memory(point))
             value = self._apply(point, rows, total, term, keep)
             keep = keep and (not context.captures or self._fits_in_memory(point))

@@ -25,7 +25,6 @@ from hoglib.curvature.linear_map import (
 from hoglib.curvature.vector_space import Blocks, Tree, groups_of
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ring import ring, warn_if_derivatives_not_finite
-from hoglib.verification.entry_points import note_lost_graph
 
 T = TypeVar("T")  # a pytree of tensors
 Loss = Callable[..., Tensor]
@@ -240,8 +239,7 @@ def _product(
         # before anything is gathered, in one all-reduce: processes that differ all raise
         entered.placement.check_agreement(policy.caller, columns, vector, entered.leaves)
         point = linearizer(kind, around.captures)(entered, block)
-        # for the examination at the end: where a custom Function cut the graph, zero is wrong
-        note_lost_graph(point.gradient)
+        around.note_gradient(point.gradient)
         value, product = apply_block(point, vector, block)
     if not problem.placement.is_sharded:
         # the search runs the loss again, for which it would need the other processes
@@ -417,7 +415,7 @@ def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
             point = linearizer(kind, around.captures)(entered, True)
-            note_lost_graph(point.gradient)
+            around.note_gradient(point.gradient)
             if point.gradient is None:
                 entries = _by_products(point, entered.leaves, groups)
             else:  # of a Hessian that is not captured

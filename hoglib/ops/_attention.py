@@ -94,7 +94,8 @@ def scaled_dot_product_attention(
     dtype = query.dtype
     heads_inside = query.dim() > 3 and query.stride(-3) < query.stride(-2)
     short = _is_short(query, key, value)
-    if AMBIENT.low_memory and not (dropout_p or is_half(query) or only_plain_operations()):
+    low_memory = AMBIENT.remat is not None and AMBIENT.remat.low_memory
+    if low_memory and not (dropout_p or is_half(query) or only_plain_operations()):
         short = short and not _are_large(query, key, value)
     # in float32 up to the result, which is rounded once
     if is_half(query) and not (short and autocast_on(query.device.type)):

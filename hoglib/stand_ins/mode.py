@@ -23,7 +23,8 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from hoglib._core import function_watch, pytree, torch_internals, torch_library, validation
-from hoglib._core.ambient import AMBIENT, inside
+from hoglib._core.ambient import AMBIENT, StandIns, inside
+from hoglib._core.provided import provided
 from hoglib._core.source_location import running_module
 from hoglib._core.state import preserve_random_state
 from hoglib._core.torch_forward_mode import follow_grad_mode
@@ -78,19 +79,16 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
         >>> h[0]
         tensor([ 0.1280, -0.0960])
     """
-    decided = AMBIENT.on_wrong
-    if on_wrong is not None and decided is None:
-        decided = validation.choice("on_wrong", on_wrong, ACTIONS)
+    examination = AMBIENT.examination
+    if on_wrong is not None and examination.on_wrong is None:
+        on_wrong = validation.choice("on_wrong", on_wrong, ACTIONS)
+        examination = examination._replace(on_wrong=on_wrong)
     # inside another one, or an entry point, which enters stand-ins itself, there is an examination
     # already
-    examined = around_users_derivatives() if AMBIENT.stand_ins is None else nullcontext()
-    with inside(on_wrong=decided), torch_internals.eagerly(), examined, _StandIns(wanted=True):
+    outermost = AMBIENT.stand_ins is None
+    examined = provided("examine_users_derivatives")() if outermost else nullcontext()
+    with inside(examination=examination), torch_internals.eagerly(), examined, _StandIns(True):
         yield
-
-
-# What stands around derivatives that the user takes in `second_order()`: the examination of custom
-# Functions, which is defined above this package and puts itself here.
-around_users_derivatives: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @final
@@ -103,7 +101,7 @@ class _StandIns:
 
     def __init__(self, wanted: bool, frozen: bool = False) -> None:
         self._wanted, self._frozen = wanted, frozen
-        self._entered: _SecondOrder | None = None
+        self._entered: StandIns | None = None
 
     def __enter__(self) -> None:
         if self._wanted and AMBIENT.stand_ins is None:
@@ -148,7 +146,7 @@ def active() -> bool:
 
 def on_wrong() -> str:
     """What is done about a wrong Function here: "warn", "raise" or "ignore"."""
-    return AMBIENT.on_wrong or "warn"
+    return AMBIENT.examination.on_wrong or "warn"
 
 
 def stand_in_table() -> tuple[StandIn, ...]:
@@ -347,10 +345,10 @@ _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tells who watches the user's own derivatives of one, and of what it was taken with a graph."""
-    report = None if AMBIENT.examining else getattr(AMBIENT.functions, "by_hand", None)
-    if report is not None:
+    _, by_entry_point, examiner = AMBIENT.examination
+    if not by_entry_point and examiner is not None and examiner.by_hand is not None:
         of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
-        report(AMBIENT.functions, pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
+        examiner.by_hand(examiner, pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
 
 
 def _creates_graph(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -399,7 +397,7 @@ class _Inside:
     def __call__(self, *args: Any) -> None:
         mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
         active = torch_internals.function_mode(StandInMode)
-        again = _StandIns(True) if mode is None or active else mode
+        again: AbstractContextManager[Any] = _StandIns(True) if mode is None or active else mode
         frozen = self._frozen or AMBIENT.statistics_frozen
         with again, inside(statistics_frozen=frozen, plain_operations=self._plain):
             self._function(*args)

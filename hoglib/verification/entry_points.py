@@ -8,7 +8,7 @@
 A Function is examined once for each kind of arguments. The verdict is kept for the process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any, final
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core import pytree, torch_internals
-from hoglib._core.ambient import AMBIENT, inside
+from hoglib._core.ambient import AMBIENT, Examination, inside
 from hoglib._core.autograd import Gradient
 from hoglib._core.function_watch import (
     Ended,
@@ -29,13 +29,13 @@ from hoglib._core.function_watch import (
     watching_functions,
 )
 from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.provided import provide
 from hoglib._core.recomputation import inside_recomputation
 from hoglib._core.source_location import frames_of, warn, warn_once
 from hoglib._core.torch_internals import transforms_active
 from hoglib._core.torch_modes import value_checks_on, without_stand_ins
 from hoglib._core.torch_private import EXAMINATION, REFUSED, missing
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
-from hoglib.stand_ins import mode
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import function_rules
 from hoglib.verification.contract import Snapshot, in_place
@@ -122,7 +122,8 @@ class examined_functions:  # noqa: N801 a context manager
 
     def __enter__(self) -> "AppliedFunctions | None":
         self._action = on_wrong()
-        if self._action == "ignore" or AMBIENT.examining or not value_checks_on():
+        outside = AMBIENT.examination
+        if self._action == "ignore" or outside.by_entry_point or not value_checks_on():
             return None
         if _LACKING:
             warn_once(NOT_EXAMINED.format(_LACKING))
@@ -130,11 +131,11 @@ class examined_functions:  # noqa: N801 a context manager
         self._functions = functions = AppliedFunctions()
         if self._by_hand:
             functions.by_hand = self._report_by_hand
-        self._watching = watching_functions(self._functions.record)
+        self._watching = watching_functions(functions.record)
         self._watching.__enter__()
-        self._outside = AMBIENT.functions
-        AMBIENT.examining, AMBIENT.functions = not self._by_hand, self._functions
-        return self._functions
+        self._outside = outside
+        AMBIENT.examination = Examination(outside.on_wrong, not self._by_hand, functions)
+        return functions
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         functions, self._functions = self._functions, None
@@ -150,7 +151,7 @@ class examined_functions:  # noqa: N801 a context manager
                 # of what was not differentiated here, but is by the user's backward through the result
                 functions.by_hand = self._report_by_hand
         finally:
-            AMBIENT.examining, AMBIENT.functions = False, self._outside
+            AMBIENT.examination = self._outside
 
     def _report_by_hand(self, functions: "AppliedFunctions", of: Sequence[Tensor] = ()) -> None:
         """After a derivative by the user's own call. of: of what, if with a graph."""
@@ -195,25 +196,12 @@ class examined_functions:  # noqa: N801 a context manager
             warn(text)
 
 
-def note_lost_graph(gradient: Gradient | None) -> None:
-    """Notes a gradient of which nothing can be differentiated, so that its product is zero.
-
-    That is right for a linear loss, but not with a Function whose second derivative is wrong.
-    """
-    functions: AppliedFunctions | None = AMBIENT.functions
-    if functions is None or gradient is None or not gradient.graph.user_functions:
-        return
-    with without_stand_ins():
-        if gradient.has_no_graph:
-            functions.gradient_has_no_graph = True
-
-
-mode.around_users_derivatives = partial(examined_functions, "second_order", by_hand=True)
+provide("examine_users_derivatives", partial(examined_functions, "second_order", by_hand=True))
 
 
 def no_examination() -> inside:
     """Inside, entry points examine and report nothing: for what judges Functions by itself."""
-    return inside(examining=True, functions=None)
+    return inside(examination=Examination(AMBIENT.examination.on_wrong, by_entry_point=True))
 
 
 def forget_verdicts() -> None:
@@ -261,11 +249,24 @@ class AppliedFunctions:
             for function in self._traced - others
         )
 
+    def note_gradient(self, gradient: Gradient) -> None:
+        """Notes whether nothing of a gradient can be differentiated, so that its product is zero. That
+        is right for a linear loss, but not with a Function that has a wrong second derivative."""
+        if gradient.graph.user_functions:
+            with without_stand_ins():
+                self.gradient_has_no_graph |= gradient.has_no_graph
+
+    def note_cpp(self, names: Set[str]) -> None:
+        """Notes Functions in C++, which are reported as not examined."""
+        self.in_cpp |= names
+
     def record(self, function: type[Function], args: Args) -> Ended | None:
         """Notes an application; what is returned is called with its node and results."""
         if function.__module__.startswith("hoglib.") or not records_gradients():
             return None
-        if self.by_hand is not None and (AMBIENT.examining or on_wrong() == "ignore"):
+        if self.by_hand is not None and (
+            AMBIENT.examination.by_entry_point or on_wrong() == "ignore"
+        ):
             return None  # that is what is inside asked for, or reports
         if torch_internals.tracing():
             self._traced |= {function} if is_users(function) else set()
@@ -318,7 +319,7 @@ class AppliedFunctions:
         """Notes a part of a backward when its own backward runs with a graph."""
 
         def note(_: Any) -> None:
-            if torch.is_grad_enabled() and AMBIENT.functions is self:
+            if torch.is_grad_enabled() and AMBIENT.examination.examiner is self:
                 noted = self._noted(function, args)
                 if noted is not None and noted[0] not in self.differentiated:
                     self.differentiated[noted[0]] = 2
@@ -455,7 +456,8 @@ class AppliedFunctions:
         def note(_: Any) -> None:
             twice = runs_again or torch.is_grad_enabled()
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
-            if self.by_hand is not None and AMBIENT.functions is not self:  # after the context
+            # after the context
+            if self.by_hand is not None and AMBIENT.examination.examiner is not self:
                 torch_internals.after_backward(partial(self.by_hand, self))
 
         if any(isinstance(y, Tensor) and torch_internals.unwrap(y) is not y for y in results):
