@@ -242,7 +242,7 @@ def _has_own_meaning(kind: type) -> bool:
     own = getattr(
         getattr(kind, "__torch_function__", None), "__func__", None
     )  # None where disabled
-    return own is not None and own is not Tensor.__torch_function__.__func__
+    return own is not None and own is not getattr(Tensor.__torch_function__, "__func__", None)
 
 
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
