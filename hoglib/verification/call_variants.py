@@ -9,6 +9,7 @@ a row fails only if the variant makes a difference.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any, final
 
@@ -74,11 +75,13 @@ class Baseline:
     def compared(self, name: str, *pairs: Pair, names: Sequence[str] = ()) -> Row:
         """Whether derivatives, or values, are the same."""
         # half of the digits: two ways to one number round differently
-        tolerance = float(self.subject.eps**0.5)
-        # smaller differences may come from a sum whose terms cancel
-        floor = 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, self.x)))
-        names = names or self.names
-        return agreement(name, *pairs, tolerance=tolerance, floor=floor, names=names)
+        tolerance, names = float(self.subject.eps**0.5), names or self.names
+        return agreement(name, *pairs, tolerance=tolerance, floor=self._floor, names=names)
+
+    @cached_property
+    def _floor(self) -> float:
+        """Smaller differences may come from a sum of terms that cancel."""
+        return 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, self.x)))
 
 
 def baseline(subject: Subject, x: list[Tensor], options: Options) -> Baseline:
