@@ -246,6 +246,7 @@ WATCHED = {
     "others ignored in the pass before": (lambda: [w := watchers.IgnoredLabels(term_of(per_label)), w.before(False), w.saw(w.at._replace(piece=labelled(2)[0]), torch.ones(())), show(w, labelled(0))], ""),
     # splits
     "pieces of a mean": (splits(square, halves(BATCHES[0])), ""),
+    "pieces of two batches": (splits(square, [*halves(BATCHES[0]), *halves(BATCHES[1])]), ""),
     "pieces of a sum": (splits(lambda p, x: square(p, x) * len(x), halves(BATCHES[0])), "ArgumentValueError: micro_batch: expected a loss that is the mean over examples"),
     "pieces that mix": (splits(lambda p, x: square(p, x - x.mean(0)), halves(BATCHES[0])), "BatchNorm in train mode mixes examples"),
     "pieces that mix, in the second batch": (splits(lambda p, x: square(p, x - x.mean(0)), [Piece(BATCHES[1], 4.0, 0, whole=BATCHES[1]), *halves(BATCHES[0])]), "mixes examples"),
@@ -344,6 +345,16 @@ def test_processes_tell_what_has_to_be_the_same():
     with torch.no_grad():
         norm.weight *= 2
     assert {k for k, x in totals().items() if x != first[k]} == {"params"}
+
+
+def test_draws_count_from_the_start():
+    watcher = watchers.Draws(term_of(square))
+    watcher.start()
+    assert not watcher.drawn()
+    torch.rand(1)
+    assert watcher.drawn()
+    watcher.start()
+    assert not watcher.drawn()
 
 
 def test_used_leaves_are_marked():
