@@ -3,7 +3,7 @@
 # isort: off
 import importlib
 
-from hoglib._core import torch_version as _torch_version  # noqa: F401 (refuses an old one)
+from hoglib._core.torch_api import torch_version as _torch_version  # noqa: F401 (refuses an old one)
 
 # isort: on
 from hoglib import capture, curvature, errors, meta, nn, ops, penalties, testing

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import function_watch, pytree, torch_internals, validation
-from hoglib._core.autograd import grad_enabled
-from hoglib._core.detachment import DetachmentWatch
-from hoglib._core.gradient_graph import FunctionNode, saved_tensors, walk
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import format_error
-from hoglib._core.state import preserve_random_state
-from hoglib._core.swap import restore_buffers
+from hoglib._core.messages import validation
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.modules.swap import restore_buffers
+from hoglib._core.runtime.source_location import format_error
+from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.substrate.detachment import DetachmentWatch
+from hoglib._core.substrate.gradient_graph import FunctionNode, saved_tensors, walk
+from hoglib._core.torch_api import function_watch, pytree, torch_internals
+from hoglib._core.torch_api.pytree import is_float
 from hoglib.errors import ArgumentValueError, DrawingError, MissingDependencyError
 from hoglib.verification.maps import is_part, map_of, name_of
 

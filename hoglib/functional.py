@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import translate_hook_errors
-from hoglib._core.call_errors import (
+from hoglib._core.messages import validation
+from hoglib._core.messages.call_errors import (
     binding_error,
     describe_argument,
     explain_call_error,
@@ -27,12 +26,19 @@ from hoglib._core.call_errors import (
     function_name,
     translate_batch_errors,
 )
-from hoglib._core.gradient_graph import leaf_tensors
-from hoglib._core.placement import refuse_fsdp1
-from hoglib._core.pytree import in_dtype
-from hoglib._core.swap import NormPolicy, Params, swap_parameters, train_mode_batch_statistics
-from hoglib._core.torch_modes import without_stand_ins
-from hoglib._core.trust import found_once
+from hoglib._core.modules.swap import (
+    NormPolicy,
+    Params,
+    swap_parameters,
+    train_mode_batch_statistics,
+)
+from hoglib._core.numerics.trust import found_once
+from hoglib._core.substrate.autograd import translate_hook_errors
+from hoglib._core.substrate.gradient_graph import leaf_tensors
+from hoglib._core.substrate.placement import refuse_fsdp1
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.pytree import in_dtype
+from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 
 __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]

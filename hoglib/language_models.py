@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.block_parts import replaced_forwards
-from hoglib._core.call_errors import translate_batch_errors
-from hoglib._core.state import preserve_random_state
-from hoglib._core.swap import Params
-from hoglib._core.torch_modes import value_checks_on
-from hoglib._core.trust import KERNELS, agree, largest
+from hoglib._core.messages import validation
+from hoglib._core.messages.call_errors import translate_batch_errors
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.modules.swap import Params
+from hoglib._core.numerics.trust import KERNELS, agree, largest
+from hoglib._core.remat.block_parts import replaced_forwards
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Forward, FunctionalLoss, check_instance
 from hoglib.ops import _cross_entropy

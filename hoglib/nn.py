@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import ops
-from hoglib._core import validation
+from hoglib._core.messages import validation
 
 __all__ = ["CrossEntropyLoss", "Linear", "LinearAct", "Remat", "Sigmoid", "Swish", "Tanh"]
 

@@ -11,7 +11,7 @@ from itertools import cycle
 from math import ceil, inf, isfinite, log10
 from typing import Any
 
-from hoglib._core import validation
+from hoglib._core.messages import validation
 from hoglib.errors import ArgumentTypeError
 
 BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"

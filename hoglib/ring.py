@@ -31,20 +31,20 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core import autograd
-from hoglib._core.ambient import AMBIENT, Examiner
-from hoglib._core.blocks import BlockForward, rematerialized
-from hoglib._core.closures import name_of, owner_of
-from hoglib._core.placement import WHOLE, Placement
+from hoglib._core.messages.closures import name_of, owner_of
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.modules.swap import keep_swapped, restore_buffers
+from hoglib._core.numerics.trust import found_once
 from hoglib._core.problem import Policy, Problem
-from hoglib._core.recomputation import recompute
-from hoglib._core.source_location import warn_once
-from hoglib._core.state import preserve_random_state
-from hoglib._core.swap import keep_swapped, restore_buffers
-from hoglib._core.torch_internals import after_backward, eagerly
-from hoglib._core.torch_modes import value_checks_on
-from hoglib._core.torch_version import NEWEST, TORCH_VERSION
-from hoglib._core.trust import found_once
+from hoglib._core.remat.blocks import BlockForward, rematerialized
+from hoglib._core.remat.recomputation import recompute
+from hoglib._core.runtime.ambient import AMBIENT, Examiner
+from hoglib._core.runtime.source_location import warn_once
+from hoglib._core.substrate import autograd
+from hoglib._core.substrate.placement import WHOLE, Placement
+from hoglib._core.torch_api.torch_internals import after_backward, eagerly
+from hoglib._core.torch_api.torch_modes import value_checks_on
+from hoglib._core.torch_api.torch_version import NEWEST, TORCH_VERSION
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import CacheSlot, in_other_tracer
 from hoglib.stand_ins.mode import stand_ins_if

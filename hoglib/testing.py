@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hoglib._core.tolerances import TOLERANCES, Tolerance
+from hoglib._core.numerics.tolerances import TOLERANCES, Tolerance
 from hoglib.verification import verify
 
 __all__ = ["TOLERANCES", "Tolerance", "assert_double_differentiable"]

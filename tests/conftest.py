@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 from tests.rows import as_in_a_new_process
 
 torch.set_num_threads(1)

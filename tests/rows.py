@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hoglib._core import source_location
+from hoglib._core.runtime import source_location
 from hoglib.verification import entry_points
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hoglib import errors
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 
 CHILDREN = [name for name in errors.__all__ if name != "HoglibError"]
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import hoglib as hog
-from hoglib._core.swap import keep_swapped
+from hoglib._core.modules.swap import keep_swapped
 from tests.models import Fn, Remembers, Sample, Tied
 from tests.oracles import random_like, relative
 from tests.refused import refused

@@ -10,8 +10,8 @@ import torch
 
 import hoglib as hog
 from hoglib.curvature import KFACError, LinearOperator, hessian_spectrum
-from hoglib.curvature.estimates import Estimate
-from hoglib.curvature.linear_systems import Solution
+from hoglib.curvature.algebra.estimates import Estimate
+from hoglib.curvature.algebra.linear_systems import Solution
 from hoglib.errors import ArgumentTypeError, MissingDependencyError
 from hoglib.meta import Hypergradient, LeaveKOut
 from hoglib.verification import Row

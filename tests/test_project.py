@@ -19,7 +19,8 @@ import pytest
 
 import hoglib as hog
 from experiments import versions
-from hoglib._core import ambient, provided, torch_version
+from hoglib._core.runtime import ambient, provided
+from hoglib._core.torch_api import torch_version
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -32,23 +33,23 @@ def test_the_version_is_the_same_everywhere():
 
 # What a call does may depend on these without an argument; each has the reason in a comment above it.
 AMBIENT = {
-    "_core.ambient.AMBIENT"  # one value, whose fields say why they are no arguments
+    "_core.runtime.ambient.AMBIENT"  # one value, whose fields say why they are no arguments
 }
 # What the process remembers; no number depends on it.
 RECORDS = {
-    "_core.torch_library._FUNCTIONS": "an operator has one Function, by which verdicts are kept",
-    "_core.torch_library._BY_LIBRARY": "the Function of an operator is found by a call, once",
-    "_core.device_reads._READS": "a check reads a device's values one call later",
-    "_core.provided._PROVIDED": "what stands above registers itself, since imports run downward",
-    "_core.source_location._WARNED": "a warning is given once",
-    "_core.swap._CLAIMED": "two threads that swap one model's parameters: an error",
-    "_core.swap._SLOTS": "where the parameters of a model are, while it is as it was",
-    "_core.torch_forward_mode._FORWARD_THREADS": "torch has one level of forward mode for all threads",
-    "_core.trust._FOUND": "what was compared once is trusted: whether samples of a critic are apart",
-    "_core.torch_internals._CONSTRUCTOR_WATCHES": "who watches, for what stands in torch's place",
-    "_core.torch_internals._SCRIPT_WATCHES": "who watches, for what stands in torch's place",
-    "_core.function_watch._WATCHES": "who watches, for what stands in torch's place",
-    "_core.torch_private.REFUSED": "what was refused to code that goes on after errors",
+    "_core.torch_api.torch_library._FUNCTIONS": "an operator has one Function, by which verdicts are kept",
+    "_core.torch_api.torch_library._BY_LIBRARY": "the Function of an operator is found by a call, once",
+    "_core.runtime.device_reads._READS": "a check reads a device's values one call later",
+    "_core.runtime.provided._PROVIDED": "what stands above registers itself, since imports run downward",
+    "_core.runtime.source_location._WARNED": "a warning is given once",
+    "_core.modules.swap._CLAIMED": "two threads that swap one model's parameters: an error",
+    "_core.modules.swap._SLOTS": "where the parameters of a model are, while it is as it was",
+    "_core.torch_api.torch_forward_mode._FORWARD_THREADS": "torch has one level of forward mode for all threads",
+    "_core.numerics.trust._FOUND": "what was compared once is trusted: whether samples of a critic are apart",
+    "_core.torch_api.torch_internals._CONSTRUCTOR_WATCHES": "who watches, for what stands in torch's place",
+    "_core.torch_api.torch_internals._SCRIPT_WATCHES": "who watches, for what stands in torch's place",
+    "_core.torch_api.function_watch._WATCHES": "who watches, for what stands in torch's place",
+    "_core.torch_api.torch_private.REFUSED": "what was refused to code that goes on after errors",
     "capture.capturing._KEPT": "captured functions, as long as their owners live",
     "capture.recomputed._TEMPLATES": "captured recomputations",
     "functional.BY_ID": "a graph of torch.compile names a loss by its id, for it holds no objects",

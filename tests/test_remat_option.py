@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib._core import recomputation
-from hoglib._core.blocks import find_blocks, repeated_blocks
+from hoglib._core.remat import recomputation
+from hoglib._core.remat.blocks import find_blocks, repeated_blocks
 from hoglib.capture import recomputed
 from tests.models import Fn
 from tests.oracles import random_like, relative

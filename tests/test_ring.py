@@ -194,6 +194,9 @@ class Broken(Exception):
 
 def test_all_is_left_where_something_inside_raises():
     before = around()
-    with pytest.raises(Broken), ring(hog.curvature.products.Policy("test", remat=("1",)), MODEL):
+    with (
+        pytest.raises(Broken),
+        ring(hog.curvature.maps.products.Policy("test", remat=("1",)), MODEL),
+    ):
         raise Broken
     assert around() == before

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import hoglib as hog
-from hoglib._core import placement
+from hoglib._core.substrate import placement
 from tests.meta.test_sharded import tasks
 from tests.several_processes import found_by_each
 from tests.test_sharded_models import (

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib._core import placement
-from hoglib.curvature import vector_space
+from hoglib._core.substrate import placement
+from hoglib.curvature.algebra import vector_space
 from tests.long_tail import FULL
 from tests.several_processes import found_by_each, peak_held
 from tests.test_sharded_models import spread

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from hoglib._core import placement
+from hoglib._core.substrate import placement
 from hoglib.errors import HoglibError, UnsupportedError
 from hoglib.penalties import distributed
 from tests.several_processes import Wire, assert_raised, found_by_each, raised_by

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib._core import placement
+from hoglib._core.substrate import placement
 from tests.long_tail import FULL
 from tests.several_processes import Wire, assert_raised, found_by_each, raised_by
 from tests.test_docs import DOCS, blocks

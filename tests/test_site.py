@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hoglib as hog
-from hoglib._core import torch_version
+from hoglib._core.torch_api import torch_version
 from hoglib.stand_ins.table import STAND_INS
 
 ROOT = Path(__file__).parents[1]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import hoglib as hog
-from hoglib.curvature.estimates import Estimate
-from hoglib.curvature.linear_operator import LinearOperator, RectangularOperator
-from hoglib.curvature.linear_systems import Solution
+from hoglib.curvature.algebra.estimates import Estimate
+from hoglib.curvature.algebra.linear_operator import LinearOperator, RectangularOperator
+from hoglib.curvature.algebra.linear_systems import Solution
 
 Params = dict[str, Tensor]
 

@@ -19,7 +19,7 @@ import hoglib as hog
 from experiments.benchmarks.timing import interleaved, machine, smoke
 
 # What each node of a graph costs to check is internal to `hvp`, and is timed alone here.
-from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.substrate.gradient_graph import graph_summary
 
 MANY = 1000
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from itertools import accumulate
 from pkgutil import iter_modules
 
-from hoglib._core.validation import did_you_mean
+from hoglib._core.messages.validation import did_you_mean
 
 ADVICE = " Options and their types: python -m experiments fit --help"
 CONFIGS = (

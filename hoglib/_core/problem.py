@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, TypedDict, final
 
 from torch import Tensor, nn
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors
-from hoglib._core.blocks import Remat, check_remat, find_blocks
-from hoglib._core.closures import STATE, ClosureWalker
-from hoglib._core.finite_differences import to_double
-from hoglib._core.placement import (
+from hoglib._core.messages import validation
+from hoglib._core.messages.closures import STATE, ClosureWalker
+from hoglib._core.numerics.finite_differences import to_double
+from hoglib._core.remat.blocks import Remat, check_remat, find_blocks
+from hoglib._core.runtime.source_location import entry_keywords
+from hoglib._core.substrate.autograd import Vector, clone_inference_tensors
+from hoglib._core.substrate.placement import (
     WHOLE,
     Placement,
     Sharding,
@@ -27,8 +28,8 @@ from hoglib._core.placement import (
     is_sharded,
     placement_of,
 )
-from hoglib._core.source_location import entry_keywords
-from hoglib._core.torch_sharding import wrapped_attributes
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 
 

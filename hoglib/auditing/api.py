@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors, grad_enabled
-from hoglib._core.finite_differences import distance
-from hoglib._core.module_names import ModuleNames
-from hoglib._core.source_location import format_error, raising_modules
-from hoglib._core.torch_internals import eagerly
+from hoglib._core.messages import validation
+from hoglib._core.messages.module_names import ModuleNames
+from hoglib._core.numerics.finite_differences import distance
+from hoglib._core.runtime.source_location import format_error, raising_modules
+from hoglib._core.substrate.autograd import Vector, clone_inference_tensors, grad_enabled
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_internals import eagerly
 from hoglib.auditing.problem import (
     Observations,
     Problem,

@@ -23,20 +23,21 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from hoglib import errors
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, fresh_leaves
-from hoglib._core.detachment import name_of_call
-from hoglib._core.element_differences import random_like
-from hoglib._core.finite_differences import to_double
-from hoglib._core.function_watch import watching_functions
-from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.module_kinds import BATCH_NORMS
-from hoglib._core.module_names import ModuleNames, watching_modules
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import running_module
-from hoglib._core.state import RandomState, StateGuard, generator_state
-from hoglib._core.swap import keep_swapped
-from hoglib._core.torch_internals import (
+from hoglib._core.messages import validation
+from hoglib._core.messages.module_names import ModuleNames, watching_modules
+from hoglib._core.modules.module_kinds import BATCH_NORMS
+from hoglib._core.modules.state import RandomState, StateGuard, generator_state
+from hoglib._core.modules.swap import keep_swapped
+from hoglib._core.numerics.element_differences import random_like
+from hoglib._core.numerics.finite_differences import to_double
+from hoglib._core.runtime.source_location import running_module
+from hoglib._core.substrate.autograd import Vector, fresh_leaves
+from hoglib._core.substrate.detachment import name_of_call
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.function_watch import watching_functions
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_internals import (
     eagerly,
     has_compiled,
     has_dynamo,

@@ -18,23 +18,35 @@ from torch.autograd import Function
 from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, source_location
-from hoglib._core.autograd import Vector, dense, fresh_leaves
-from hoglib._core.detachment import ALIASES, ESCAPES, VALUE_INDEPENDENT, name_of_call, uses_metadata
-from hoglib._core.element_differences import random_like
-from hoglib._core.finite_differences import (
+from hoglib._core.messages.module_names import ModuleNames
+from hoglib._core.modules.swap import call_with
+from hoglib._core.numerics.element_differences import random_like
+from hoglib._core.numerics.finite_differences import (
     both_sides,
     difference_quotient,
     distance,
     gradient_function,
     steps,
 )
-from hoglib._core.function_watch import Applying, watching_functions
-from hoglib._core.module_names import ModuleNames
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import SourceLine, caller_line, running_module, torch_call_line
-from hoglib._core.swap import call_with
-from hoglib._core.torch_internals import transforms_active, unwrap
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.source_location import (
+    SourceLine,
+    caller_line,
+    running_module,
+    torch_call_line,
+)
+from hoglib._core.substrate.autograd import Vector, dense, fresh_leaves
+from hoglib._core.substrate.detachment import (
+    ALIASES,
+    ESCAPES,
+    VALUE_INDEPENDENT,
+    name_of_call,
+    uses_metadata,
+)
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.function_watch import Applying, watching_functions
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_internals import transforms_active, unwrap
 from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification import maps
 from hoglib.verification.attribution import detached_copy, requires_grad

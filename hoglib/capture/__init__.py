@@ -1,6 +1,6 @@
 """A whole second-order function as one graph."""
 
-from hoglib._core.provided import provide
+from hoglib._core.runtime.provided import provide
 from hoglib.capture.api import Compiled, CompiledLoss, compile, compiled_loss
 from hoglib.capture.capturing import GraphEntry
 from hoglib.capture.recomputed import run_level

@@ -9,15 +9,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.ambient import inside
-from hoglib._core.autograd import materialize_grads, with_gradients
-from hoglib._core.closures import name_of
-from hoglib._core.gradient_graph import leaf_tensors
-from hoglib._core.source_location import warn
-from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_internals import apply
-from hoglib._core.torch_private import private
+from hoglib._core.messages import validation
+from hoglib._core.messages.closures import name_of
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.runtime.ambient import inside
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.autograd import materialize_grads, with_gradients
+from hoglib._core.substrate.gradient_graph import leaf_tensors
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_internals import apply
+from hoglib._core.torch_api.torch_private import private
 from hoglib.capture import capturing, signature
 from hoglib.capture.signature import CallSignature
 from hoglib.capture.trace import InputRef, as_leaf, refuse_outer_graph, without_tensor_hooks

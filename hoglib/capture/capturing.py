@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.ambient import AMBIENT, inside
-from hoglib._core.autograd import outside_inference_mode
-from hoglib._core.closures import ClosureWalker
-from hoglib._core.source_location import warn
-from hoglib._core.state import preserve_random_state, random_state, set_random_state
+from hoglib._core.messages import validation
+from hoglib._core.messages.closures import ClosureWalker
+from hoglib._core.modules.state import preserve_random_state, random_state, set_random_state
+from hoglib._core.runtime.ambient import AMBIENT, inside
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.autograd import outside_inference_mode
+from hoglib._core.torch_api import pytree, torch_internals
 from hoglib.capture.passes import is_random, pin_strides, simplify
 from hoglib.capture.runners import Runner, make_runner
 from hoglib.capture.signature import CallSignature, Guards, TensorSlot, discard_traced_tensors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hoglib._core.torch_private import private
+from hoglib._core.torch_api.torch_private import private
 
 aten: Any = torch.ops.aten
 _unsafe_view = private("torch.ops.aten._unsafe_view.default")

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import recomputation, torch_internals
-from hoglib._core.ambient import inside
-from hoglib._core.closures import is_plain, name_of
-from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.messages.closures import is_plain, name_of
+from hoglib._core.remat import recomputation
+from hoglib._core.runtime.ambient import inside
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.capture.api import Compiled, trace_graph
 from hoglib.capture.capturing import CacheSlot
 from hoglib.errors import UnsupportedError

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from hoglib._core import validation
-from hoglib._core.logger import LOGGER
-from hoglib._core.source_location import warn
-from hoglib._core.torch_private import private
+from hoglib._core.messages import validation
+from hoglib._core.runtime.logger import LOGGER
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.torch_api.torch_private import private
 from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
 from hoglib.errors import ArgumentTypeError
 

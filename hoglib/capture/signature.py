@@ -18,8 +18,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.closures import (
+from hoglib._core.messages import validation
+from hoglib._core.messages.closures import (
     ALL,
     Attributes,
     ClosureWalker,
@@ -28,8 +28,9 @@ from hoglib._core.closures import (
     is_plain,
     stored_items,
 )
-from hoglib._core.torch_modes import ActiveStandIns, AutocastState
-from hoglib._core.torch_private import private
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_modes import ActiveStandIns, AutocastState
+from hoglib._core.torch_api.torch_private import private
 from hoglib.capture import signature
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative, UnsupportedError
 

@@ -20,11 +20,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, source_location, torch_internals, validation
-from hoglib._core.gradient_graph import leaf_tensors, walk
-from hoglib._core.module_names import watching_modules
-from hoglib._core.torch_library import OPERATORS
-from hoglib._core.torch_private import private
+from hoglib._core.messages import validation
+from hoglib._core.messages.module_names import watching_modules
+from hoglib._core.runtime import source_location
+from hoglib._core.substrate.gradient_graph import leaf_tensors, walk
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_library import OPERATORS
+from hoglib._core.torch_api.torch_private import private
 from hoglib.capture.signature import TensorSlot, check_dense
 from hoglib.errors import HoglibError, UnsupportedError
 

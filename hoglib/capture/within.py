@@ -20,11 +20,11 @@ from typing import Any, TypeVar, cast, final
 import torch
 from torch import Tensor, fx
 
-from hoglib._core import pytree, torch_internals
-from hoglib._core.ambient import inside
-from hoglib._core.source_location import user_line
-from hoglib._core.torch_internals import constant_transforms_active
-from hoglib._core.torch_private import private
+from hoglib._core.runtime.ambient import inside
+from hoglib._core.runtime.source_location import user_line
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_internals import constant_transforms_active
+from hoglib._core.torch_api.torch_private import private
 from hoglib.capture.passes import by_products, has_factors
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hoglib import ops as hog_ops
-from hoglib._core import validation
+from hoglib._core.messages import validation
 from hoglib._version import __version__
 from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import parse_problems

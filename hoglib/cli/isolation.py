@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hoglib._core.source_location import error_text
+from hoglib._core.runtime.source_location import error_text
 from hoglib.verification.report import Report
 
 START = 300.0  # seconds for a child to import torch and the user's file

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 import hoglib as hog
-from hoglib._core.source_location import error_text
-from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_private import failing
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.runtime.source_location import error_text
+from hoglib._core.torch_api.torch_private import failing
 from hoglib.capture.runners import cache_dir, cpp_compiler
 
 Check = Callable[[torch.device], None]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import Function
 
-from hoglib._core import validation
-from hoglib._core.source_location import error_text
+from hoglib._core.messages import validation
+from hoglib._core.runtime.source_location import error_text
 from hoglib.auditing.problem import PROBLEM
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 

@@ -4,7 +4,7 @@ from typing import final
 
 import lightning.pytorch as pl
 
-from hoglib._core import validation
+from hoglib._core.messages import validation
 from hoglib.errors import ArgumentValueError
 from hoglib.meta.learners import MAML, multi_step_weights
 

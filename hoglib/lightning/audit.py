@@ -6,13 +6,13 @@ from typing import Any, final
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from hoglib._core import validation
-from hoglib._core.source_location import error_text, warn
-from hoglib._core.swap import restore_buffers
+from hoglib._core.messages import validation
+from hoglib._core.modules.swap import restore_buffers
+from hoglib._core.runtime.source_location import error_text, warn
 from hoglib.auditing.api import audit
 from hoglib.auditing.problem import NamedProblem, parse_problems
 from hoglib.auditing.routes import requested_routes
-from hoglib.curvature.data import gathered
+from hoglib.curvature.batches.data import gathered
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
 from hoglib.verification.report import Report
 

@@ -14,13 +14,14 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
 from hoglib import errors, plotting
-from hoglib._core import pytree, validation
-from hoglib._core.placement import is_sharded
-from hoglib._core.source_location import warn
-from hoglib._core.swap import restore_buffers
+from hoglib._core.messages import validation
+from hoglib._core.modules.swap import restore_buffers
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.placement import is_sharded
+from hoglib._core.torch_api import pytree
 from hoglib.curvature import Spectrum, critical_sharpness, hessian_spectrum
-from hoglib.curvature.data import gathered, world_size
-from hoglib.curvature.estimates import SpectralDensity
+from hoglib.curvature.algebra.estimates import SpectralDensity
+from hoglib.curvature.batches.data import gathered, world_size
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 
 PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold besides tensors

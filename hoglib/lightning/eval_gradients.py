@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from hoglib._core.autograd import clone_inference_tensors, grad_enabled
+from hoglib._core.substrate.autograd import clone_inference_tensors, grad_enabled
 from hoglib.auditing.problem import map_tensors
 
 STEPS = ("validation_step", "test_step", "predict_step")

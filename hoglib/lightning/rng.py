@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from hoglib._core import pytree
-from hoglib._core.state import random_state, set_random_state
-from hoglib.curvature.data import gathered
+from hoglib._core.modules.state import random_state, set_random_state
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.batches.data import gathered
 
 KEY = "hoglib.lightning.RNGState"
 

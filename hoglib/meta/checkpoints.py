@@ -15,8 +15,9 @@ from typing import IO, Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.files import check_same_call, translate_file_errors, write_atomically
+from hoglib._core.messages import validation
+from hoglib._core.messages.files import check_same_call, translate_file_errors, write_atomically
+from hoglib._core.torch_api import pytree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 try:

@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.messages import validation
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Tree = Any

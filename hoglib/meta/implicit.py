@@ -10,19 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import errors
-from hoglib._core import autograd, pytree, validation
-from hoglib._core.autograd import Vector, fresh_leaves, gradient_with_graph, materialize_grads, vjp
-from hoglib._core.closures import owner_of
-from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.messages import validation
+from hoglib._core.messages.closures import owner_of
+from hoglib._core.modules.state import generator_state
+from hoglib._core.modules.swap import call_with
+from hoglib._core.numerics.trust import found_once
 from hoglib._core.problem import Policy
-from hoglib._core.source_location import warn
-from hoglib._core.state import generator_state
-from hoglib._core.swap import call_with
-from hoglib._core.torch_internals import apply
-from hoglib._core.trust import found_once
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate import autograd
+from hoglib._core.substrate.autograd import (
+    Vector,
+    fresh_leaves,
+    gradient_with_graph,
+    materialize_grads,
+    vjp,
+)
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_internals import apply
 from hoglib.capture.within import run_uncompiled, when_compiled
-from hoglib.curvature.linear_systems import RTOL
-from hoglib.curvature.operators import HessianOperator
+from hoglib.curvature.algebra.linear_systems import RTOL
+from hoglib.curvature.operators.operators import HessianOperator
 from hoglib.ring import ring
 
 Scalar = Callable[[Any, Any], Tensor]  # of params and hyper

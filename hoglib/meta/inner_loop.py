@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from hoglib._core import autograd, closures, pytree, torch_internals, validation
-from hoglib._core.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.messages import closures, validation
+from hoglib._core.modules.swap import Params
 from hoglib._core.problem import Policy
-from hoglib._core.recomputation import ByTangents, inside_recomputation, recompute
-from hoglib._core.swap import Params
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.remat.recomputation import ByTangents, inside_recomputation, recompute
+from hoglib._core.substrate import autograd
+from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentValueError, NonFiniteError, NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation

@@ -18,18 +18,20 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import autograd, pytree, validation
-from hoglib._core.blocks import Remat
-from hoglib._core.device_reads import read_late
-from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.gradient_graph import depends_on_any, graph_summary
-from hoglib._core.module_kinds import NORMS
-from hoglib._core.placement import Placement, Sharding, placement_of, refuse_sharded
+from hoglib._core.messages import validation
+from hoglib._core.modules.module_kinds import NORMS
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.modules.swap import Params, swap_parameters
+from hoglib._core.numerics.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Policy, check_option_names
-from hoglib._core.source_location import warn
-from hoglib._core.state import preserve_random_state
-from hoglib._core.swap import Params, swap_parameters
-from hoglib._core.torch_modes import value_checks_on, without_stand_ins
+from hoglib._core.remat.blocks import Remat
+from hoglib._core.runtime.device_reads import read_late
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate import autograd
+from hoglib._core.substrate.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.substrate.placement import Placement, Sharding, placement_of, refuse_sharded
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import CacheSlot
 from hoglib.capture.within import recorded, run_uncompiled, traced, when_compiled

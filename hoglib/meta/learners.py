@@ -9,8 +9,8 @@ from typing import Any, Unpack, final, get_args
 import torch
 from torch import nn
 
-from hoglib._core import validation
-from hoglib._core.swap import Params
+from hoglib._core.messages import validation
+from hoglib._core.modules.swap import Params
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, trainable_params
 from hoglib.meta import module_loop

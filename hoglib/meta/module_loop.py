@@ -15,12 +15,14 @@ from typing import Any, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import closures, problem, pytree, torch_internals, validation
-from hoglib._core.autograd import materialize_grads, without_graph
-from hoglib._core.placement import WHOLE, Placement
+from hoglib._core import problem
+from hoglib._core.messages import closures, validation
+from hoglib._core.modules.swap import Params, swap_parameters
 from hoglib._core.problem import EvaluationOptions, Policy
-from hoglib._core.swap import Params, swap_parameters
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.substrate.autograd import materialize_grads, without_graph
+from hoglib._core.substrate.placement import WHOLE, Placement
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Criterion, Forward, FunctionalLoss, trainable_params
 from hoglib.meta import inner_loop, norms

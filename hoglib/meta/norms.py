@@ -8,8 +8,8 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import swap
-from hoglib._core.module_kinds import BATCH_NORMS, NORMS
+from hoglib._core.modules import swap
+from hoglib._core.modules.module_kinds import BATCH_NORMS, NORMS
 from hoglib.errors import ArgumentValueError
 
 NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core.messages import validation
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.meta.gradient_transformation import (
     Direction,

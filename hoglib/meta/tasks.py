@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hoglib import errors
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import translate_errors
-from hoglib._core.source_location import warn_once
-from hoglib._core.swap import Params
+from hoglib._core.messages import validation
+from hoglib._core.modules.swap import Params
+from hoglib._core.runtime.source_location import warn_once
+from hoglib._core.substrate.autograd import translate_errors
+from hoglib._core.torch_api import pytree
 
 Task = tuple[Any, Any]
 OverTasks = Literal["auto", "vmap", "loop"]

@@ -26,20 +26,21 @@ from typing import Any, NamedTuple, TypedDict, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import closures, pytree, validation
-from hoglib._core.autograd import clone_inference_tensors
-from hoglib._core.call_errors import binding_error, function_name
-from hoglib._core.files import digest
-from hoglib._core.problem import Policy, check_option_names
-from hoglib._core.recomputation import ByTangents
-from hoglib._core.state import (
+from hoglib._core.messages import closures, validation
+from hoglib._core.messages.call_errors import binding_error, function_name
+from hoglib._core.messages.files import digest
+from hoglib._core.modules.state import (
     GeneratorStates,
     preserve_random_state,
     random_state,
     set_random_state,
 )
-from hoglib._core.torch_internals import gradients
-from hoglib._core.trust import BITS, SUMS, agree
+from hoglib._core.numerics.trust import BITS, SUMS, agree
+from hoglib._core.problem import Policy, check_option_names
+from hoglib._core.remat.recomputation import ByTangents
+from hoglib._core.substrate.autograd import clone_inference_tensors
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_internals import gradients
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.meta import inner_loop
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State

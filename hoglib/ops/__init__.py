@@ -1,6 +1,6 @@
 """Custom Functions with verified derivatives: tensors first, differentiable to any order."""
 
-from hoglib._core.recomputation import remat as remat
+from hoglib._core.remat.recomputation import remat as remat
 from hoglib.ops._attention import *
 from hoglib.ops._cross_entropy import *
 from hoglib.ops._define import define as define

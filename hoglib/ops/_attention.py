@@ -9,10 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import torch_internals, validation
-from hoglib._core.ambient import AMBIENT
-from hoglib._core.mixed_precision import autocast_on, cast_for_product, is_half, without_autocast
-from hoglib._core.torch_modes import only_plain_operations
+from hoglib._core.messages import validation
+from hoglib._core.runtime.ambient import AMBIENT
+from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.mixed_precision import (
+    autocast_on,
+    cast_for_product,
+    is_half,
+    without_autocast,
+)
+from hoglib._core.torch_api.torch_modes import only_plain_operations
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.ops import _attention_blocks as blocks
 from hoglib.ops._function import Batch, Saved, apply_function, by_name, make_function, sum_terms

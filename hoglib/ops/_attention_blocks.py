@@ -32,8 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals
-from hoglib._core.recomputation import recompute
+from hoglib._core.remat.recomputation import recompute
+from hoglib._core.torch_api import pytree, torch_internals
 from hoglib.ops._function import by_name
 
 

@@ -19,10 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import torch_internals, validation
-from hoglib._core.mixed_precision import full_precision, is_autocast, upcast_half, without_autocast
-from hoglib._core.recomputation import recompute
-from hoglib._core.validation import TorchValueError
+from hoglib._core.messages import validation
+from hoglib._core.messages.validation import TorchValueError
+from hoglib._core.remat.recomputation import recompute
+from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.mixed_precision import (
+    full_precision,
+    is_autocast,
+    upcast_half,
+    without_autocast,
+)
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._function import Saved, apply_function, by_name, make_function

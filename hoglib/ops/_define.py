@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
+from hoglib._core.messages import validation
+from hoglib._core.torch_api import pytree
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 from hoglib.ops._function import (
     Saved,

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hoglib._core import torch_internals
-from hoglib._core.source_location import user_line, warn_once
+from hoglib._core.runtime.source_location import user_line, warn_once
+from hoglib._core.torch_api import torch_internals
 
 
 class Directions:

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.mixed_precision import is_autocast, upcast_half, without_autocast
-from hoglib._core.torch_modes import needs_linear_backward, only_plain_operations
-from hoglib._core.validation import TorchValueError
+from hoglib._core.messages import validation
+from hoglib._core.messages.validation import TorchValueError
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.mixed_precision import is_autocast, upcast_half, without_autocast
+from hoglib._core.torch_api.torch_modes import needs_linear_backward, only_plain_operations
 from hoglib.ops._define import promote_dtypes
 from hoglib.ops._directions import Directions, values
 from hoglib.ops._function import Saved, apply_function, make_function, vmap_in_front

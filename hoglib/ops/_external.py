@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from hoglib import errors
-from hoglib._core import torch_internals, validation
-from hoglib._core.torch_private import private
+from hoglib._core.messages import validation
+from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.torch_private import private
 from hoglib.ops._function import Batch, Saved, conj, make_function, sum_terms, vmap_in_front
 
 Array = Any  # a numpy.ndarray; hoglib does not import NumPy

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hoglib._core import torch_internals
-from hoglib._core.torch_modes import only_plain_operations, without_stand_ins
+from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.torch_modes import only_plain_operations, without_stand_ins
 from hoglib.errors import UnsupportedError
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
-from hoglib._core.mixed_precision import is_autocast, upcast_half
+from hoglib._core.messages import validation
+from hoglib._core.torch_api.mixed_precision import is_autocast, upcast_half
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, OVER, stands_in_for
 

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.mixed_precision import upcast_half
-from hoglib._core.torch_private import private
-from hoglib._core.validation import TorchValueError
+from hoglib._core.messages import validation
+from hoglib._core.messages.validation import TorchValueError
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.mixed_precision import upcast_half
+from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import ArgumentIndexError, ArgumentValueError, UnsupportedError
 from hoglib.ops._stand_in import IN_FORWARD, NO_DOUBLE_BACKWARD, SILENT, stands_in_for
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib._core.mixed_precision import full_precision
-from hoglib._core.torch_modes import reverse_only
+from hoglib._core.torch_api.mixed_precision import full_precision
+from hoglib._core.torch_api.torch_modes import reverse_only
 from hoglib.ops._stand_in import IN_FORWARD, OVER, OVER_FORWARD, SILENT, stands_in_for
 
 __all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve"]

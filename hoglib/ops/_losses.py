@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.mixed_precision import full_precision, is_autocast, is_half, upcast_half
-from hoglib._core.torch_modes import reverse_only
-from hoglib._core.torch_private import private
-from hoglib._core.validation import TorchValueError
+from hoglib._core.messages import validation
+from hoglib._core.messages.validation import TorchValueError
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.mixed_precision import full_precision, is_autocast, is_half, upcast_half
+from hoglib._core.torch_api.torch_modes import reverse_only
+from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import NO_DOUBLE_BACKWARD, NO_FORWARD, stands_in_for
 

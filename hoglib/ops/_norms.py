@@ -38,13 +38,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
-from hoglib._core.ambient import AMBIENT
-from hoglib._core.mixed_precision import autocast_on, upcast_dtype
-from hoglib._core.torch_internals import transforms_active
-from hoglib._core.torch_modes import plain_reverse_mode, without_stand_ins
-from hoglib._core.torch_private import private
-from hoglib._core.validation import TorchValueError
+from hoglib._core.messages import validation
+from hoglib._core.messages.validation import TorchValueError
+from hoglib._core.runtime.ambient import AMBIENT
+from hoglib._core.torch_api.mixed_precision import autocast_on, upcast_dtype
+from hoglib._core.torch_api.torch_internals import transforms_active
+from hoglib._core.torch_api.torch_modes import plain_reverse_mode, without_stand_ins
+from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._stand_in import OVER, OVER_FORWARD, SILENT, stands_in_for
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
-from hoglib._core.mixed_precision import upcast_half
-from hoglib._core.torch_modes import needs_linear_backward
+from hoglib._core.messages import validation
+from hoglib._core.torch_api.mixed_precision import upcast_half
+from hoglib._core.torch_api.torch_modes import needs_linear_backward
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ops._define import Partial, define
 from hoglib.ops._function import Saved, apply_function, make_function, without_jvp

@@ -22,9 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hoglib._core import validation
-from hoglib._core.mixed_precision import autocast_on, cast_for_product, is_autocast, upcast_half
+from hoglib._core.messages import validation
 from hoglib._core.problem import check_option_names
+from hoglib._core.torch_api.mixed_precision import (
+    autocast_on,
+    cast_for_product,
+    is_autocast,
+    upcast_half,
+)
 from hoglib.errors import ArgumentIndexError, ArgumentTypeError, ArgumentValueError
 from hoglib.ops._function import Saved, apply_function, conj, make_function, sum_terms, sum_to_shape
 from hoglib.ops._pointwise import clip_gradient

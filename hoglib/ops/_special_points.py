@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hoglib._core import pytree
-from hoglib._core.torch_modes import only_plain_operations, reverse_only
-from hoglib._core.torch_private import private
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_modes import only_plain_operations, reverse_only
+from hoglib._core.torch_api.torch_private import private
 from hoglib.ops._define import define
 from hoglib.ops._stand_in import OVER_FORWARD, SILENT, stands_in_for
 

@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hoglib._core.mixed_precision import full_precision
-from hoglib._core.torch_modes import only_plain_operations, reverse_only
+from hoglib._core.torch_api.mixed_precision import full_precision
+from hoglib._core.torch_api.torch_modes import only_plain_operations, reverse_only
 from hoglib.ops._directions import Directions, values
 from hoglib.ops._function import Saved, apply_function, make_function, vmap_in_front
 from hoglib.ops._stand_in import OVER_FORWARD, stands_in_for

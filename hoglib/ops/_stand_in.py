@@ -15,7 +15,7 @@ Where torch names the same computation twice with two signatures, the second one
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from hoglib._core.torch_version import TORCH_VERSION, Version
+from hoglib._core.torch_api.torch_version import TORCH_VERSION, Version
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from hoglib._core import validation
-from hoglib._core.autograd import grad_enabled
-from hoglib._core.detachment import INNER, DetachedGradient, DetachmentWatch
-from hoglib._core.source_location import format_error
-from hoglib._core.state import preserve_random_state, same
-from hoglib._core.torch_internals import unwrap
+from hoglib._core.messages import validation
+from hoglib._core.modules.state import preserve_random_state, same
+from hoglib._core.runtime.source_location import format_error
+from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.substrate.detachment import INNER, DetachedGradient, DetachmentWatch
+from hoglib._core.torch_api.torch_internals import unwrap
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.module import KINDS, Kind, kind_named
 from hoglib.verification.comparison import agreement

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from hoglib._core import validation
+from hoglib._core.messages import validation
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable, traceable_at_first
 from hoglib.penalties.module import BOTH, FAKE, REAL, register

@@ -36,9 +36,9 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from hoglib._core import pytree, torch_internals, torch_sharding
-from hoglib._core.gradient_graph import graph_summary
-from hoglib.curvature.data import world_size
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import pytree, torch_internals, torch_sharding
+from hoglib.curvature.batches.data import world_size
 from hoglib.errors import DistributedError
 
 _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()

@@ -6,11 +6,12 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, materialize_grads, vjp
-from hoglib._core.gradient_graph import depends_on_any
-from hoglib._core.source_location import warn
-from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.messages import validation
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.autograd import Vector, materialize_grads, vjp
+from hoglib._core.substrate.gradient_graph import depends_on_any
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture.within import when_compiled, within_compile
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, materialize_grads, with_gradients
-from hoglib._core.call_errors import binding_error
-from hoglib._core.closures import owner_of
-from hoglib._core.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.messages import validation
+from hoglib._core.messages.call_errors import binding_error
+from hoglib._core.messages.closures import owner_of
+from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.problem import Policy
-from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_internals import no_autocast
-from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.substrate.autograd import Vector, materialize_grads, with_gradients
+from hoglib._core.substrate.gradient_graph import depends_on_any, graph_summary
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_internals import no_autocast
+from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture.api import Compiled, CompiledLoss
 from hoglib.capture.capturing import CacheSlot, kept
 from hoglib.capture.signature import parse_call

@@ -12,14 +12,25 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import function_watch, mixed_precision, pytree, torch_internals, validation
-from hoglib._core.autograd import Vector, fresh_leaves, materialize_grads, translate_errors, vjp
-from hoglib._core.call_errors import translate_batch_errors
-from hoglib._core.closures import STATE, ClosureWalker, owner_of
-from hoglib._core.detachment import DetachmentWatch
-from hoglib._core.gradient_graph import GraphSummary, check_custom_functions, graph_summary
+from hoglib._core.messages import validation
+from hoglib._core.messages.call_errors import translate_batch_errors
+from hoglib._core.messages.closures import STATE, ClosureWalker, owner_of
 from hoglib._core.problem import Problem
-from hoglib._core.torch_modes import without_stand_ins
+from hoglib._core.substrate.autograd import (
+    Vector,
+    fresh_leaves,
+    materialize_grads,
+    translate_errors,
+    vjp,
+)
+from hoglib._core.substrate.detachment import DetachmentWatch
+from hoglib._core.substrate.gradient_graph import (
+    GraphSummary,
+    check_custom_functions,
+    graph_summary,
+)
+from hoglib._core.torch_api import function_watch, mixed_precision, pytree, torch_internals
+from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative
 from hoglib.penalties.distributed import GatheredParameters
 from hoglib.penalties.options import CheckedOptions, select_output

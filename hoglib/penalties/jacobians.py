@@ -7,11 +7,12 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import gradient_with_graph
-from hoglib._core.mixed_precision import upcast_half
+from hoglib._core.messages import validation
 from hoglib._core.problem import Problem
-from hoglib._core.torch_internals import transforms_active, uncompiled
+from hoglib._core.substrate.autograd import gradient_with_graph
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.mixed_precision import upcast_half
+from hoglib._core.torch_api.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
 from hoglib.penalties.evaluation import (

@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree, validation
+from hoglib._core.messages import validation
 from hoglib._core.problem import check_option_names
+from hoglib._core.torch_api import pytree
 from hoglib.capture.capturing import in_other_tracer
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.penalties.options import OPTION_NAMES, check_options

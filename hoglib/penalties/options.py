@@ -5,7 +5,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from hoglib._core import problem, validation
+from hoglib._core import problem
+from hoglib._core.messages import validation
 from hoglib._core.problem import Policy, check_option_names
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 

@@ -6,9 +6,10 @@ from typing import Any, final
 import torch
 from torch import Generator, Tensor
 
-from hoglib._core import pytree, validation
-from hoglib._core.mixed_precision import upcast_dtype, upcast_half
-from hoglib._core.torch_internals import tracing
+from hoglib._core.messages import validation
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.mixed_precision import upcast_dtype, upcast_half
+from hoglib._core.torch_api.torch_internals import tracing
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
 EMPTY = "{}: expected at least one sample, got none; skip empty batches."

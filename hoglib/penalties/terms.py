@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector
-from hoglib._core.closures import owner_of
-from hoglib._core.module_kinds import BATCH_NORMS
-from hoglib._core.source_location import warn
-from hoglib._core.trust import found_once
-from hoglib.curvature.input_derivatives import depends_on_others
+from hoglib._core.messages import validation
+from hoglib._core.messages.closures import owner_of
+from hoglib._core.modules.module_kinds import BATCH_NORMS
+from hoglib._core.numerics.trust import found_once
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.autograd import Vector
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.points.input_derivatives import depends_on_others
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
 from hoglib.penalties.input_vjp import InputVJP

@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from hoglib._core import function_watch, pytree, torch_internals, torch_library, validation
-from hoglib._core.ambient import AMBIENT, StandIns, inside
-from hoglib._core.provided import provided
-from hoglib._core.source_location import running_module
-from hoglib._core.state import preserve_random_state
-from hoglib._core.torch_forward_mode import follow_grad_mode
-from hoglib._core.torch_modes import StandInMode, copy_without_override_check
-from hoglib._core.torch_private import is_missing, require
+from hoglib._core.messages import validation
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.runtime.ambient import AMBIENT, StandIns, inside
+from hoglib._core.runtime.provided import provided
+from hoglib._core.runtime.source_location import running_module
+from hoglib._core.torch_api import function_watch, pytree, torch_internals, torch_library
+from hoglib._core.torch_api.torch_forward_mode import follow_grad_mode
+from hoglib._core.torch_api.torch_modes import StandInMode, copy_without_override_check
+from hoglib._core.torch_api.torch_private import is_missing, require
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
 from hoglib.stand_ins.table import STAND_INS, by_operator, cond

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib import ops
-from hoglib._core import pytree, torch_library
-from hoglib._core.mixed_precision import autocast_on
-from hoglib._core.torch_forward_mode import tangents_enabled
-from hoglib._core.torch_internals import forward_mode_active, native_kernels
+from hoglib._core.torch_api import pytree, torch_library
+from hoglib._core.torch_api.mixed_precision import autocast_on
+from hoglib._core.torch_api.torch_forward_mode import tangents_enabled
+from hoglib._core.torch_api.torch_internals import forward_mode_active, native_kernels
 from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._indexing import torch_embedding_bag
 from hoglib.ops._norms import torch_batch_norm

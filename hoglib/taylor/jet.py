@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import errors
-from hoglib._core import pytree, torch_internals, validation
-from hoglib._core.autograd import clone_inference_tensors, fresh_leaves
-from hoglib._core.call_errors import translate_batch_errors
-from hoglib._core.device_reads import read_late
-from hoglib._core.finite_differences import fixed_random_numbers
-from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.logger import LOGGER
+from hoglib._core.messages import validation
+from hoglib._core.messages.call_errors import translate_batch_errors
+from hoglib._core.modules.state import GeneratorStates
+from hoglib._core.modules.swap import call_with
+from hoglib._core.numerics.finite_differences import fixed_random_numbers
+from hoglib._core.numerics.trust import DIGITS, agree
 from hoglib._core.problem import Options, Policy
-from hoglib._core.source_location import first_time, warn_once
-from hoglib._core.state import GeneratorStates
-from hoglib._core.swap import call_with
-from hoglib._core.trust import DIGITS, agree
+from hoglib._core.runtime.device_reads import read_late
+from hoglib._core.runtime.logger import LOGGER
+from hoglib._core.runtime.source_location import first_time, warn_once
+from hoglib._core.substrate.autograd import clone_inference_tensors, fresh_leaves
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import pytree, torch_internals
 from hoglib.capture.within import when_compiled, within_compile
 from hoglib.ring import ring, run
 from hoglib.taylor.kinks import Kink, Kinks, along_paths, warn_if_linear, without_derivative

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hoglib._core import torch_internals
-from hoglib._core.source_location import SourceLine, is_user_file, warn_once
+from hoglib._core.runtime.source_location import SourceLine, is_user_file, warn_once
+from hoglib._core.torch_api import torch_internals
 from hoglib.taylor.series import Algebra, Biharmonic, Call, MultiIndex, Parts, Univariate
 
 SMOOTH = "a smooth activation, such as tanh, SiLU, GELU or sine"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hoglib._core import torch_internals
-from hoglib._core.autograd import vjp, warn_if_not_finite
-from hoglib._core.gradient_graph import check_custom_functions, graph_summary
-from hoglib._core.state import preserve_random_state
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.substrate.autograd import vjp, warn_if_not_finite
+from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.torch_api import torch_internals
 from hoglib.taylor.series import Parts
 
 Leaves = list[Tensor]

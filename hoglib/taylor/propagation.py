@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hoglib._core import function_watch, pytree, torch_internals
-from hoglib._core.logger import LOGGER
-from hoglib._core.torch_modes import plain_operations
-from hoglib._core.torch_private import private
+from hoglib._core.runtime.logger import LOGGER
+from hoglib._core.torch_api import function_watch, pytree, torch_internals
+from hoglib._core.torch_api.torch_modes import plain_operations
+from hoglib._core.torch_api.torch_private import private
 from hoglib.taylor.kinks import Kink, Kinks, kink_here
 from hoglib.taylor.rules import composite_of, is_composite, is_constant, names_of, rule_of
 from hoglib.taylor.series import Algebra, Call, NoRule, Parts, Rule, align, to_dtype

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hoglib._core.torch_internals import decomposition
+from hoglib._core.torch_api.torch_internals import decomposition
 from hoglib.ops._norms import layer_norm, torch_batch_norm
 from hoglib.ops._special_points import scan
 from hoglib.taylor.derivatives import POINTWISE, power_of

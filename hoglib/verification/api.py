@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from hoglib._core import validation
-from hoglib._core.autograd import grad_enabled
-from hoglib._core.source_location import error_line, format_error
-from hoglib._core.state import preserve_random_state
-from hoglib._core.swap import keep_swapped
-from hoglib._core.torch_internals import eagerly, uncompiled
-from hoglib._core.torch_private import nothing_refused
+from hoglib._core.messages import validation
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.modules.swap import keep_swapped
+from hoglib._core.runtime.source_location import error_line, format_error
+from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.torch_api.torch_internals import eagerly, uncompiled
+from hoglib._core.torch_api.torch_private import nothing_refused
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
 from hoglib.verification.call_variants import reference_rows, variant_rows

@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, source_location
-from hoglib._core.detachment import DetachedGradient, DetachmentWatch
-from hoglib._core.element_differences import element_scales, random_like
-from hoglib._core.finite_differences import difference_quotient, steps
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import error_line, format_error
-from hoglib._core.state import same
-from hoglib._core.torch_internals import backward_rule, is_once_differentiable
+from hoglib._core.modules.state import same
+from hoglib._core.numerics.element_differences import element_scales, random_like
+from hoglib._core.numerics.finite_differences import difference_quotient, steps
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.source_location import error_line, format_error
+from hoglib._core.substrate.detachment import DetachedGradient, DetachmentWatch
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import function_rules, maps
 from hoglib.verification.comparison import Bounds, Discrepancy, Found, Target, compared
 from hoglib.verification.derivatives import FIRST, ratio, stage

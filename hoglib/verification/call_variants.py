@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core.element_differences import TensorMap, max_abs, random_like
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import format_error
-from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.numerics.element_differences import TensorMap, max_abs, random_like
+from hoglib._core.numerics.tolerances import TOLERANCES
+from hoglib._core.runtime.source_location import format_error
+from hoglib._core.torch_api.pytree import is_float
 from hoglib.verification import maps
 from hoglib.verification.attribution import subset_rows
 from hoglib.verification.comparison import Options, Pair, agreement, largest_difference

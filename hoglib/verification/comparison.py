@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Generator, Tensor
 
-from hoglib._core import validation
-from hoglib._core.element_differences import (
+from hoglib._core.messages import validation
+from hoglib._core.numerics.element_differences import (
     Slope,
     TensorMap,
     directions,

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, source_location
-from hoglib._core.closures import STATE, ClosureWalker
-from hoglib._core.detachment import tensors_written
-from hoglib._core.element_differences import max_abs
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import error_line
-from hoglib._core.state import is_freed, put_back, same
-from hoglib._core.torch_internals import backward_rule, storage_id
+from hoglib._core.messages.closures import STATE, ClosureWalker
+from hoglib._core.modules.state import is_freed, put_back, same
+from hoglib._core.numerics.element_differences import max_abs
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.source_location import error_line
+from hoglib._core.substrate.detachment import tensors_written
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
 from hoglib.verification.comparison import Found, largest_difference
 from hoglib.verification.function_rules import kind_of

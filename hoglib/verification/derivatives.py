@@ -15,11 +15,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core import torch_internals
-from hoglib._core.autograd import note_not_finite
-from hoglib._core.element_differences import TensorMap, max_abs, random_like
-from hoglib._core.source_location import SourceLine, format_error, innermost_line, is_user_code
-from hoglib._core.torch_internals import backward_rule
+from hoglib._core.numerics.element_differences import TensorMap, max_abs, random_like
+from hoglib._core.runtime.source_location import (
+    SourceLine,
+    format_error,
+    innermost_line,
+    is_user_code,
+)
+from hoglib._core.substrate.autograd import note_not_finite
+from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.torch_internals import backward_rule
 from hoglib.verification import function_rules, maps
 from hoglib.verification.comparison import Comparer, Discrepancy, Options, Target, wrong_elements
 from hoglib.verification.maps import Tensors

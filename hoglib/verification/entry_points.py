@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core import pytree, torch_internals
-from hoglib._core.ambient import AMBIENT, Examination, inside
-from hoglib._core.autograd import Gradient
-from hoglib._core.function_watch import (
+from hoglib._core.remat.recomputation import inside_recomputation
+from hoglib._core.runtime.ambient import AMBIENT, Examination, inside
+from hoglib._core.runtime.provided import provide
+from hoglib._core.runtime.source_location import frames_of, warn, warn_once
+from hoglib._core.substrate.autograd import Gradient
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.function_watch import (
     Ended,
     as_around,
     records_gradients,
     sees_applications,
     watching_functions,
 )
-from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.provided import provide
-from hoglib._core.recomputation import inside_recomputation
-from hoglib._core.source_location import frames_of, warn, warn_once
-from hoglib._core.torch_internals import transforms_active
-from hoglib._core.torch_modes import value_checks_on, without_stand_ins
-from hoglib._core.torch_private import EXAMINATION, REFUSED, missing
+from hoglib._core.torch_api.torch_internals import transforms_active
+from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
+from hoglib._core.torch_api.torch_private import EXAMINATION, REFUSED, missing
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import function_rules

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parameter import is_lazy
 
-from hoglib._core import pytree, torch_internals
-from hoglib._core.autograd import grad_enabled
-from hoglib._core.element_differences import random_like
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import format_error
-from hoglib._core.state import StateGuard, preserve_random_state, put_back, same
-from hoglib._core.swap import keep_swapped
-from hoglib._core.torch_modes import AutocastState
-from hoglib._core.torch_private import private
+from hoglib._core.modules.state import StateGuard, preserve_random_state, put_back, same
+from hoglib._core.modules.swap import keep_swapped
+from hoglib._core.numerics.element_differences import random_like
+from hoglib._core.runtime.source_location import format_error
+from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_modes import AutocastState
+from hoglib._core.torch_api.torch_private import private
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import function_rules, maps
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy

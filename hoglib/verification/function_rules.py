@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
-from hoglib._core import pytree, source_location
-from hoglib._core.element_differences import random_like
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import SourceLine, is_user_code
-from hoglib._core.state import same
-from hoglib._core.torch_internals import backward_rule
+from hoglib._core.modules.state import same
+from hoglib._core.numerics.element_differences import random_like
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.source_location import SourceLine, is_user_code
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_internals import backward_rule
 
 MAX_NESTING = 5
 LIBRARIES = ("builtins", "torch", "numpy", "collections")  # whose objects are left whole

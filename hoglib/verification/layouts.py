@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hoglib._core import pytree
+from hoglib._core.torch_api import pytree
 
 
 class Layout(NamedTuple):

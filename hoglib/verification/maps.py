@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function, forward_ad
 
-from hoglib._core import pytree, validation
-from hoglib._core.autograd import Vector, clone_inference_tensors
-from hoglib._core.element_differences import TensorMap, max_abs
-from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.pytree import is_float
-from hoglib._core.swap import call_with
-from hoglib._core.torch_forward_mode import load_decompositions
-from hoglib._core.torch_internals import gradients, transforms_active
-from hoglib._core.torch_library import OPERATORS
+from hoglib._core.messages import validation
+from hoglib._core.modules.swap import call_with
+from hoglib._core.numerics.element_differences import TensorMap, max_abs
+from hoglib._core.substrate.autograd import Vector, clone_inference_tensors
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_forward_mode import load_decompositions
+from hoglib._core.torch_api.torch_internals import gradients, transforms_active
+from hoglib._core.torch_api.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
 from hoglib.verification.layouts import fresh, laid_out, layout_of
 

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core import pytree, source_location, validation
-from hoglib._core.ambient import replaced
-from hoglib._core.element_differences import element_scales, max_abs, random_like
-from hoglib._core.mixed_precision import is_half
-from hoglib._core.pytree import is_float
-from hoglib._core.source_location import format_error
-from hoglib._core.torch_internals import settable_precisions
-from hoglib._core.torch_private import private
+from hoglib._core.messages import validation
+from hoglib._core.numerics.element_differences import element_scales, max_abs, random_like
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.ambient import replaced
+from hoglib._core.runtime.source_location import format_error
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.mixed_precision import is_half
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_internals import settable_precisions
+from hoglib._core.torch_api.torch_private import private
 from hoglib.verification.maps import Map, Tensors, at_leaves, grad, map_of, real
 
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")

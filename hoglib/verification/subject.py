@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from hoglib._core import function_watch, pytree, torch_internals
-from hoglib._core.closures import held
-from hoglib._core.element_differences import max_abs, random_like
-from hoglib._core.gradient_graph import graph_summary
-from hoglib._core.pytree import is_float
-from hoglib._core.state import preserve_random_state, put_back, same
+from hoglib._core.messages.closures import held
+from hoglib._core.modules.state import preserve_random_state, put_back, same
+from hoglib._core.numerics.element_differences import max_abs, random_like
+from hoglib._core.substrate.gradient_graph import graph_summary
+from hoglib._core.torch_api import function_watch, pytree, torch_internals
+from hoglib._core.torch_api.pytree import is_float
 from hoglib.verification import function_rules, layouts, maps
 from hoglib.verification.maps import Map
 from hoglib.verification.precision import Precision, judged_map

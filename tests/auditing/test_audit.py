@@ -12,7 +12,7 @@ from torch.func import functional_call, hessian, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 from hoglib.auditing.routes import ROUTES
 from tests.auditing.cases import Applies, Cached, Images, Matrices, Net, WrongScale, problem, smooth
 from tests.functions import Cube, OnceDifferentiable

@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib._core.torch_modes import value_checks_on
+from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture import api
 from tests.capture.models import captured, draw, small
 from tests.refused import refused

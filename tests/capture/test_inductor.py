@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 from tests.capture.models import draw
 from tests.long_tail import FULL
 from tests.several_processes import exit_code_of

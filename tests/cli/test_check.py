@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hoglib as hog
-from hoglib._core import torch_version
+from hoglib._core.torch_api import torch_version
 from hoglib.cli import self_test
 from hoglib.cli.main import main
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hoglib as hog
-from hoglib._core import autograd
+from hoglib._core.substrate import autograd
 from hoglib.errors import NoSecondDerivative, UnsupportedError
 from tests.functions import saving_inputs
 

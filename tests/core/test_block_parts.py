@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_bytes
-from hoglib._core import block_parts, recomputation
+from hoglib._core.remat import block_parts, recomputation
 from tests.models import Fn
 
 FORWARD = "forward-over-reverse"

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from hoglib._core.closures import ALL, HELD, READ, ClosureWalker, Scope, refuse, refuse_hidden
+from hoglib._core.messages.closures import (
+    ALL,
+    HELD,
+    READ,
+    ClosureWalker,
+    Scope,
+    refuse,
+    refuse_hidden,
+)
 
 WEIGHT = torch.ones(3)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hoglib._core.fingerprint import ComparedState, StateFingerprint, sums_and_norms
+from hoglib._core.substrate.fingerprint import ComparedState, StateFingerprint, sums_and_norms
 from hoglib.errors import NondeterministicError
 
 

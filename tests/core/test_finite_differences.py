@@ -2,7 +2,7 @@
 
 import torch
 
-from hoglib._core import element_differences
+from hoglib._core.numerics import element_differences
 
 
 def test_differences_know_their_error():

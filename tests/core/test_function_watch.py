@@ -8,14 +8,14 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta
 
-from hoglib._core import function_watch
-from hoglib._core.function_watch import (
+from hoglib._core.torch_api import function_watch
+from hoglib._core.torch_api.function_watch import (
     as_around,
     records_gradients,
     sees_applications,
     watching_functions,
 )
-from hoglib._core.torch_internals import eagerly
+from hoglib._core.torch_api.torch_internals import eagerly
 from tests.rows import rows
 
 

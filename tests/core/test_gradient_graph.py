@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import hoglib as hog
-from hoglib._core import gradient_graph
-from hoglib._core.gradient_graph import graph_summary
+from hoglib._core.substrate import gradient_graph
+from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib.stand_ins.mode import _SecondOrder  # what the mode sees is not public
 from tests.functions import Cube
 from tests.models import Through

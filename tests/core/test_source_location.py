@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import hoglib as hog
-from hoglib._core import source_location
-from hoglib._core.source_location import SourceLine
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.source_location import SourceLine
 
 
 def here():

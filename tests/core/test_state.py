@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hoglib._core.state import RandomState, StateGuard, preserve_random_state
+from hoglib._core.modules.state import RandomState, StateGuard, preserve_random_state
 
 
 class Drawing(nn.Module):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hoglib._core import swap
-from hoglib._core.swap import call_with, keep_swapped, reapply, swap_parameters
+from hoglib._core.modules import swap
+from hoglib._core.modules.swap import call_with, keep_swapped, reapply, swap_parameters
 
 
 def params_of(model: nn.Module, value: float) -> dict[str, torch.Tensor]:

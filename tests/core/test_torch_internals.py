@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import hoglib as hog
-from hoglib._core import function_watch, torch_internals
+from hoglib._core.torch_api import function_watch, torch_internals
 from tests.functions import Cube, made
 
 

@@ -12,8 +12,8 @@ import torch
 
 import hoglib as hog
 from hoglib import ring
-from hoglib._core import torch_private
-from hoglib._core.torch_private import TABLE, holder, private, require
+from hoglib._core.torch_api import torch_private
+from hoglib._core.torch_api.torch_private import TABLE, holder, private, require
 from hoglib.errors import UnsupportedError
 from hoglib.verification import entry_points
 from tests.long_tail import FULL

@@ -15,8 +15,8 @@ from torch.autograd import function as autograd_function
 
 import hoglib as hog
 from hoglib import penalties
-from hoglib._core import function_watch, torch_internals
-from hoglib._core.detachment import DetachmentWatch
+from hoglib._core.substrate.detachment import DetachmentWatch
+from hoglib._core.torch_api import function_watch, torch_internals
 from tests.functions import Cube
 from tests.verification.test_entry_points import ENTRY_POINTS, FIRST_ORDER, X, with_loss
 

@@ -151,7 +151,9 @@ CALLS = {
 
 def outcome(call, hog):
     """ "" for a right result; a warning of a Function; the first words of an error; or "WRONG"."""
-    import_module("hoglib._core.source_location").forget_warned()  # what each process is told once
+    import_module(
+        "hoglib._core.runtime.source_location"
+    ).forget_warned()  # what each process is told once
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         try:

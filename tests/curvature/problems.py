@@ -8,7 +8,7 @@ from torch import nn
 
 import hoglib as hog
 from hoglib.curvature import LinearOperator
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.algebra.vector_space import Space
 from tests.models import Fn, Tied, attending
 from tests.oracles import gradient
 

@@ -223,7 +223,7 @@ def test_estimates_are_reproduced_by_the_generator_alone():
 def test_many_samples_are_multiplied_some_at_a_time(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     whole = quadratic(POSITIVE).trace(10, generator=generator, return_error=True)
-    monkeypatch.setattr(hog.curvature.estimates, "AT_ONCE", 3 * 30 * 8)
+    monkeypatch.setattr(hog.curvature.algebra.estimates, "AT_ONCE", 3 * 30 * 8)
     operator = quadratic(POSITIVE)
     parts = operator.trace(10, generator=torch.Generator().manual_seed(0), return_error=True)
     assert_close(parts, whole)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from hoglib.curvature import compiled
+from hoglib.curvature.maps import compiled
 from tests.curvature.problems import F64, draw, flat, problem, relative
 from tests.graphs import graphs_of
 from tests.rows import rows

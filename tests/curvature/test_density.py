@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import estimates
+from hoglib.curvature.algebra import estimates
 from tests.curvature.problems import F64, Given, matrix, problem, seeded
 from tests.refused import refused
 from tests.rows import rows

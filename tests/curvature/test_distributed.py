@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import hoglib as hog
-from hoglib.curvature.data import split_float64
+from hoglib.curvature.batches.data import split_float64
 from hoglib.errors import HoglibError
 from tests.curvature import shared_data
 from tests.long_tail import FULL

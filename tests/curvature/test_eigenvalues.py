@@ -8,8 +8,8 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import eigenvalues
-from hoglib.curvature.eigenvalues import Basis
+from hoglib.curvature.algebra import eigenvalues
+from hoglib.curvature.algebra.eigenvalues import Basis
 from tests.curvature.problems import F64, Given, draw, matrix
 from tests.refused import refused
 from tests.rows import rows

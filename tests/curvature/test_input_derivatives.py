@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import input_derivatives
+from hoglib.curvature.points import input_derivatives
 from tests.functions import made, saving_inputs
 from tests.models import MODELS, Fn, build
 from tests.oracles import gradient_by_differences

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from hoglib._core.closures import owner_of
+from hoglib._core.messages.closures import owner_of
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,

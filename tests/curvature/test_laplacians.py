@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature import point_derivatives
+from hoglib.curvature.points import point_derivatives
 from tests.curvature.test_input_derivatives import NETS, dense, net_of, points
 from tests.functions import Sine
 from tests.oracles import gradient_by_differences

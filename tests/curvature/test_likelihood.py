@@ -10,8 +10,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.curvature.fisher_metric import FisherMetric, fisher_metric
-from hoglib.curvature.likelihood import CRITERIA, FAMILIES
+from hoglib.curvature.maps.fisher_metric import FisherMetric, fisher_metric
+from hoglib.curvature.maps.likelihood import CRITERIA, FAMILIES
 from tests.refused import refused
 from tests.rows import rows
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
-from hoglib._core.fingerprint import StateFingerprint
+from hoglib._core.substrate.fingerprint import StateFingerprint
 from hoglib.errors import NondeterministicError
 from tests.curvature.problems import (
     F64,

@@ -11,12 +11,12 @@ from torch import nn
 
 import hoglib as hog
 from hoglib._core.problem import Policy
-from hoglib.curvature import watchers
-from hoglib.curvature.data import Batches, PassTotals, Piece, Processes
-from hoglib.curvature.dataset_sum import CheckedDataOptions, DatasetSum
-from hoglib.curvature.linear_operator import ProgressBar
-from hoglib.curvature.term import Term
-from hoglib.curvature.vector_space import Space
+from hoglib.curvature.algebra.linear_operator import ProgressBar
+from hoglib.curvature.algebra.vector_space import Space
+from hoglib.curvature.batches.data import Batches, PassTotals, Piece, Processes
+from hoglib.curvature.sums import watchers
+from hoglib.curvature.sums.dataset_sum import CheckedDataOptions, DatasetSum
+from hoglib.curvature.sums.term import Term
 from hoglib.errors import ArgumentValueError, NondeterministicError, NonFiniteError
 from tests.curvature.problems import F64, draw
 from tests.rows import rows

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hoglib as hog
-from hoglib._core import placement
+from hoglib._core.substrate import placement
 from hoglib.errors import UnsupportedError
 from hoglib.lightning import CurvatureMonitor, SecondOrderAudit
 from tests.lightning.trainers import QUIET, trainer

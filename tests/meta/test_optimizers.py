@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, jvp
 from torch.utils import _pytree as pytree
 
 import hoglib as hog
-from hoglib._core.torch_modes import StandInMode
+from hoglib._core.torch_api.torch_modes import StandInMode
 from hoglib.meta import RULES, adam, adamw, momentum, rmsprop, sgd
 from tests.conformance.rules import (
     LR,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import hoglib as hog
-from hoglib._core import placement
+from hoglib._core.substrate import placement
 from tests.long_tail import FULL
 from tests.meta.networks import Scaled
 from tests.several_processes import Wire, assert_raised, found_by_each, raised_by

@@ -18,8 +18,8 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
 
 import hoglib as hog
-from hoglib._core.tolerances import TOLERANCES
-from hoglib._core.torch_modes import plain_operations
+from hoglib._core.numerics.tolerances import TOLERANCES
+from hoglib._core.torch_api.torch_modes import plain_operations
 from tests.ops.opinfo import OpInfo, SampleInput
 
 F64 = torch.float64

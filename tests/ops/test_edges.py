@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib import ops
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 from tests.ops.matrix import F64, close
 from tests.refused import refused
 from tests.rows import rows

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hoglib import ops
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 from tests.ops.checks import REPLACES, refused_as_by_torch, same, value_and_gradients
 from tests.rows import rows
 from tests.tensors import F64

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hoglib import ops
-from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.numerics.tolerances import TOLERANCES
 from tests.ops.matrix import F64
 from tests.ops.opinfo import references
 from tests.rows import rows

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from hoglib import penalties
-from hoglib._core.source_location import forget_warned
+from hoglib._core.runtime.source_location import forget_warned
 from tests.penalties.critics import draw, generator
 from tests.rows import rows
 from tests.unchanged import unchanged

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from hoglib import penalties
-from hoglib._core.tolerances import TOLERANCES
+from hoglib._core.numerics.tolerances import TOLERANCES
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import hoglib as hog
-from hoglib._core.torch_version import TORCH_VERSION, parse_version
+from hoglib._core.torch_api.torch_version import TORCH_VERSION, parse_version
 from hoglib.cli.main import main
 from hoglib.stand_ins import mode as stand_in_mode
 from hoglib.stand_ins.table import STAND_INS

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 
 _generator = torch.Generator().manual_seed(0)
 X = torch.randn(4, 3, dtype=torch.float64, generator=_generator)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
-from hoglib._core.torch_version import TORCH_VERSION
+from hoglib._core.torch_api.torch_version import TORCH_VERSION
 from tests.long_tail import all_but
 
 r = torch.randn

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hoglib as hog
-from hoglib._core import pytree
+from hoglib._core.torch_api import pytree
 from hoglib.verification.entry_points import examined_functions
 from tests.rows import as_in_a_new_process
 from tests.zoo import ZOO, table

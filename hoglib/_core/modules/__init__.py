@@ -1,0 +1,1 @@
+"""Modules in other states: other parameters, saved modes and random numbers."""

@@ -1,0 +1,460 @@
+"""Other parameters in the place of a module's own, while anything calls the module.
+
+``torch.func.functional_call`` does this around one call, and restores a module's own parameters when
+the call returns. What backward runs again (a checkpointed block, a reversible layer, a solver that
+keeps the module on ctx) would then find those, and silently differentiate at the wrong ones. Inside
+:func:`keep_swapped` the swapped parameters stay until derivatives have been taken.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, final
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from hoglib._core.modules.module_kinds import NORMS
+from hoglib._core.runtime.ambient import AMBIENT, Items, logical_thread, replaced
+from hoglib._core.substrate.placement import full_tensor, refuse_sharded
+from hoglib._core.torch_api.pytree import in_dtype
+from hoglib._core.torch_api.torch_internals import (
+    exchange_parametrized,
+    forward_mode_active,
+    is_compiled,
+    transforms_active,
+)
+from hoglib._core.torch_api.torch_sharding import computed_dtypes, wrapped_attributes
+from hoglib.errors import UnsupportedError
+
+Params = dict[str, Tensor]
+NormPolicy = Callable[["ModulePatch", nn.Module], None]  # what a module gets besides parameters
+PatchState = Items  # of the dicts of modules
+RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")  # of a recurrent layer, for its kernels
+_NO_RUNNING_STATISTICS = {
+    "track_running_stats": False,
+    "running_mean": None,
+    "running_var": None,
+    "num_batches_tracked": None,
+}
+
+
+def train_mode_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
+    """In train mode, a normalization layer uses the statistics of the batch, and updates none."""
+    if layer.training:
+        use_batch_statistics(patch, layer)
+
+
+def use_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
+    """A normalization layer uses the statistics of the batch, and updates none, in either mode."""
+    if isinstance(layer, NORMS) and layer.track_running_stats:
+        for name, value in _NO_RUNNING_STATISTICS.items():
+            patch.put(layer, name, value)
+
+
+@final
+class swap_parameters:  # noqa: N801 a context manager
+    """Inside, the model has these parameters instead of its own.
+
+    The model is left as it was: buffers that a forward changes are copies, and train-mode normalization
+    layers use the statistics of the batch without updating their running averages, which torch could
+    not do under functional transforms anyway. Inside :func:`keep_swapped` the parameters stay until
+    others are swapped into the model; but those of a swap inside another one of the same model end with
+    their block, so that the outer one goes on with its own. A class, as it stands around each
+    evaluation of a model: generators of contextlib take several times as long to enter and to leave.
+
+    Args:
+        model: Called inside, by anything.
+        params: By qualified name; the other parameters stay.
+        dtype: Of the model's other floating-point parameters and buffers (complex ones get the complex
+            dtype). Default: unchanged.
+        norm_policy: Called with the patch and each module; may put other values into the module.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, Tensor],
+        dtype: torch.dtype | None = None,
+        norm_policy: NormPolicy = train_mode_batch_statistics,
+    ) -> None:
+        self._given = model, params, dtype, norm_policy
+
+    def __enter__(self) -> None:
+        model, patch = self._given[0], AMBIENT.kept_swapped
+        if patch is None or patch.is_over or patch.in_use(model):
+            patch = ModulePatch()
+            self._end: Callable[[], object] = patch.restore
+        else:  # which keeps the parameters
+            patch.running.append(model)
+            self._end = patch.running.pop
+        # of its own, so that parametrize.cached() keeps no weights of other parameters
+        self._parametrized = exchange_parametrized({})
+        try:
+            patch.swap(*self._given)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        exchange_parametrized(self._parametrized)
+        self._end()
+
+
+def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
+    """The output of a model with these parameters, see :func:`swap_parameters`."""
+    with swap_parameters(model, params):
+        return model(*args, **kwargs)
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Inside, train-mode normalization layers of the model have no running statistics."""
+    patch = ModulePatch()
+    try:
+        for module in model.modules():
+            train_mode_batch_statistics(patch, module)
+        yield
+    finally:
+        patch.restore()
+
+
+@final
+class keep_swapped:  # noqa: N801 a context manager
+    """Inside, a model keeps its swapped parameters until the next swap, or the end of the block."""
+
+    def __enter__(self) -> "ModulePatch":
+        self._own: ModulePatch | None = None
+        outer: ModulePatch | None = AMBIENT.kept_swapped
+        if outer is not None:
+            return outer
+        self._own = AMBIENT.kept_swapped = ModulePatch()
+        return self._own
+
+    def __exit__(self, *raised: object) -> None:
+        if self._own is not None:
+            AMBIENT.kept_swapped = None
+            self._own.is_over = True  # for a later backward too, which restores this ambient state
+            self._own.restore()
+
+
+def reapply(patches: PatchState) -> AbstractContextManager[None]:
+    """Inside, modules have the values of :meth:`ModulePatch.values` again, for a later backward."""
+    return replaced(patches)
+
+
+class _Slots(NamedTuple):
+    """Where the parameters of a model are, for a swap that replaces these alone: no buffers, no
+    attributes.
+
+    To find them, each module is looked at for what a swap has to do there. Most models are
+    differentiated many times; to look whether one is as it was takes a tenth of the time. Nothing here
+    keeps a model alive.
+    """
+
+    names: tuple[str, ...]  # of the parameters that are given
+    modules: list[tuple["ref[nn.Module]", Any]]  # each with its `_structure_of`
+    own: list[Any]  # the names and ids of the parameters of each module, which may share them
+    slots: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
+
+    def if_unchanged(self, names: tuple[str, ...], swapped: bool) -> "list[_Slot] | None":
+        """The slots; None where the model is not as it was.
+
+        swapped: whether others than its own parameters are in it.
+        """
+        if names != self.names:
+            return None
+        stores: list[dict[str, Any]] = []
+        own: list[Any] = []
+        for reference, seen in self.modules:
+            module = reference()
+            if module is None or _structure_of(module) != seen:
+                return None
+            store: Any = module._parameters
+            stores.append(store)
+            own += store.keys()
+            own += map(id, store.values())
+        if not swapped and own != self.own:
+            return None
+        return [(stores[i], own_name, name) for i, own_name, name in self.slots]
+
+
+_HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
+
+
+def _structure_of(module: nn.Module) -> Any:
+    """The class of a module (fully_shard gives it another one) and the names and ids of its parts; None
+    where a swap has more to replace than parameters, or hooks run, which may share them."""
+    if (
+        isinstance(module, _HAVE_MORE)
+        or (module._buffers and any(buffer is not None for buffer in module._buffers.values()))
+        or module._forward_pre_hooks
+        or module._forward_hooks
+        or vars(module).get("max_norm") is not None
+        or (isinstance(module, NORMS) and module.track_running_stats)
+    ):
+        return None
+    return type(module), [(name, id(part)) for name, part in module._modules.items()]
+
+
+_Slot = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
+# Of each model that was differentiated, by its id, until it changes or is deleted. A model may not be
+# hashable, so that a dictionary of weak keys would not take it.
+_SLOTS: dict[int, _Slots] = {}
+
+
+@final
+class ModulePatch:
+    """Values that were replaced in modules, so that they can be restored."""
+
+    def __init__(self) -> None:
+        self._originals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self.running: list[nn.Module] = []  # which run
+        self.is_over = False  # that of `keep_swapped`, when it was left
+        self._last: _Slots | None = None  # of the last swap
+
+    def put(self, module: nn.Module, name: str, value: Any) -> None:
+        """Replaces a parameter, a buffer or an attribute of a module."""
+        for store in (module._parameters, module._buffers, vars(module)):
+            if name in store:
+                if (id(store), name) not in self._originals:
+                    with _CLAIMING:
+                        _claim_key((id(store), name), module, name)
+                    self._originals[id(store), name] = store, store[name]
+                store[name] = value
+                return
+        raise AttributeError(f"{type(module).__name__} has no {name}")
+
+    def swap(
+        self, model: nn.Module, params: Params, dtype: torch.dtype | None, norm_policy: NormPolicy
+    ) -> None:
+        """Replaces the parameters that the model has here, its own or those of the last swap."""
+        plain, names = dtype is None and norm_policy is train_mode_batch_statistics, tuple(params)
+        known = _SLOTS.get(id(model)) if plain else None
+        again = known is not None and self._last is known
+        if not again:
+            self.restore(model)
+        slots = None if known is None else known.if_unchanged(names, again)
+        if known is not None and slots is not None:
+            refuse_sharded(type(model).__name__, params.values())
+            self._put_parameters(model, slots, params)
+            self._last = known
+            return
+        if again:
+            self.restore(model)
+        found = _patch_model(self, model, params, dtype, norm_policy)
+        if plain and found is not None:
+            if id(model) not in _SLOTS:
+                finalize(model, _SLOTS.pop, id(model), None)
+            _SLOTS[id(model)] = self._last = found
+
+    def _put_parameters(self, model: nn.Module, slots: list[_Slot], params: Params) -> None:
+        """Replaces parameters alone, all at once."""
+        with _CLAIMING:
+            for store, own_name, name in slots:
+                key = id(store), own_name
+                if key not in self._originals:
+                    _claim_key(key, model, name)
+                    self._originals[key] = store, store[own_name]
+        for store, own_name, name in slots:
+            store[own_name] = params[name]
+
+    def restore(self, model: nn.Module | None = None) -> None:
+        """Restores the values of one model, or all."""
+        self._last = None
+        if not self._originals:
+            return
+        own = {
+            id(store)
+            for module in (() if model is None else model.modules())
+            for store in (module._parameters, module._buffers, vars(module))
+        }
+        with _CLAIMING:
+            for key, (store, value) in list(self._originals.items()):
+                if model is None or key[0] in own:
+                    store[key[1]] = value
+                    del self._originals[key]
+                    _release_key(key)
+
+    def values(self) -> PatchState:
+        """The values that modules have now in the place of their own."""
+        return [(store, name, store[name]) for (_, name), (store, _) in self._originals.items()]
+
+    def in_use(self, model: nn.Module) -> bool:
+        """Whether a module of this model is running with swapped parameters."""
+        if not self.running:
+            return False
+        own = {id(module) for module in model.modules()}
+        return any(id(module) in own for running in self.running for module in running.modules())
+
+
+def _patch_model(
+    patch: ModulePatch, model: nn.Module, params: Params, dtype: Any, norm_policy: NormPolicy
+) -> _Slots | None:
+    """Replaces parameters, and buffers by copies, in every module that holds them.
+
+    A tensor that several modules share gets one replacement, except in an embedding with max_norm,
+    which changes its weight in place and so gets a copy.
+
+    Returns the slots of the parameters, unless a later swap has more to do than to fill these.
+    """
+    refuse_sharded(type(model).__name__, list(params.values()))
+    replacements: dict[int, Tensor] = {}
+    names: dict[int, str] = {}
+    for name, value in params.items():
+        path, _, own_name = name.rpartition(".")
+        own_id = id(getattr(model.get_submodule(path), own_name))
+        replacements[own_id], names[own_id] = value, name
+    given = list(replacements.items())
+    slots: list[tuple[int, str, str]] = []
+    known: list[tuple[ref[nn.Module], Any]] = []
+    owned: list[Any] = []
+    parameters_alone = len(names) == len(params)
+    computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
+    for prefix, module in model.named_modules():  # each module once, under its first name
+        if isinstance(module, DistributedDataParallel) and not _reaches_parameters(given):
+            for name in ("require_backward_grad_sync", "require_forward_param_sync"):
+                patch.put(module, name, False)  # it would wait for gradients that never arrive
+        for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
+            patch.put(module, name, attribute)
+        if dtype is None:
+            computed_in.update(computed_dtypes(module))
+        scripted = AMBIENT.stand_ins is None and isinstance(module, torch.jit.ScriptModule)
+        if scripted and (transforms_active() or forward_mode_active()):
+            raise UnsupportedError(
+                f"{type(model).__name__}: expected modules of Python in forward mode, got "
+                f"{prefix or 'itself'}, which is scripted: torch silently gives zero for its second "
+                "derivatives. Use the module that was scripted, or mode='reverse-over-reverse'."
+            )
+        renormalized = getattr(module, "max_norm", None) is not None
+        seen = _structure_of(module)
+        parameters_alone = parameters_alone and seen is not None
+        known.append((ref(module), seen))
+        owned += [*module._parameters.keys(), *map(id, module._parameters.values())]
+        for name, own in list(module._parameters.items()):
+            if own is None:
+                continue
+            if id(own) not in replacements:
+                full = full_tensor(own)
+                replacements[id(own)] = full if dtype is None else in_dtype(full, dtype)
+            value = replacements[id(own)]
+            if id(own) in computed_in:
+                value = value.to(computed_in[id(own)])
+            if value is not own or renormalized:
+                patch.put(module, name, value.clone() if renormalized else value)
+            if id(own) in names:
+                slots.append((len(known) - 1, name, names[id(own)]))
+            elif value is not own:  # a DTensor
+                parameters_alone = False
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if id(buffer) not in replacements:
+                converted = buffer if dtype is None else in_dtype(buffer, dtype)
+                replacements[id(buffer)] = buffer.clone() if converted is buffer else converted
+            patch.put(module, name, replacements[id(buffer)])
+        if isinstance(module, nn.RNNBase):
+            for name in RNN_WEIGHT_LISTS:  # its forward creates them anew
+                if name in vars(module):
+                    patch.put(module, name, vars(module)[name])
+        norm_policy(patch, module)
+    if not parameters_alone or computed_in:
+        return None
+    return _Slots(tuple(params), known, owned, slots)
+
+
+def _reaches_parameters(given: Sequence[tuple[int, Tensor]]) -> bool:
+    """Whether a backward may reach the model's own parameters, by whose ids others are given."""
+    return not given or any(i == id(x) or x.grad_fn is not None for i, x in given)
+
+
+# What is replaced in modules: the thread that did it, and how often. Two threads that swap the
+# parameters of one model would each find the other's, and one would restore the other's for good.
+_CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
+_CLAIMING = threading.Lock()
+
+
+def _claim_key(key: tuple[int, str], module: nn.Module, name: str) -> None:
+    """Notes that this thread replaces a value, unless another one has replaced it."""
+    this = logical_thread()
+    owner, times = _CLAIMED.get(key, (this, 0))
+    if owner != this:
+        raise UnsupportedError(
+            f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
+            "model, got two; give each thread a copy.deepcopy of it."
+        )
+    _CLAIMED[key] = this, times + 1
+
+
+def _release_key(key: tuple[int, str]) -> None:
+    owner, times = _CLAIMED[key]
+    if times == 1:
+        del _CLAIMED[key]
+    else:
+        _CLAIMED[key] = owner, times - 1
+
+
+@final
+class restore_buffers:  # noqa: N801 a context manager
+    """Collects the modules that run inside, in order, each once, and restores their buffers at the end.
+
+    Modules in training mode run with copies of their buffers: running statistics, and the vectors of
+    spectral norm, are updated by a training step and not by a penalty.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+    def __enter__(self) -> list[nn.Module]:
+        self._seen: set[int] = set()
+        self._copied: set[int] = set()  # modules that have copies
+        self._copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
+        self._scripted: list[tuple[nn.Module, str, Tensor]] = []
+        self._patch, self._thread = ModulePatch(), logical_thread()
+        self._handle = register_module_forward_pre_hook(self._before_forward)
+        return self.modules
+
+    def __exit__(self, *raised: object) -> None:
+        self._handle.remove()
+        self._patch.restore()
+        for module, name, buffer in self._scripted:
+            setattr(module, name, buffer)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
+            return
+        if id(module) in self._seen or logical_thread() != self._thread:
+            return
+        self._seen.add(id(module))
+        self.modules.append(module)
+        attributes = vars(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            # the hooks of its parts are not called
+            for part in module.modules():
+                own = list(part.named_buffers(recurse=False)) if part.training else []
+                for name, buffer in own:
+                    self._scripted.append((part, name, buffer))
+                    setattr(part, name, buffer.clone())
+        elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
+            # Hooks of the parts of a compiled module are not called. A block that is recomputed runs
+            # them with the buffers that it has before.
+            if is_compiled(module) or getattr(module.forward, "recomputes", False):
+                for part in module.modules():
+                    self._copy_buffers(part)
+            else:
+                self._copy_buffers(module)
+        elif attributes["_buffers"]:  # most modules have none
+            self._copy_buffers(module)
+
+    def _copy_buffers(self, module: nn.Module) -> None:
+        if id(module) in self._copied or not module.training:
+            return
+        self._copied.add(id(module))
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                if id(buffer) not in self._copies:
+                    self._copies[id(buffer)] = buffer.clone()
+                self._patch.put(module, name, self._copies[id(buffer)])

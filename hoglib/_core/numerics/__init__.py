@@ -1,0 +1,1 @@
+"""What derivatives are compared with, factorizations, and when two numbers agree."""

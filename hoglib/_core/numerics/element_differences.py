@@ -1,0 +1,202 @@
+"""Central differences element by element, each with an estimate of its own error.
+
+    D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ |D(10 h) - D(h)| + eps |f| / h
+
+This is a layer on `finite_differences`, which has the steps. Each element of f takes the
+step whose estimated error is smallest: a long one where f is smooth, a short one near a kink. Two steps
+may agree by chance, if f oscillates faster than both or is noisy; so the next shorter step enters the
+estimate as well. Where no steps agree the error is large, and nothing is concluded from that element.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hoglib._core.numerics.finite_differences import steps as steps_of
+
+TensorMap = Callable[..., list[Tensor]]
+
+AGREE = 20  # the next shorter slope may be off by this many times its rounding error
+CONCLUSIVE = 0.02  # of the largest derivative in a tensor; with a larger error nothing is concluded
+
+
+class Slope(NamedTuple):
+    """The derivative of a map along one direction of one input."""
+
+    column: int  # index of the input
+    v: Tensor
+    values: list[Tensor]
+    errors: list[Tensor]  # element by element; infinite where the map is not defined
+    floors: list[float]  # smaller errors are rounding, whatever the value
+    grains: list[float]  # the relative spacing of the values: that of their dtype, or of float32
+    kinks: list[Tensor]  # where the slopes to either side differ
+    problem: str = ""  # the message of the map, if it raised
+
+    def size(self, i: int) -> float:
+        """The largest known value of output i."""
+        return max_abs(torch.where(self.errors[i].isfinite(), self.values[i], 0))
+
+    def scale(self, i: int) -> float:
+        """The size of the values of the map, of output i."""
+        return self.floors[i] / (4 * self.grains[i] ** 0.5)
+
+    def known(self, i: int) -> Tensor:
+        """The elements of output i whose error is small enough to conclude from."""
+        return self.errors[i] <= CONCLUSIVE * self.size(i) + self.floors[i]
+
+
+def slope(
+    f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, eps: float | None = None
+) -> Slope:
+    """The derivative along v by input j; eps, if given, is the middle one of three steps."""
+    dtype = x[j].dtype
+    values = [y.detach() for y in f(*x)]
+    steps = steps_of("element", dtype) if eps is None else (10 * eps, eps, eps / 10)
+    ends, problem = _evaluate_both_sides(f, x, j, v, steps)
+    result = _best_slope(values, x, j, v, ends, problem)
+    if eps is None and not all(bool(result.known(i).all()) for i in range(len(values))):
+        more, other = _evaluate_both_sides(f, x, j, v, steps_of("element, more", dtype))
+        result = _best_slope(values, x, j, v, ends | more, problem or other)
+    return result
+
+
+def recheck(f: TensorMap, x: Sequence[Tensor], one: Slope, random: torch.Generator) -> Slope:
+    """The slope, with infinite errors where f is not linear to first order, or oscillates fast.
+
+    At a tie, as in a median or a sort, D(v) + D(w) differs from D(v + w), which may be the only sign. A
+    function that oscillates faster than all steps has another slope at far shorter ones.
+    """
+    w = [random_like(y, random) * element_scales(y) for y in x]
+
+    def along(directions: Sequence[Tensor]) -> Slope:
+        def moved(t: Tensor) -> list[Tensor]:
+            return f(*(y + t.to(y.dtype) * d for y, d in zip(x, directions, strict=True)))
+
+        zero = torch.zeros((), dtype=one.v.dtype, device=one.v.device)
+        return slope(moved, [zero], 0, torch.ones_like(zero))
+
+    other = along(w)
+    both = along([d + one.v if k == one.column else d for k, d in enumerate(w)])
+    short = steps_of("element, short", one.v.dtype)
+    fine = slope(f, x, one.column, one.v, eps=short[1]) if short else one
+    errors = []
+    for i, error in enumerate(one.errors):
+        off = (one.values[i] + other.values[i] - both.values[i]).abs()
+        doubt = other.errors[i] + both.errors[i] + error
+        linear = other.known(i) & both.known(i) & (off <= 2 * doubt + one.floors[i])
+        gap = (fine.values[i] - one.values[i]).abs()
+        linear &= ~(gap > 2 * (fine.errors[i] + error) + one.floors[i])
+        errors.append(torch.where(linear, error, torch.inf))
+    return one._replace(errors=errors)
+
+
+Ends = dict[float, tuple[list[Tensor], list[Tensor]]]  # f(x + h v) and f(x - h v), by h
+
+
+def _evaluate_both_sides(
+    f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, steps: Sequence[float]
+) -> tuple[Ends, str]:
+    """f at both ends of each step, and the message of f if it raised at one of them."""
+    found: Ends = {}
+    problem = ""
+    for h in steps:
+        try:
+            above, below = (f(*x[:j], x[j] + s * v, *x[j + 1 :]) for s in (h, -h))
+            found[h] = ([y.detach() for y in above], [y.detach() for y in below])
+        except Exception as error:  # f may refuse arguments that the user did not pass
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found, problem
+
+
+def _best_slope(
+    values: Sequence[Tensor], x: Sequence[Tensor], j: int, v: Tensor, ends: Ends, problem: str
+) -> Slope:
+    """The slope of each element at the step with the smallest estimated error."""
+    steps = sorted(ends, reverse=True)
+    columns = [_best_of_output(i, y, x[j], ends, steps) for i, y in enumerate(values)]
+    slopes, errors, floors, grains, kinks = zip(*columns, strict=True) if columns else ((),) * 5
+    return Slope(j, v, list(slopes), list(errors), list(floors), list(grains), list(kinks), problem)
+
+
+def _best_of_output(
+    i: int, y: Tensor, x: Tensor, ends: Ends, steps: Sequence[float]
+) -> tuple[Tensor, Tensor, float, float, Tensor]:
+    """The values, errors, floor, grain and kinks of one output, from descending steps."""
+    best = torch.zeros_like(y)
+    error = torch.full_like(best, torch.inf)
+    kinked = torch.zeros_like(best, dtype=torch.bool)
+    eps = _spacing([y, *(end[i] for h in steps for end in ends[h])])
+    size = max(max_abs(y), 1e-3 * max_abs(x))
+    slopes = {h: (ends[h][0][i] - ends[h][1][i]) / (2 * h) for h in steps}
+    # how far the slopes to either side differ: it decreases with the step, except at a kink
+    bends = {h: (ends[h][0][i] - 2 * y + ends[h][1][i]).abs() / h for h in steps}
+    for k, (longer, shorter) in enumerate(pairwise(steps)):
+        near, rounding = slopes[shorter], 4 * eps * size / shorter
+        guess = (slopes[longer] - near).abs() + rounding
+        if k + 2 < len(steps):
+            allowed = AGREE * 4 * eps * size / steps[k + 2]
+            guess = guess + ((slopes[steps[k + 2]] - near).abs() - allowed).clamp(min=0.0)
+        kink = (bends[shorter] > 0.5 * bends[longer]) & (bends[shorter] > 1e-5 * near.abs())
+        kink &= bends[shorter] > 100 * rounding
+        guess = torch.where(kink, guess + bends[shorter], guess)
+        better = guess < error  # False for NaN
+        best = torch.where(better, near, best)
+        error = torch.where(better, guess, error)
+        kinked = torch.where(better, kink, kinked)
+    if bool(kinked.any()):
+        # at a kink some elements may have equal slopes to either side by chance
+        error = error + max_abs(torch.where(kinked, error, 0.0))
+    grain = float(eps.max()) if eps.numel() else torch.finfo(y.dtype).eps
+    return best, error, 4 * grain**0.5 * size, grain, kinked
+
+
+def _spacing(values: Sequence[Tensor]) -> Tensor:
+    """The relative spacing of the values of each element: that of float32 where all of them are numbers
+    of float32.
+
+    A map may round to float32 inside. Its values move in steps then, and the slopes at steps h shorter
+    than these are zero, all of them: they agree, and are wrong. Numbers of few digits say nothing:
+    zeros, small integers, and what cancellation leaves.
+    """
+    dtype = values[0].dtype
+    eps = torch.full_like(values[0], torch.finfo(dtype).eps)
+    if dtype != torch.float64:
+        return eps
+    rounded, short = torch.ones_like(eps, dtype=torch.bool), torch.ones_like(eps, dtype=torch.bool)
+    for y in values:
+        rounded &= y == y.float().double()
+        short &= y == y.bfloat16().double()
+    return torch.where(rounded & ~short, torch.finfo(torch.float32).eps, eps)
+
+
+def directions(x: Tensor, random: torch.Generator, *, full: bool) -> list[Tensor]:
+    """A random direction in which every element moves; with full, one direction for each element."""
+    scale = element_scales(x)
+    if full:
+        eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device).reshape(-1, *x.shape)
+        return [one * scale for one in eye]
+    return [random_like(x, random) * scale]
+
+
+def element_scales(x: Tensor) -> Tensor:
+    """The unit of steps for each element: its size, bounded so that no step is negligible, or longer
+    than the period of a function such as the sine."""
+    size = x.detach().abs()
+    most = max_abs(size) or 1.0
+    return torch.maximum(size.clamp(max=1.0), 1e-4 * size).clamp(min=min(1e-3 * most, 1.0))
+
+
+def random_like(like: Tensor, random: torch.Generator) -> Tensor:
+    """Random numbers of either sign with absolute values in [0.5, 1.5], so that each element counts."""
+    size = 0.5 + torch.rand(like.shape, dtype=torch.float64, generator=random, device="cpu")
+    sign = torch.randint(2, like.shape, generator=random, device="cpu") * 2 - 1
+    return (size * sign).to(like.device, like.dtype)
+
+
+def max_abs(tensor: Tensor) -> float:
+    """The largest absolute value among the finite elements; 0 if there are none."""
+    finite = tensor.detach()[tensor.detach().isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

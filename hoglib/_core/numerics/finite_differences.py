@@ -1,0 +1,143 @@
+"""Central differences: the step table of the library, and directional derivatives of whole vectors.
+
+    D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ O(h^2) + eps |f| / h
+
+Whatever hoglib compares with finite differences takes its steps h from the one table below. A
+derivative of any order is compared with differences of the derivatives one order below it, which
+autograd computes. So the steps depend on the dtype and on what is compared, not on the order.
+
+`element_differences` builds on this module: it chooses a step for each element by itself.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from hoglib._core.substrate.autograd import Vector, fresh_leaves, materialize_grads, vjp
+from hoglib._core.substrate.placement import WHOLE, Placement
+from hoglib._core.torch_api import pytree
+
+Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
+STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
+    # `mode="finite-differences"`. All steps are tried, and the pair that agrees best is taken, so the
+    # range is wide. In units of the root mean square of the parameters, at least 1.
+    "product": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)),
+    # `verify`, where each element takes the step whose estimated error is smallest. In units of the
+    # size of each element. Narrow dtypes need long steps, because rounding grows as eps / h.
+    "element": {
+        torch.float64: (1e-3, 1e-4, 1e-5, 1e-6), torch.float32: (1e-1, 3e-2, 1e-2, 3e-3),
+        torch.float16: (5e-1, 2e-1, 1e-1), torch.bfloat16: (5e-1, 2e-1, 1e-1),
+    },
+    # The same, tried only where the steps above are not conclusive: they cost twice as much again.
+    "element, more": {
+        torch.float64: (1e-2, 1e-7, 1e-8), torch.float32: (1e-3,),
+        torch.float16: (), torch.bfloat16: (),
+    },
+    # The same, where a derivative seems wrong: a function may oscillate faster than all steps above.
+    "element, short": {torch.float64: (1e-7, 1e-8, 1e-9), torch.float32: ()},
+    # The attribution to what a Function saved. Its terms are compared with their sum, coarsely, and
+    # away from kinks: one step is enough.
+    "slot": {torch.float64: (1e-5,), torch.float32: (3e-3,)},
+    # `audit` of whole models, in units of the size of each parameter tensor. They are tried in this
+    # order until a product agrees. The first is right for most models; a model with many ReLUs needs a
+    # shorter one, which crosses no kink, and a loss whose terms cancel a longer one.
+    "route": {torch.float64: (1e-7, 1e-9, 1e-5, 1e-4, 1e-3), torch.float32: (1e-2, 1e-3, 3e-2, 1e-4)},
+}  # fmt: skip
+VectorFunction = Callable[[Vector], Vector]
+T = TypeVar("T")
+
+
+def steps(use: Use, dtype: torch.dtype) -> tuple[float, ...]:
+    """The steps of a use in a dtype; those of float32 in a dtype that the table does not list."""
+    table = STEPS[use]
+    return table.get(dtype, table[torch.float32])
+
+
+def both_sides(function: VectorFunction, x: Vector, v: Vector, h: float) -> tuple[Vector, Vector]:
+    """f(x + h v) and f(x - h v)."""
+    above, below = (function([p + s * d for p, d in zip(x, v, strict=True)]) for s in (h, -h))
+    return above, below
+
+
+def difference_quotient(above: Sequence[Tensor], below: Sequence[Tensor], h: float) -> Vector:
+    """D(h) = (above - below) / 2h."""
+    return [(a - b) / (2 * h) for a, b in zip(above, below, strict=True)]
+
+
+def directional_derivative(
+    function: VectorFunction, leaves: Vector, vector: Vector, placement: Placement = WHOLE
+) -> Vector:
+    """The derivative of a function along a vector, in float64, by Richardson's extrapolation.
+
+        R(h) = (100 D(h / 10) - D(h)) / 99        error ~ O(h^4)
+
+    Of all steps that one is taken at which R and the next R agree best.
+
+    placement: of the leaves and the vector over processes.
+    """
+    if not placement.norm([v.detach() for v in vector]):
+        return [torch.zeros_like(x) for x in function(leaves)]
+    table = steps("product", torch.float64)
+    extrapolated = [
+        [(100 * fine - coarse) / 99 for coarse, fine in zip(*pair, strict=True)]
+        for pair in pairwise(central_differences(function, leaves, vector, table, placement))
+    ]
+    gaps = [distance(*pair) for pair in pairwise(extrapolated)]
+    known = [gap for gap in gaps if gap == gap]
+    return extrapolated[gaps.index(min(known)) + 1] if known else extrapolated[-1]
+
+
+def central_differences(
+    function: VectorFunction,
+    leaves: Vector,
+    vector: Vector,
+    steps: Sequence[float],
+    placement: Placement = WHOLE,
+) -> list[Vector]:
+    """D(h) for several steps along a nonzero vector, all with the current random numbers.
+
+    A step is in units of the root mean square of the leaves, at least 1, over the norm of the vector.
+    """
+    leaves, vector = ([x.detach() for x in parts] for parts in (leaves, vector))
+    count = max(1, placement.size(leaves))
+    size = max(1.0, float(placement.norm(leaves)) / count**0.5)
+    unit = size / float(placement.norm(vector))
+
+    def reproducible(point: Vector) -> Vector:
+        with fixed_random_numbers(leaves):
+            return function(point)
+
+    lengths = [step * unit for step in steps]
+    return [difference_quotient(*both_sides(reproducible, leaves, vector, h), h) for h in lengths]
+
+
+def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
+    """The first gradient of a scalar function of leaves, by ordinary backward."""
+
+    def gradient(leaves: Vector) -> Vector:
+        p = fresh_leaves(leaves, False)
+        value = func(*p)
+        parts = vjp([value], p, [torch.ones_like(value)], "the gradient")
+        return [part.detach() for part in materialize_grads(parts, leaves)]
+
+    return gradient
+
+
+def fixed_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Restores the state of torch's random generators on exit, so that the next run draws the same."""
+    return torch.random.fork_rng(sorted({x.device for x in tensors if x.is_cuda}, key=str))
+
+
+def distance(a: Vector, b: Vector) -> float:
+    """The norm of the difference of two vectors."""
+    return float(pytree.norm([x.detach() - y.detach() for x, y in zip(a, b, strict=True)]))
+
+
+def to_double(tree: T) -> T:
+    """The tree with its tensors of floating-point and complex dtypes in double precision."""
+    return pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)

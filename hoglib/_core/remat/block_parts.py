@@ -1,0 +1,175 @@
+"""The parts of a block, as the attention and the MLP of a transformer's block.
+
+With tangents a block holds twice what its gradient does. Then its parts are recomputed one by one: the
+block keeps their inputs, and what is inside of a part is there while its own gradient is computed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core.messages import closures
+from hoglib._core.runtime.ambient import replaced
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_modes import copy_without_override_check
+
+
+def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules inside that consist of modules themselves, outermost ones.
+
+    One that has all the parameters of the block gives its own parts: it would keep what the block does.
+    """
+    found: list[nn.Module] = []
+    for module in modules:
+        count = sum(1 for _ in module.parameters())
+        for child in module.children():
+            if isinstance(child, torch.jit.ScriptModule) or next(child.children(), None) is None:
+                continue
+            without_forward = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if without_forward or sum(1 for _ in child.parameters()) == count:
+                found += parts_of([child])
+            else:
+                found.append(child)
+    return list({id(part): part for part in found}.values())
+
+
+@contextmanager
+def replaced_forwards(blocks: Sequence[nn.Module], make: Callable[..., Any]) -> Iterator[list[Any]]:
+    """Inside, each block has the forward that `make` makes for it; entering returns these."""
+    forwards = [make(block) for block in blocks]
+    pairs = zip(blocks, forwards, strict=True)
+    with replaced([(vars(block), "forward", forward) for block, forward in pairs]):
+        yield forwards
+
+
+@final
+class PartsWatch:
+    """Sees the parts of a block in one run, and tells which of them can be recomputed alone: those
+    that are functions of their tensor arguments, parameters and buffers, and change none of these."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._parts = parts_of(modules)
+        self._is_recomputable: dict[int, bool] = {}
+
+    def watching(self) -> Any:
+        """Inside, the parts are watched while they run."""
+        return replaced_forwards(self._parts, lambda part: partial(self._run, part, part.forward))
+
+    def recomputable(self) -> list[nn.Module]:
+        """The parts that can be recomputed alone."""
+        return [part for part in self._parts if self._is_recomputable.get(id(part))]
+
+    def _run(self, part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        leaves, structure = pytree.flatten((args, kwargs))
+        state = [*(x for x in leaves if isinstance(x, Tensor)), *part.parameters(), *part.buffers()]
+        versions = [version_of(x) for x in state]
+        # an object among the arguments, as a cache, is changed by a run, or holds what would have no
+        # gradient
+        closed = _is_closed(leaves) and next(_unregistered_state(part), None) is None
+        outputs = forward(*args, **kwargs)
+        same_values = versions == [version_of(x) for x in state]
+        same_structure = pytree.flatten((args, kwargs))[1] == structure
+        unchanged = same_values and same_structure and next(_unregistered_state(part), None) is None
+        recomputable = closed and unchanged and _is_closed(pytree.leaves(outputs))
+        self._is_recomputable[id(part)] = recomputable and self._is_recomputable.get(id(part), True)
+        return outputs
+
+
+def _is_closed(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(x, Tensor) or closures.is_plain(x) for x in leaves)
+
+
+def _unregistered_state(part: nn.Module) -> Iterator[Any]:
+    """What a part holds beside what it registers; its forward is replaced."""
+    return (one for one in closures.unregistered(part) if not one.path.startswith("forward"))
+
+
+def version_of(tensor: Tensor | None) -> int:
+    """How often a tensor was changed in place; inference tensors do not count it."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _torch_callables(*names: str) -> set[Any]:
+    """The functions and methods of torch with these names."""
+    homes = (torch, Tensor, F)
+    return {getattr(home, name) for home in homes for name in names if hasattr(home, name)}
+
+
+# Functions of single elements, whose second derivatives torch computes by several operations, and
+# functions of rows.
+_ELEMENTWISE = _torch_callables(
+    "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
+)
+_BY_ROWS = _torch_callables("softmax", "log_softmax")
+_SLICES, _FEWEST_ELEMENTS = 2, 2**14
+
+
+@final
+class SlicedOperations(TorchFunctionMode):
+    """Inside, activations, softmax and attention run on a few slices of their inputs, one by one.
+
+    For a forward whose gradient is computed with tangents: torch derives the backward of an activation
+    by five or six tensors of its size, which then are of the size of a slice.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ELEMENTWISE or func in _BY_ROWS:
+            return _by_slices(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return _sliced_attention(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:  # so that it sees the attention inside
+                return copy_without_override_check(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _by_slices(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """func on slices of the first dimension that is long enough and is not that of the rows."""
+    row, count = None, input.dim()
+    if func in _BY_ROWS:
+        row = args[0] if args else kwargs.get("dim")
+        sliced = isinstance(row, int) and count > 0
+    else:
+        sliced = not (kwargs.get("inplace") or True in args)
+    # slices of another memory layout would be put together in that of a contiguous tensor
+    if not sliced or input.numel() < _FEWEST_ELEMENTS or not input.is_contiguous():
+        return func(input, *args, **kwargs)
+    others = (d for d, n in enumerate(input.shape) if n >= _SLICES and row not in (d, d - count))
+    dim = next(others, None)
+    if dim is None:
+        return func(input, *args, **kwargs)
+    return torch.cat([func(part, *args, **kwargs) for part in input.chunk(_SLICES, dim)], dim)
+
+
+def _sliced_attention(
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """By samples, the leading dimension. Not with dropout, whose random numbers are in one order."""
+    inputs = (query, key, value)
+    samples = query.shape[0]
+    several = query.dim() > 3 and all(x.dim() > 3 and x.shape[0] == samples for x in inputs)
+    if not several or samples < 2 or dropout_p or query.numel() < _FEWEST_ELEMENTS:
+        return func(*inputs, attn_mask, dropout_p, *args, **kwargs)
+    count = min(_SLICES, samples)
+    masks: Sequence[Tensor | None] = [attn_mask] * count
+    if attn_mask is not None and attn_mask.dim() == query.dim() and attn_mask.shape[0] == samples:
+        masks = attn_mask.chunk(count)
+    slices = zip(*(x.chunk(count) for x in inputs), masks, strict=False)
+    parts = [func(q, k, v, mask, dropout_p, *args, **kwargs) for q, k, v, mask in slices]
+    if query.stride(-3) < query.stride(-2):  # as torch lays it out
+        return torch.cat([y.transpose(-3, -2) for y in parts]).transpose(-3, -2)
+    return torch.cat(parts)

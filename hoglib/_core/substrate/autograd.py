@@ -1,0 +1,461 @@
+"""Gradients that can be differentiated again, wherever the caller stands.
+
+g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
+Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
+"""
+
+import cmath
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core.messages.call_errors import ErrorTranslation
+from hoglib._core.runtime.device_reads import read_late
+from hoglib._core.runtime.source_location import raising_modules, user_line, warn_once
+from hoglib._core.substrate.gradient_graph import (
+    GraphSummary,
+    check_custom_functions,
+    graph_summary,
+    walk,
+)
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_internals import (
+    apply,
+    gradients,
+    made_at,
+    made_by,
+    record_backward_origins,
+    transforms_active,
+)
+from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
+from hoglib._core.torch_api.torch_private import private
+from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError
+
+_foreach_norm = private("torch._foreach_norm")
+
+T = TypeVar("T")
+Vector = list[Tensor]  # one tensor per parameter
+ScalarFunction = Callable[..., Tensor]
+
+
+class Gradient(NamedTuple):
+    """The gradient of a scalar function, with a graph of its own."""
+
+    value: Tensor
+    leaves: Vector  # the arguments that the value was computed from
+    parts: list[Tensor | None]  # None for a leaf that the value does not depend on
+    graph: GraphSummary  # of the value
+
+    @property
+    def has_no_graph(self) -> bool:
+        """Whether nothing of it depends on the leaves, so that the second derivative is zero."""
+        return not any(part is not None and part.requires_grad for part in self.parts)
+
+
+def gradient_with_graph(
+    func: ScalarFunction, leaves: Vector, what: str, create_graph: bool
+) -> Gradient:
+    """The value of func at the leaves and its gradient, which can be differentiated again.
+
+    create_graph: whether derivatives reach the leaves that are passed in, and what they depend on.
+    """
+    with without_stand_ins():
+        p = fresh_leaves(leaves, create_graph)
+    value = func(*p)
+    # func alone runs with the stand-ins, and a backward that needs them: each torch call, also for a
+    # shape, takes a microsecond longer where they are on
+    with without_stand_ins() as suspended:
+        graph = graph_summary(value)
+        check_custom_functions(graph, what)
+        if not create_graph:
+            check_uses_given_params(graph, leaves, what)
+        parts: list[Tensor | None] = [None]
+        if value.requires_grad:
+            stand_ins = suspended.resumed() if graph.needs_stand_ins else nullcontext()
+            with stand_ins, translate_errors(what):
+                parts = gradients([value], p, create_graph=True)
+    if all(part is None for part in parts):
+        raise NoSecondDerivative(
+            "func(params, *args): expected a value that depends on params, got one that does not. "
+            "Look for .detach(), .item(), .data or torch.no_grad() in func, and for a func that uses "
+            "the model's own parameters instead of the params it is given."
+        )
+    return Gradient(value, p, parts, graph)
+
+
+def check_uses_given_params(graph: GraphSummary, leaves: Vector, what: str) -> None:
+    """Refuses a value computed from the leaves themselves besides the copies that func was given."""
+    direct = graph.reached(leaves)
+    if direct:
+        shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
+        raise NoSecondDerivative(
+            f"{what}: expected a func that uses the params it is given, got one that also uses the "
+            f"same tensors (of shape {shapes}) from elsewhere: a part of the derivatives would be "
+            "missing. Look for the model's own parameters in func, model.parameters() or a list of "
+            "weights; take them from params, or detach() what is meant as a constant."
+        )
+
+
+def vjp(
+    outputs: Sequence[Tensor | None],
+    inputs: Vector,
+    cotangents: Vector,
+    what: str,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    graph: GraphSummary | None = None,
+) -> list[Tensor | None]:
+    """The vector-Jacobian product d <outputs, cotangents> / d inputs; None where there is none.
+
+    Outputs that are None or have no graph are constants. graph: of the value whose gradient the outputs
+    are; an error names its custom Functions.
+    """
+    both = zip(outputs, cotangents, strict=True)
+    pairs = [(y, at_even(u)) for y, u in both if y is not None and y.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    with translate_errors(what, graph):
+        values, weights = zip(*pairs, strict=True)
+        keep = retain_graph or create_graph
+        return gradients(values, inputs, weights, retain_graph=keep, create_graph=create_graph)
+
+
+def at_even(u: Tensor) -> Tensor:
+    """The vector; a copy of a slice of pairs with an odd offset, which view_as_complex refuses."""
+    return u.clone() if u.shape[-1:] == (2,) and u.storage_offset() % 2 else u
+
+
+def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
+    """Tensors with the same values to differentiate by: views that are connected to the leaves with
+    create_graph, detached otherwise."""
+    return [
+        x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
+        for x in leaves
+    ]
+
+
+def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
+    """Gradients with zeros for None: what does not depend on a leaf has a derivative of zero."""
+    pairs = zip(parts, like, strict=True)
+    return [torch.zeros_like(x) if part is None else dense(part) for part, x in pairs]
+
+
+def dense(part: Tensor) -> Tensor:
+    """A gradient in the layout of its parameter; that of an embedding may be sparse."""
+    return part if part.layout is torch.strided else part.to_dense()
+
+
+def with_gradients(
+    value: Tensor,
+    grads: Sequence[Tensor],
+    tensors: Sequence[Tensor],
+    no_second_derivative: str = "",
+    *,
+    with_graph: Callable[[], Sequence[Tensor]] | None = None,
+    recompute: Callable[[], Sequence[Tensor]] | None = None,
+) -> Tensor:
+    """The value with gradients computed before: its backward multiplies them by the incoming one.
+
+    with_graph: computes the gradients with a graph of their own, for a backward with
+    create_graph=True. Without it such a backward raises NoSecondDerivative with the text
+    `no_second_derivative`.
+    recompute: computes the gradients again. With it the first backward scales the known ones in place
+    and returns them without a copy, so nothing else may hold them or share their memory.
+    """
+    options = no_second_derivative, with_graph, recompute, list(grads)
+    return apply(_PrecomputedGradients, value, options, *tensors)
+
+
+class _PrecomputedGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, options: Any, *tensors: Tensor) -> Tensor:
+        ctx.no_second_derivative, ctx.with_graph, ctx.recompute, ctx.grads = options
+        # Reading them in backward raises if a step changed them since: the gradients would be stale.
+        ctx.save_for_backward(*tensors)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        _ = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            if ctx.with_graph is None:
+                raise NoSecondDerivative(ctx.no_second_derivative)
+            scaled = [grad * part for part in ctx.with_graph()]
+        elif ctx.recompute is None or transforms_active():
+            scaled = [grad * part for part in ctx.grads or ctx.recompute()]
+        else:
+            scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
+            # a factor of 1 changes nothing; on a device to ask for it would wait
+            if not (grad.device.type == "cpu" and grad.item() == 1):
+                scaled = [part.mul_(grad) for part in scaled]
+        return None, None, *scaled
+
+
+@final
+class grad_enabled:  # noqa: N801 a context manager
+    """Inside, autograd records, also where the caller is in inference mode."""
+
+    def __enter__(self) -> None:
+        # most callers have gradients enabled already, and to enter these modes takes its time
+        self._entered: list[Any] = []
+        if torch.is_inference_mode_enabled():
+            self._entered.append(torch.inference_mode(False))
+        if self._entered or not torch.is_grad_enabled():
+            self._entered.append(torch.enable_grad())
+        for mode in self._entered:
+            mode.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for mode in reversed(self._entered):
+            mode.__exit__(*raised)
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Inside, new tensors can be differentiated by: inference mode becomes no_grad."""
+    return _no_grad_instead() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _no_grad_instead() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def clone_inference_tensors(tree: T) -> T:
+    """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
+    leaves, structure = pytree.flatten(tree)
+    with without_stand_ins():  # which see each of these questions
+        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
+    if not found:
+        return tree
+    for i in found:
+        leaves[i] = leaves[i].clone()
+    return pytree.unflatten(leaves, structure)
+
+
+def without_graph(function: Callable[[], Tensor]) -> Tensor:
+    """The value of a function, without its graph.
+
+    Under no_grad, which takes less memory; with gradients enabled for a function that differentiates
+    inside.
+    """
+    with torch.no_grad():
+        try:
+            return function()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+    with torch.enable_grad():
+        return function().detach()
+
+
+# What torch says of an operation that it cannot differentiate.
+NOT_DIFFERENTIABLE = (
+    "not implemented", "forward AD", "does not currently support double backward",
+    "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
+    "setup_context", "doesn't have storage", "not differentiable with respect to argument",
+    "for sparse tensors", "Sparse division", "expected sparse coordinate tensor layout",
+)  # fmt: skip
+
+
+def no_forward_mode(
+    what: str,
+    error: Exception,
+    instead: str = "Outside of torch.func transforms use the reverse mode.",
+) -> Exception:
+    """What to raise for an error in forward mode: explained, where torch lacks a derivative."""
+    words = (
+        *NOT_DIFFERENTIABLE,
+        "ZeroTensor",
+        "jvp",
+        "autocast",
+        "forward mode AD",
+        "functorch transform",
+        "to not have been used in the graph",  # a derivative that the function takes itself
+        "set a forward gradient",  # of another size or layout
+        "flat_bdims",  # a Function without a jvp, under vmap
+        "view size is not compatible",  # rules that view tangents of any layout
+        "do not have strides",  # sparse layouts, within torch.func
+    )
+    if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
+        return error
+    hint = ""
+    if "ZeroTensor" in str(error):
+        hint = " torch's mse_loss is such an operation: leave stand_ins at True."
+    return UnsupportedError(
+        f"{what}: expected operations that torch can differentiate in forward mode, got an error from "
+        f"one: {str(error).splitlines()[0]}{hint} {instead}"
+    )
+
+
+class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
+    """Raises UnsupportedError where hooks of a module fail that can be turned off.
+
+    Opacus' GradSampleModule has such hooks: they count forward passes on the parameters, which hoglib
+    replaces, and expect one backward for each.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def explain(self, error: Exception) -> None:
+        if isinstance(error, HoglibError):
+            return
+        owner = next(iter(raising_modules(error)), None)
+        if not hasattr(owner, "disable_hooks"):
+            return
+        name = type(owner).__name__
+        raise UnsupportedError(
+            f"{self._what}: expected a model without hooks of one forward and backward pass, got a "
+            f"{name} with hooks that failed: {type(error).__name__}: {str(error).splitlines()[0]}. "
+            f"Call `disable_hooks()` of the {name} before, and `enable_hooks()` after."
+        ) from error
+
+
+@final
+class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
+    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
+    for hooks that fail (see :class:`translate_hook_errors`); NoSecondDerivative where a tensor that a
+    derivative needs was changed in place, with the custom Functions of the graph."""
+
+    def __init__(self, what: str, graph: GraphSummary | None = None) -> None:
+        super().__init__(what)
+        self._graph = graph
+
+    def explain(self, error: Exception) -> None:
+        super().explain(error)
+        if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
+            return
+        if "modified by an inplace operation" in str(error):
+            raise NoSecondDerivative(
+                f"{self._what}: expected tensors that keep the values which derivatives need, got "
+                f"torch's error: {str(error).split(' Hint:')[0]} {self._advice_in_place()}"
+            ) from error
+        if not any(word in str(error) for word in NOT_DIFFERENTIABLE):
+            return
+        sparse = " Of an embedding, sparse=False is one." if "sparse" in str(error) else ""
+        raise UnsupportedError(
+            f"{self._what}: expected operations that torch can differentiate twice, got one that it "
+            f"cannot: {str(error).splitlines()[0]}. Write it by other operations.{sparse} `hoglib env` "
+            "lists those that have a stand-in, which is used with stand_ins=True."
+        ) from error
+
+    def _advice_in_place(self) -> str:
+        found = [] if self._graph is None else self._graph.user_functions
+        names = sorted({entry.function.__qualname__ for entry in found if entry.function})
+        advice = "Look for in-place operations (`x += y`, `x[i] = y`, `x.add_(y)`) in func"
+        if not names:
+            return f"{advice}."
+        return (
+            f"{advice} and in the backward of {', '.join(names)}: one that changes its intermediates "
+            f"cannot be differentiated. `hoglib.verify({names[0]}, inputs)` checks it."
+        )
+
+
+def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
+    """Whether second derivatives are infinite or NaN where the value is finite.
+
+    It passes over the numbers once. On a device the answer may be about an earlier call with the same
+    shapes, so that nothing waits; each call is answered once.
+    """
+    if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
+        return False
+    with without_stand_ins():
+        if value.is_cpu:
+            # the sum of finite numbers may overflow; half the time of a norm
+            finite = all(cmath.isfinite(x.detach().sum().item()) for x in parts) or _finite(parts)
+            return not finite and _finite([value])
+        parts = [x.detach() for x in parts]
+        # one launch for all of them
+        norms = _foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
+        total = value.detach().sum() if value.dim() else value.detach()
+        numbers = torch.stack([total, *(x.to(value.device) for x in norms)])
+        found = read_late((caller, *(x.shape for x in parts)), numbers)
+        # no numbers have arrived yet: nothing is said
+        of_value, *of_parts = [True] if found is None else found.isfinite().tolist()
+        return of_value and not all(of_parts)
+
+
+def warn_if_not_finite(
+    caller: str,
+    value: Tensor,
+    parts: Vector,
+    func: ScalarFunction,
+    leaves: Vector,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Warns of second derivatives that are not finite where the value is, as `warn_of_not_finite`."""
+    if is_not_finite(caller, value, parts):
+        warn_of_not_finite(caller, func, leaves, around)
+
+
+def warn_of_not_finite(
+    caller: str,
+    func: ScalarFunction,
+    leaves: Vector,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    by: Vector | None = None,
+) -> None:
+    """Warns of second derivatives that are not finite, and names the operation that made them, which
+    one more evaluation finds.
+
+    around: the context of that evaluation. by: further leaves that the user's own backward
+    differentiates by. Its cause may lie outside of func: nothing is said where no operation is found.
+    """
+    with around(), suppress(RuntimeError, HoglibError):
+        where = _first_not_finite(func, leaves, by or [])
+        if not where and by is not None:
+            return
+        # on a device the numbers may be those of an earlier call
+        here = "" if leaves[0].device.type == "cpu" else " in this call"
+        where = where or f"an operation whose backward shows none{here}"
+        warn_once(
+            f"{caller}: expected points where func has a derivative of order 2, got some where it is "
+            f"infinite or NaN, first behind {where}. sqrt(x), x**1.5 and 1/x have none at 0: add a "
+            "small constant inside, or move the points. Where the derivative exists, as of prod with "
+            "tiny factors, try `hvp(mode='forward-over-reverse')`."
+        )
+
+
+def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
+    """The operation behind whose first or second derivative something is not finite first; "" if none
+    is. by: leaves of the second derivative besides those of func."""
+    found: list[Any] = []
+    with record_backward_origins():
+        p = fresh_leaves(leaves, False)
+        value = func(*p)
+        note_not_finite([value], found)
+        grads = gradients([value], p, create_graph=True)
+        if not found:
+            note_not_finite(grads, found)
+            outputs = [g for g in grads if g is not None]
+            vjp(outputs, [*p, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
+    if not found:
+        return ""
+    node = found[0]
+    while made_by(node) is not None:
+        node = made_by(node)
+    line = user_line(made_at(node))
+    name = node.name().rstrip("0123456789").removesuffix("Backward")
+    return f"{name} at {line}" if line else name
+
+
+def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
+    """Puts the first node whose later backward makes finite gradients infinite or NaN into `found`."""
+
+    def note(node: Any, by: Any, given: Any) -> None:
+        if not found and _finite(given) and not _finite(by):
+            found.append(node)
+
+    for node, parents in walk(outputs):
+        if parents:
+            node.register_hook(partial(note, node))
+
+
+def _finite(tensors: Sequence[Any]) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors if isinstance(x, Tensor))

@@ -1,0 +1,211 @@
+"""Finds where a function leaves the graph: a mode that sees every torch call of the function.
+
+A call detaches if a floating-point tensor with a graph is passed to it, and its result is a tensor
+without one, or a number. That finds `.detach()` and `.data`, code under `no_grad`, and kernels without
+a derivative, also those of future versions of torch. Not every detached gradient does harm. To find
+out, the mode can repair one: it returns the tensor that was detached, or enables gradients for a call
+that ran without.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.source_location import SourceLine
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.function_watch import Applying, watching_functions
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_internals import watching_constructors
+
+# Calls whose result does not depend on the values of their arguments.
+VALUE_INDEPENDENT = (
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
+    "new_zeros", "new_ones", "new_full", "heaviside",
+)  # fmt: skip
+# Calls that may take only the dtype or shape of a second tensor.
+LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")
+# Calls whose result is no tensor of torch: the method -> what users write.
+ESCAPES = {
+    "item": ".item()", "__float__": "float()", "__complex__": "complex()", "tolist": ".tolist()",
+    "numpy": ".numpy()", "__array__": "NumPy", "__dlpack__": "DLPack", "data_ptr": ".data_ptr()",
+    "untyped_storage": ".untyped_storage()",
+}  # fmt: skip
+INNER = "torch.autograd.grad without create_graph=True"
+# Calls that return the values of a tensor without its graph: the method -> what users write.
+ALIASES = {
+    "data": ".data", "detach": ".detach()", "tensor": "torch.tensor()", "new_tensor": ".new_tensor()",
+    "Variable": "Variable()", "Parameter": "nn.Parameter()",
+}  # fmt: skip
+
+
+@dataclass
+class DetachedGradient:
+    """A place where a function leaves the graph, and how."""
+
+    how: str  # such as ".detach()"
+    # "alias": the values without the graph; "escape": no tensor any more; "off": gradients disabled;
+    # "inner": autograd.grad without create_graph; "backward": .backward(), which accumulates;
+    # "write": in place, unseen by autograd;
+    # "kernel": an operation without a derivative
+    kind: str
+    place: SourceLine | None
+    then: str = ""  # such as ".numpy()", by which the detached tensor left torch
+    module: str = ""  # such as " in Linear", where the watch was asked to record it
+
+    @property
+    def repairable(self) -> bool:
+        """Whether the call can be run so that its result keeps the graph."""
+        return self.kind in ("alias", "off", "inner") and not self.then
+
+    def __str__(self) -> str:
+        then = f", then {self.then}," if self.then else ""
+        place = f" at {self.place}" if self.place else ""
+        return f"{self.how}{then}{place}{self.module}"
+
+
+class DetachmentWatch(TorchFunctionMode):
+    """A mode that collects in `detached` the places where the calls inside it leave the graph.
+
+    repair: (how, place) of those that are repaired. module: describes the module that runs.
+    """
+
+    def __init__(
+        self, repair: Iterable[tuple[str, SourceLine | None]] = (), module: Callable[[], str] = str
+    ) -> None:
+        super().__init__()
+        self._module = module
+        self.applying = Applying()  # calls in the forward of another Function are not seen
+        self._repair = set(repair)
+        self._lost: list[tuple[Tensor, DetachedGradient]] = []
+        # results of .data and .detach() of tensors without a graph
+        self._aliases: list[Tensor] = []
+        self._seen: dict[tuple[str, SourceLine | None], DetachedGradient] = {}
+
+    @contextmanager
+    def outside_functions(self, seen: Callable[..., None] = lambda *_: None) -> Iterator[None]:
+        """Inside, calls are watched, but for those in the forward of a Function; `seen` is called with
+        each Function and its arguments."""
+        with watching_functions(seen) as self.applying, self:
+            yield
+
+    @property
+    def detached(self) -> list[DetachedGradient]:
+        """The places found so far, each once."""
+        return list(self._seen.values())
+
+    def __enter__(self) -> Self:
+        self._constructors = watching_constructors(self.__torch_function__)
+        self._constructors.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._constructors.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.applying:
+            return func(*args, **kwargs)
+        name = name_of_call(func)
+        tensors = pytree.tensors((args, kwargs))
+        has_graph = any(x.requires_grad and is_float(x) for x in tensors)
+        if name == "detach_" and has_graph:
+            found = self._note(".detach_()", "alias")
+            if (found.how, found.place) in self._repair:
+                return args[0]
+            self._lost.append((args[0], found))
+            return func(*args, **kwargs)
+        repaired = func is torch.autograd.grad and self._repair
+        if repaired and (INNER, source_location.torch_call_line()) in self._repair:
+            return func(*args, **(kwargs | {"create_graph": True}))
+        if name == "backward" and func is not Tensor.backward:  # which calls the other one
+            if has_graph and not kwargs.get("create_graph"):
+                self._note("torch.autograd.backward", "backward")
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name in ALIASES and not has_graph and isinstance(result, Tensor):
+            self._aliases.append(result)
+        written = tensors_written(name, args, kwargs) if has_graph else []
+        if any(x is alias for x in written for alias in self._aliases):  # unseen by autograd
+            self._note(f"a write through .data by `{_short_name(func)}`", "write")
+            return result
+        if name in ESCAPES:
+            self._escape(ESCAPES[name], tensors, has_graph)
+        elif has_graph and name not in VALUE_INDEPENDENT and not uses_metadata(name, args):
+            return self._check(func, name, args, kwargs, result)
+        return result
+
+    def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
+        """The result of a call, after noting whether it lost the graph of the arguments."""
+        outputs = [y for y in pytree.leaves(result) if is_float(y)]
+        without = [y for y in outputs if not y.requires_grad or name == "Parameter"]
+        # of torch's fallback for kernels without a derivative
+        raw = [y for y in outputs if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
+        if not without and not raw:
+            return result
+        if name in ALIASES:
+            found = self._note(ALIASES[name], "alias")
+        elif name == "grad" and func is not torch.autograd.grad:  # noted where backward filled it
+            return result
+        elif name == "grad":
+            found = self._note(INNER, "inner")
+        elif not torch.is_grad_enabled():
+            by = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+            found = self._note(f"`{_short_name(func)}` under {by}", "off")
+        else:
+            found = self._note(f"`{_short_name(func)}`, which has no derivative", "kernel")
+        if (found.how, found.place) in self._repair:
+            if name in ALIASES:
+                return args[0]
+            if found.kind == "off":
+                with torch.inference_mode(False), torch.enable_grad():
+                    return func(*args, **kwargs)
+        self._lost += [(y, found) for y in without]
+        return result
+
+    def _escape(self, how: str, tensors: list[Tensor], has_graph: bool) -> None:
+        """Notes that values of a tensor leave torch, which has a graph, or was detached before."""
+        for x in tensors:
+            for lost, found in self._lost:
+                if lost is x:
+                    found.then = how
+                    return
+        if has_graph:
+            self._note(how, "escape")
+
+    def _note(self, how: str, kind: str) -> DetachedGradient:
+        place = source_location.torch_call_line()
+        found = self._seen.get((how, place))
+        if found is None:
+            found = DetachedGradient(how, kind, place, module=self._module())
+            self._seen[how, place] = found
+        return found
+
+
+def tensors_written(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call writes into: `out`, and its first argument if it works in place."""
+    # an operator such as `x += y` comes under the name of its method, `add_`
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return pytree.tensors((kwargs.get("out"), args[:1] if in_place else ()))
+
+
+def name_of_call(func: Any) -> str:
+    """The name by which a user knows a torch callable: `data` for the getter of Tensor.data."""
+    name = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
+
+
+def uses_metadata(name: str, args: Any) -> bool:
+    """Whether only the dtype or shape of the tensor with a graph is used: x.to(y), x.view_as(y)."""
+    return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
+
+
+def _short_name(func: Any) -> str:
+    name = str(getattr(func, "__name__", func)).removeprefix("aten.")
+    return f".{name_of_call(func)}" if name == "__get__" else name

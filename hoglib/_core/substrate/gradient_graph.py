@@ -1,0 +1,177 @@
+"""The graph that a gradient is computed by: one walk answers what hoglib asks of it.
+
+    graph = graph_summary(value)
+    check_custom_functions(graph, "hvp")      # refuses what has no second derivative
+    grads = torch.autograd.grad(value, leaves, create_graph=True)
+
+A summary is made once for a value and passed to all who ask, because a walk takes time for each node.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib._core.runtime.ambient import AMBIENT
+from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.mixed_precision import HALF_DTYPES
+from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.torch_modes import without_stand_ins
+from hoglib.errors import NoSecondDerivative
+
+# torch's next_functions: (node, index of its output), and (None, 0) for an input without a graph
+Parents = tuple[tuple[Any, int], ...]
+
+
+class FunctionNode(NamedTuple):
+    """A node whose backward runs Python, and the custom Function that it belongs to."""
+
+    node: Any
+    function: type[Function] | None  # None for code that torch.compile made
+
+    @property
+    def by_user(self) -> bool:
+        """Whether the Function is neither torch's nor hoglib's."""
+        function = self.function
+        return function is not None and not function.__module__.startswith(("torch.", "hoglib."))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether torch.compile made it, whose backward has no derivative."""
+        return type(self.node).__name__ == "CompiledFunctionBackward"
+
+
+class GraphSummary(NamedTuple):
+    """What tensors were computed from, and by which custom Functions."""
+
+    leaves: dict[int, Tensor]  # those that require grad, by id
+    functions: list[FunctionNode]
+    cpp_functions: set[str]  # the names of those in C++
+
+    @property
+    def user_functions(self) -> list[FunctionNode]:
+        """The nodes of custom Functions that are neither torch's nor hoglib's."""
+        return [entry for entry in self.functions if entry.by_user]
+
+    @property
+    def has_compiled_code(self) -> bool:
+        return any(entry.is_compiled for entry in self.functions)
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether a user's custom Function, or code that torch.compile made, runs in it."""
+        return any(entry.by_user or entry.is_compiled for entry in self.functions)
+
+    @property
+    def needs_stand_ins(self) -> bool:
+        """Whether a backward runs Python that may call a torch function which has a stand-in."""
+        return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
+
+    def backward_modes(self) -> AbstractContextManager[object]:
+        """The context of a backward: without the stand-ins, unless it needs them. Each torch call,
+        also for a shape or a dtype, takes a microsecond longer where they are on."""
+        return nullcontext() if self.needs_stand_ins else without_stand_ins()
+
+    def reached(self, tensors: Iterable[Tensor]) -> list[int]:
+        """The indices of those tensors that are leaves of the graph."""
+        return [i for i, tensor in enumerate(tensors) if id(tensor) in self.leaves]
+
+
+def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) -> GraphSummary:
+    """The leaves and custom Functions in the graphs of tensors, up to those in `since`."""
+    leaves, functions, cpp_functions = {}, [], set()
+    for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
+        if not parents:
+            leaf = _leaf_of(node)
+            if leaf is not None:
+                leaves[id(leaf)] = leaf
+        elif torch_internals.is_custom(node):
+            functions.append(FunctionNode(node, torch_internals.custom_function(node)))
+        elif name := torch_internals.cpp_function(node):
+            cpp_functions.add(name)
+    if cpp_functions and (examiner := AMBIENT.examination.examiner) is not None:
+        examiner.note_cpp(cpp_functions)
+    return GraphSummary(leaves, functions, cpp_functions)
+
+
+def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[tuple[Any, Parents]]:
+    """Each node in the graphs of the tensors among the outputs, with its parents.
+
+    The nodes that `since` were computed by are not visited, nor is anything that is reached through
+    them alone.
+    """
+    pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
+    seen: set[Any] = {None, *[x.grad_fn for x in since]}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parents = node.next_functions
+        yield node, parents
+        for parent, _ in parents:
+            if parent not in seen:
+                pending.append(parent)
+
+
+def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[Tensor]:
+    """The leaves of graphs one by one, for those who need not see all of a large graph."""
+    for node, parents in walk(outputs, since):
+        if not parents and (leaf := _leaf_of(node)) is not None:
+            yield leaf
+
+
+def _leaf_of(node: Any) -> Any:
+    """The tensor at the end of a graph; the end itself for an input of what torch.compile traces, which
+    stands for a tensor outside."""
+    return node if type(node).__name__ == "Error" else getattr(node, "variable", None)
+
+
+def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
+    """The dtypes of half precision that the graphs of the outputs computed in."""
+    found = (dtype for node, _ in walk(outputs) for dtype in torch_internals.output_dtypes(node))
+    return {dtype for dtype in found if dtype in HALF_DTYPES}
+
+
+def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
+    """Whether a value was computed from one of these leaf tensors; ends at the first."""
+    wanted = {id(leaf) for leaf in leaves}
+    return any(id(leaf) in wanted for leaf in leaf_tensors([value]))
+
+
+def graph_bytes(values: Iterable[Tensor]) -> int:
+    """Roughly the memory that graphs hold: the outputs of every operation in them."""
+    return sum(torch_internals.output_bytes(node) for node, _ in walk(values))
+
+
+def check_custom_functions(graph: GraphSummary, what: str) -> None:
+    """Raises NoSecondDerivative for custom Functions whose backward is `@once_differentiable`."""
+    for _, function in graph.user_functions:
+        assert function is not None
+        name = function.__qualname__
+        if torch_internals.is_once_differentiable(function):
+            raise NoSecondDerivative(
+                f"{what}: expected Functions that can be differentiated twice, got {name}, whose "
+                "backward is @once_differentiable: the second derivative through it is zero, without "
+                "an error. Remove the decorator, and compute backward by differentiable torch "
+                f"operations from the saved inputs and outputs; `hoglib.verify({name}, inputs)` "
+                "checks it."
+            )
+
+
+def saved_tensors(node: Any, *, unpack: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The floating-point and complex tensors that the node of a custom Function keeps, by name.
+
+    unpack: also those that saved-tensor hooks keep, for which a checkpoint runs again.
+    """
+    if unpack or not torch_internals.has_saved_by_hooks(node):
+        with suppress(RuntimeError):  # the graph was freed, or a tensor changed: using it raises
+            for k, tensor in enumerate(node.saved_tensors):
+                if is_float(tensor):
+                    yield f"ctx.saved_tensors[{k}]", tensor
+    for name, value in vars(node).items():
+        if is_float(value):
+            yield f"ctx.{name}", value

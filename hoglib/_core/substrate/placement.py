@@ -1,0 +1,541 @@
+"""Parameters that torch.distributed shards (DTensor), as the whole tensors that a loss takes.
+
+Each process r computes the loss f_r of its own batch, and differentiates by its own shards x. With
+weights w_r that add up to one,
+
+    gather(x) = the whole tensors               average(a) = the shards of sum_r w_r a_r
+
+are adjoint to each other, for the inner products  <x, y> = sum over all shards  and
+<a, b> = sum_r w_r <a_r, b_r>  of whole tensors, which differ between processes. As each is the
+derivative of the other, autograd gives derivatives of any order of sum_r w_r f_r.
+"""
+
+import sys
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hoglib._core.substrate.fingerprint import checksum_of_tensors
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_internals import apply
+from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, UnsupportedError
+
+Vector = list[Tensor]
+ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines
+AGREEMENT = (
+    "number of parameters",
+    "number of vectors",
+    "vectors, where they are not sharded,",
+    "parameters, where they are not sharded,",
+)
+INSTEAD = "for anything else pass `p.full_tensor()` of each, or the model before it is sharded"
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether it is a DTensor, without importing the module that defines them."""
+    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
+    return library is not None and isinstance(value, library.DTensor)
+
+
+def full_tensor(value: Any) -> Any:
+    """A DTensor as the whole tensor, without a graph; anything else as it is."""
+    if not is_sharded(value):
+        return value
+    with torch_internals.without_transforms(), torch.no_grad():
+        return value.full_tensor()
+
+
+def refuse_sharded(
+    caller: str, tensors: Iterable[Any], what: str = "params", instead: str = INSTEAD
+) -> None:
+    """Raise for DTensors, in functions that need whole tensors."""
+    if any(map(is_sharded, tensors)):
+        raise UnsupportedError(
+            f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
+            "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp`, `influence` and "
+            f"operators (`@`, eigsh, solve, trace, spectral_density) take them; {instead}."
+        )
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise for FullyShardedDataParallel, whose parameters are parts of flat ones."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
+    for name, module in model.named_modules() if library is not None else ():
+        if isinstance(module, library.FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"{f'model.{name}' if name else 'model'}: expected a module whose parameters have "
+                "their own shapes, got FullyShardedDataParallel (FSDP1), which flattens them; use "
+                "`torch.distributed.fsdp.fully_shard`, or the module before it is wrapped."
+            )
+
+
+class Layout(NamedTuple):
+    """How a tensor is spread over the processes of a mesh."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    plain: bool = False  # every process holds it, as a tensor of its own
+
+    @classmethod
+    def of(cls, tensor: Any) -> "Layout":
+        return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+    def wrap(self, local: Tensor) -> Any:
+        """The DTensor of these shards. Trailing dimensions that the layout lacks are not sharded."""
+        from torch.distributed.tensor import DTensor
+
+        more = local.shape[len(self.shape) :]
+        shape = torch.Size((*self.shape, *more))
+        stride = torch.empty(shape, device="meta").stride() if more else self.stride
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The shard of this process of a tensor that all of them hold, without communication."""
+        from torch.distributed.tensor import DTensor, Replicate
+
+        if self.plain:
+            return whole
+        layout = [Replicate()] * self.mesh.ndim
+        everywhere = DTensor.from_local(whole, self.mesh, layout, run_check=False)
+        return everywhere.redistribute(placements=self.placements).to_local()
+
+    def average(self, value: Tensor, weight: float) -> Tensor:
+        """The shards of the sum over the processes of weight times value."""
+        from torch.distributed.tensor import DTensor, Partial
+
+        value = weight * value.detach()
+        if self.copies() == self.mesh.size():
+            return all_reduce(value, self.mesh)
+        parts = [Partial()] * self.mesh.ndim
+        partial = DTensor.from_local(value.contiguous(), self.mesh, parts, run_check=False)
+        return partial.redistribute(placements=self.placements).to_local()
+
+    def copies(self) -> int:
+        """How many processes of its mesh hold the same shard."""
+        dims = zip(self.mesh.shape, self.placements, strict=True)
+        return prod(size for size, placement in dims if placement.is_replicate())
+
+
+class _Exchange(torch.autograd.Function):
+    """The whole tensor of shards, or the shards of an average over the processes. Each of the two maps
+    is the derivative of the other; both are linear."""
+
+    @staticmethod
+    def forward(value: Tensor, gathers: bool, layout: Layout, weight: float) -> Tensor:
+        if gathers:
+            return layout.wrap(value.detach().contiguous()).full_tensor()
+        return layout.average(value, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.options = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gathers, *options = ctx.options
+        return apply(_Exchange, grad, not gathers, *options), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Exchange, tangent, *ctx.options)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
+        return apply(_Exchange, value.movedim(in_dims[0], -1), *options), -1
+
+
+@final
+@dataclass(frozen=True)
+class Whole:
+    """The placement of tensors that this process holds whole: nothing is communicated.
+
+    It has the methods of :class:`Sharding`, which say what they do where tensors are shared.
+    """
+
+    is_sharded = False
+    weight = 1.0
+
+    def local(self, tensors: Sequence[Tensor]) -> Vector:
+        return list(tensors)
+
+    def local_vector(self, what: str, tensors: Sequence[Tensor]) -> Vector:
+        instead = "make the operator of the parameters as they are sharded"
+        refuse_sharded(what, tensors, "vectors like params,", instead)
+        return list(tensors)
+
+    def wrap(self, shards: Sequence[Tensor]) -> Vector:
+        return list(shards)
+
+    def gather(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
+        return shards
+
+    def gather_named(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        return params
+
+    def defer(self, model: Any, blocks: Sequence[Any]) -> "Placement":
+        return self
+
+    def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
+        return items
+
+    def copy_share(self, index: int) -> float:
+        return 1.0
+
+    def size(self, tensors: Vector) -> int:
+        return pytree.size(tensors)
+
+    def check_agreement(
+        self, caller: str, columns: int, vector: Vector, leaves: Vector, changed: bool = False
+    ) -> bool:
+        return False
+
+    def norm(self, a: Sequence[Tensor]) -> Tensor:
+        return pytree.norm(a)
+
+    def mean_of(self, compute: Callable[[], Tensor]) -> Tensor:
+        return compute()
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def reduce(self, value: Tensor, op: str) -> Tensor:
+        return value
+
+    def translate_errors(self, caller: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+WHOLE = Whole()
+
+
+def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
+    """How tensors are spread over processes, with equal weights."""
+    found: list[Any] = [t for t in tensors if is_sharded(t)]
+    if not found:
+        return WHOLE
+    from torch.distributed.tensor import Replicate
+
+    mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
+    everywhere = tuple(Replicate() for _ in mesh.shape)
+    layouts = tuple(
+        Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
+        for t in tensors
+    )
+    return Sharding(layouts, mesh, 1 / mesh.size(), tuple(names()))
+
+
+@final
+@dataclass(frozen=True)
+class Sharding:
+    """How several tensors are spread over the processes of one mesh.
+
+    Attributes:
+        layouts: That of each tensor; one that is no DTensor is held by every process.
+        weight: w of this process.
+    """
+
+    is_sharded = True
+    layouts: tuple[Layout, ...]
+    mesh: Any
+    weight: float
+    names: tuple[str, ...] = ()  # of the tensors in a module, where they are its parameters
+    deferred: frozenset[int] = frozenset()  # tensors that blocks gather, see `defer`
+    # of these the ones that blocks have gathered for the current loss
+    gathered: set[int] = field(default_factory=set, compare=False)
+    order: list[int] = field(default_factory=list, compare=False)  # in which they were
+
+    def weighted(self, weight: float) -> "Sharding":
+        """The same with another weight of this process."""
+        return replace(self, weight=weight)
+
+    def local(self, tensors: Sequence[Any]) -> Vector:
+        """The shards of this process, without a graph."""
+        return [t.detach().to_local() if is_sharded(t) else t for t in tensors]
+
+    def local_vector(self, what: str, tensors: Sequence[Any]) -> Vector:
+        """The shards of vectors, which have to be spread as the parameters are."""
+        for name, layout, x in zip(self.names, self.layouts, tensors, strict=True):
+            expected = layout.mesh, layout.placements
+            got = (x.device_mesh, x.placements) if is_sharded(x) else None
+            held = not any(p.is_shard() for p in layout.placements)
+            if got != expected and not (got is None and held):
+                raise ArgumentValueError(
+                    f"{what}[{name!r}]: expected a DTensor with the placements of its parameter, "
+                    f"{layout.placements}, got "
+                    + (f"{got[1]}" if got else "a tensor that is not sharded")
+                    + "; `torch.randn_like(p)` makes one, and "
+                    "`torch.distributed.tensor.distribute_tensor(x, p.device_mesh, p.placements)` "
+                    "shards a whole tensor."
+                )
+        return self.local(tensors)
+
+    def wrap(self, shards: Sequence[Tensor]) -> Vector:
+        """DTensors of these shards."""
+        pairs = zip(self.layouts, shards, strict=True)
+        return [x if layout.plain else layout.wrap(x) for layout, x in pairs]
+
+    def gather(self, shards: Sequence[Tensor]) -> Vector:
+        """The whole tensors, differentiable to any order by the shards; of deferred ones the shards."""
+        return [x if i in self.deferred else self.gather_one(i, x) for i, x in enumerate(shards)]
+
+    def gather_named(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`gather` of some of the tensors, by their names in the module."""
+        index = {name: i for i, name in enumerate(self.names)}
+        return {
+            name: x if index[name] in self.deferred else self.gather_one(index[name], x)
+            for name, x in params.items()
+        }
+
+    def gather_one(self, index: int, shard: Tensor) -> Tensor:
+        """A whole tensor, differentiable to any order by its shard."""
+        layout = self.layouts[index]
+        # what a submesh averages over is 1 / copies of the whole mesh
+        weight = self.weight * self.mesh.size() / layout.mesh.size()
+        whole: Tensor = apply(_Exchange, shard, True, layout, weight)
+        self.gathered.add(index)
+        # compared with the loss (`_Mean`): processes whose blocks differ would gather each other's
+        # parameters
+        self.order.append(index)
+        return whole
+
+    def whole_rows(self, index: int, rows: Tensor) -> Tensor:
+        """The whole tensors of shards [k, *shape], without a graph."""
+        layout = self.layouts[index]
+        if layout.plain:
+            return rows
+        return layout.wrap(rows.movedim(0, -1).contiguous()).full_tensor().movedim(-1, 0)
+
+    def add_rows(self, index: int, rows: Tensor) -> Tensor:
+        """The shards of the sum over the processes of whole tensors [k, *shape]."""
+        layout, value = self.layouts[index], rows.movedim(0, -1).contiguous()
+        if layout.mesh == self.mesh:
+            return layout.average(value, 1.0).movedim(-1, 0)
+        return layout.part_of(self.sum(value)).movedim(-1, 0)  # of a part of the mesh
+
+    def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
+        """The items that this process owns: each, the costliest first, goes to the least loaded one."""
+        loads: dict[int, float] = dict.fromkeys(self.mesh.mesh.flatten().tolist(), 0.0)
+        mine = []
+        for i in sorted(range(len(items)), key=lambda i: -costs[i]):
+            owner = min(loads, key=loads.__getitem__)
+            loads[owner] += costs[i]
+            mine += [items[i]] if owner == dist.get_rank() else []
+        return mine
+
+    def defer(self, model: Any, blocks: Sequence[Any]) -> "Sharding":
+        """This sharding, where each block gathers the parameters that it alone uses, when it runs.
+
+        blocks: of `hoglib._core.remat.blocks.rematerialized`.
+        """
+        if not isinstance(model, nn.Module) or not blocks:
+            return self
+        own = dict(model.named_parameters(remove_duplicate=False))
+        index = {id(own[name]): i for i, name in enumerate(self.names) if name in own}
+        users: dict[int, list[Any]] = defaultdict(list)
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if p is not None and id(p) in index:
+                    users[index[id(p)]].append((module, name))
+        deferred: set[int] = set()
+        for block in blocks:
+            parts = {id(part) for part in block.module.modules()}
+            for i, places in users.items():
+                if all(id(module) in parts for module, _ in places):
+                    block.gathers.append((partial(self.gather_one, i), places))
+                    deferred.add(i)
+        return replace(self, deferred=frozenset(deferred), gathered=self.gathered, order=self.order)
+
+    def copy_share(self, index: int) -> float:
+        """What a shard of that tensor counts in a sum over processes: copies count once together."""
+        layout = self.layouts[index]
+        return layout.mesh.size() / (layout.copies() * self.mesh.size())
+
+    def size(self, tensors: Vector) -> int:
+        """The number of elements of the whole tensors."""
+        return sum(layout.shape.numel() for layout in self.layouts)
+
+    def check_agreement(
+        self, caller: str, columns: int, vector: Vector, leaves: Vector, changed: bool = False
+    ) -> bool:
+        """Raise in all processes where what each of them holds whole differs, by one all-reduce.
+
+        Returns whether something has changed in any of them.
+        """
+        numbers = [len(self.layouts), columns, *map(self.checksum_of_whole, (vector, leaves))]
+        return bool(self.check_same(caller, AGREEMENT, numbers, leaves[0].device, float(changed)))
+
+    def checksum_of_whole(self, shards: Vector) -> float:
+        """A number that changes with the tensors that every process holds whole."""
+        pairs = zip(shards, self.layouts, strict=True)
+        held = [x for x, at in pairs if at.copies() == at.mesh.size()]
+        return checksum_of_tensors(held)
+
+    def check_same(
+        self,
+        caller: str,
+        what: Sequence[str],
+        numbers: Sequence[float],
+        device: torch.device,
+        flag: float = 0.0,
+        error: Exception | None = None,
+    ) -> float:
+        """Raise in all processes where a number differs between them; the largest flag of all.
+
+        error: of this process, which it raises then, and all others one that says so.
+        """
+        local = torch.tensor(numbers, dtype=torch.float64, device=device)
+        flags = local.new_tensor([flag, error is not None])
+        # the least of a number is minus the largest of its negative: both in one all-reduce
+        extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
+        if error is not None:
+            raise error
+        if extremes[-1]:
+            raise DistributedError(
+                f"{caller}: expected the same call in all {self.mesh.size()} processes, got an error "
+                "in another one, which has to be fixed there: look at its own output."
+            )
+        most, least = extremes[: len(local)], -extremes[len(local) : -2]
+        differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
+        for wrong, name in zip(differs, what, strict=True):
+            if wrong:
+                raise DistributedError(
+                    f"{caller}: expected the same {name} in all {self.mesh.size()} processes, got "
+                    "different ones. All processes have to make the same call; random numbers need a "
+                    "generator with the same seed in each."
+                )
+        return float(extremes[-2])
+
+    def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+        """<a, b> of shards, in float64, the same in all processes."""
+        total = torch.zeros((), dtype=torch.float64, device=a[0].device)
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            flat = x.detach().reshape(-1).double(), y.detach().reshape(-1).double()
+            total += self.copy_share(i) * torch.dot(*flat)
+        return self.sum(total)
+
+    def norm(self, a: Sequence[Tensor]) -> Tensor:
+        return self.dot(a, a).sqrt()
+
+    def mean_of(self, compute: Callable[[], Tensor]) -> Tensor:
+        """sum_r w_r value_r of what each process computes, differentiable to any order.
+
+        Raises in all processes where one has an error; before it has gathered the parameters of all
+        blocks that do so when they run, the others wait for these, and only the error is raised.
+        """
+        self.gathered.clear()
+        self.order.clear()
+        try:
+            value = compute()
+        except Exception:
+            if self.deferred <= self.gathered:
+                device = self.mesh.device_type
+                failed = [0.0, 1.0, 0.0, 0.0]  # as in `_Mean`
+                self.sum(torch.tensor(failed, dtype=torch.float64, device=device))
+            raise
+        return apply(_Mean, value, self)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over the processes, in place where it is on a device of the mesh."""
+        # NCCL sums on GPUs only
+        return all_reduce(value.to(self.mesh.device_type), self.mesh).to(value.device)
+
+    def translate_errors(self, caller: str) -> AbstractContextManager[None]:
+        """Inside, an error of the communication says what the other processes did."""
+        return translate_distributed_errors(caller)
+
+    def reduce(self, value: Tensor, op: str) -> Tensor:
+        """Another reduction over the processes, in place."""
+        return all_reduce(value, self.mesh, op)
+
+
+Placement = Whole | Sharding
+
+
+# what the backends of torch.distributed say where a process does not take part
+COMMUNICATION = (
+    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
+    "gloo", "NCCL", "ncclUnhandled",
+)  # fmt: skip
+
+
+@contextmanager
+def translate_distributed_errors(caller: str) -> Iterator[None]:
+    """Says of an error of the communication that another process ended, raised or made another call.
+
+    An error ends its process, and what waits for that process then raises within seconds. Where the
+    error is caught, and the process lives, the others wait until the timeout of their group.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
+            raise
+        raise DistributedError(
+            f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
+            "error of its own or made another call: look at the output of the others. "
+            f"(torch says: {str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
+    """The sum, or another reduction, over the processes of a mesh, in place."""
+    everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
+    with translate_distributed_errors("all_reduce"):
+        for group in [None] if everyone else mesh.get_all_groups():
+            # by name: a torch without distributed has no ReduceOp
+            dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
+    return value
+
+
+class _Mean(torch.autograd.Function):
+    """The average of a number, which all processes hold; its derivative is that of each process."""
+
+    @staticmethod
+    def forward(value: Tensor, sharding: Sharding) -> Tensor:
+        wide = sharding.weight * value.detach().reshape(-1).double()
+        # so small that float64 adds up the squares of 2^13 processes without rounding
+        order = float(zlib.crc32(repr(sharding.order).encode()) % 2**20)
+        # the squares of numbers add up to the square of their sum over their count where all are equal
+        sums = sharding.sum(torch.cat([wide, wide.new_tensor([0.0, order, order**2])]))
+        failed, total, squares = sums[-3:].tolist()
+        if failed:
+            raise DistributedError(
+                f"loss: expected one from each of {sharding.mesh.size()} processes, got an error in "
+                "one, which has to be fixed there: look at its own output."
+            )
+        if sharding.mesh.size() * squares != total**2:
+            raise DistributedError(
+                f"loss: expected the same blocks in the same order in all {sharding.mesh.size()} "
+                "processes, which gather their parameters together, got others in one; leave remat "
+                "out, or name blocks that every batch runs, such as a layer with all of its experts."
+            )
+        return sums[:-3].view(value.shape).to(value.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.sharding = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return apply(_Mean, tangent, ctx.sharding)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, sharding: Any) -> Any:
+        return apply(_Mean, value, sharding), in_dims[0]

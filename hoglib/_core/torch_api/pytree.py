@@ -1,0 +1,187 @@
+"""Pytree algebra: parameter dicts, nested containers and single tensors as vectors.
+
+A pytree is any nesting of dicts, lists, tuples and named tuples (or a type registered with torch)
+whose leaves are tensors. A structure goes in, the same structure comes out. Containers of other types
+are left to the pytrees of torch.func.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core.torch_api.torch_private import private
+from hoglib.errors import ArgumentValueError
+
+Tree = Any
+_tree_flatten = private("torch.utils._pytree.tree_flatten")
+_tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path")
+_REGISTERED = private("torch.utils._pytree.SUPPORTED_NODES")
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Any]:
+    """The leaves in order, and the hashable structure that `unflatten` takes."""
+    found: list[Any] = []
+    return found, _flatten(tree, found)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
+    left = iter(leaves)
+    try:
+        tree = _unflatten(structure, left)
+    except StopIteration:
+        text = f"expected a leaf for each place of the tree, got {len(leaves)}."
+        raise ArgumentValueError(text) from None
+    if next(left, _END) is not _END:
+        raise ArgumentValueError(f"expected as many leaves as the tree has, got {len(leaves)}.")
+    return tree
+
+
+def leaves(tree: Tree) -> list[Any]:
+    return flatten(tree)[0]
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """`function` of the leaves of one tree, or of several trees with the same structure."""
+    found, structure = flatten(tree)
+    others = [flatten(other) for other in rest]
+    if any(other != structure for _, other in others):  # dicts in another order; else it raises
+        leaves, structure = _tree_flatten(tree)
+        parts = [leaves, *(structure.flatten_up_to(other) for other in rest)]
+        return structure.unflatten([function(*column) for column in zip(*parts, strict=True)])
+    columns = zip(found, *(leaves for leaves, _ in others), strict=True)
+    return unflatten([function(*column) for column in columns], structure)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """`function` of the tensors among the leaves; other leaves do not change."""
+    return map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def paths(tree: Tree) -> list[str]:
+    """A readable name of each leaf, in the order of `leaves`: `layer1.weight`, `[0].x`, or `` ."""
+    found = _tree_flatten_with_path(tree)[0]
+    return ["".join(map(_path_step, path)).removeprefix(".") for path, _ in found]
+
+
+def add(a: Tree, b: Tree, *, alpha: float = 1.0) -> Tree:
+    """a + alpha b."""
+    return map(lambda x, y: x + alpha * y, a, b)
+
+
+def dot(a: Tree, b: Tree) -> Tensor:
+    """sum over all leaves of conj(a) b: a scalar tensor."""
+    return sum_scalars([(x.conj() * y).sum() for x, y in zip(leaves(a), leaves(b), strict=True)])
+
+
+def norm(tree: Tree) -> Tensor:
+    """Euclidean norm over all leaves: a scalar tensor."""
+    return dot(tree, tree).real.sqrt()
+
+
+def size(tree: Tree) -> int:
+    """The number of elements of all leaves."""
+    return sum(leaf.numel() for leaf in leaves(tree))
+
+
+def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of scalar tensors; zero for an empty sequence."""
+    return torch.stack(list(terms)).sum() if terms else torch.zeros(())
+
+
+def _path_step(key: Any) -> str:
+    name = getattr(key, "key", getattr(key, "name", None))  # of a mapping, and of an attribute
+    return str(key) if name is None else f".{name}"
+
+
+# What torch's own functions do, in a fifth of their time, for the kinds that most trees are made of. A
+# structure is None for a leaf, (kind, keys, parts), or torch's own for another kind of container.
+_PLAIN = {int, float, bool, complex, str, bytes, type(None), Tensor, torch.nn.Parameter}
+_END = object()
+
+
+def _flatten(tree: Tree, found: list[Any]) -> Any:
+    kind = type(tree)
+    if kind in _PLAIN:
+        found.append(tree)
+        return None
+    if kind is dict:
+        if {type(leaf) for leaf in tree.values()} <= _PLAIN:
+            found += tree.values()
+            return dict, tuple(tree), (None,) * len(tree)
+        return dict, tuple(tree), tuple([_flatten(part, found) for part in tree.values()])
+    if kind is tuple or kind is list:
+        return kind, None, tuple([_flatten(part, found) for part in tree])
+    if _is_named(kind):
+        return kind, kind, tuple([_flatten(part, found) for part in tree])
+    parts, structure = _tree_flatten(tree)
+    found += parts
+    return None if len(parts) == 1 and parts[0] is tree else structure
+
+
+def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
+    if structure is None:
+        return next(left)
+    if type(structure) is not tuple:
+        return structure.unflatten([next(left) for _ in range(structure.num_leaves)])
+    kind, keys, parts = structure
+    if kind is dict and parts.count(None) == len(parts):
+        tree = dict(zip(keys, left, strict=False))
+        if len(tree) < len(keys):
+            raise StopIteration
+        return tree
+    values = [_unflatten(part, left) for part in parts]
+    if kind is dict:
+        return dict(zip(keys, values, strict=True))
+    return kind(values) if keys is None else kind(*values)
+
+
+def _is_named(kind: type) -> bool:
+    """Whether it is a class of named tuples without a registration of its own in torch."""
+    return issubclass(kind, tuple) and hasattr(kind, "_fields") and kind not in _REGISTERED
+
+
+def rows(tree: Any, count: int, start: int, end: int) -> Any:
+    """Rows of each tensor whose leading dimension is the number of examples."""
+    return map_tensors(lambda t: t[start:end] if t.dim() and len(t) == count else t, tree)
+
+
+def tensors_in(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in containers and in the attributes of objects, with their names."""
+    if isinstance(value, Tensor):
+        yield name, value
+        return
+    if depth == 0 or isinstance(value, str | bytes | type | nn.Module | torch.dtype | torch.device):
+        return
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
+    elif isinstance(value, tuple | list):
+        parts = [(f"{name}[{i}]", part) for i, part in enumerate(value)]
+    elif hasattr(value, "__dict__"):
+        parts = [(f"{name}.{key}", part) for key, part in vars(value).items()]
+    for where, part in parts:
+        yield from tensors_in(where, part, depth - 1)
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype, if it is of floating point; in the complex one if it is complex."""
+    if not is_float(x):
+        return x
+    return x.to(dtype.to_complex() if x.is_complex() else dtype)
+
+
+def filled(tree: Tree, values: Iterable[Any], kind: Callable[[Any], bool] = is_float) -> Tree:
+    """The tree with other values for its leaves of a kind, in their order."""
+    found, structure = flatten(tree)
+    left = iter(values)
+    return unflatten([next(left) if kind(leaf) else leaf for leaf in found], structure)

@@ -1,0 +1,800 @@
+"""The state of torch that its public API does not show, with `torch_forward_mode`, `torch_sharding` and
+`torch_library`. All private names are bound through the table in `torch_private`.
+
+torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
+differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
+private names. At the end stand the kernels that only private operations reach.
+`tests/core/test_torch_internals.py` notices when a torch release changes any of it.
+"""
+
+import inspect
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial, partialmethod
+from typing import Any, final
+
+import torch
+from torch import Tensor, overrides
+from torch.autograd import Function, forward_ad
+from torch.autograd import function as torch_function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core.runtime import source_location
+from hoglib._core.runtime.ambient import AMBIENT
+from hoglib._core.torch_api import torch_library
+from hoglib._core.torch_api.torch_private import holder, needing, private, refuse, require
+from hoglib.errors import UnsupportedError
+
+# Other parameters and buffers in a module, of which Dynamo traces what happens.
+reparametrize_module = private("torch.nn.utils.stateless._reparametrize_module")
+_parametrize = holder("torch.nn.utils.parametrize._cache")
+_levels = holder("torch.autograd.forward_ad._current_level")
+_interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
+_are_transforms_active = private(
+    "torch._C._are_functorch_transforms_active", lambda: _interpreter_stack() is not None
+)
+_is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor")
+_get_unwrapped = private("torch._C._functorch.get_unwrapped")
+_maybe_get_bdim = private("torch._C._functorch.maybe_get_bdim")
+_unwrap_if_dead = private("torch._C._functorch.unwrap_if_dead")
+_is_legacy_batched = private("torch._C._functorch.is_legacy_batchedtensor")
+_made_functions = private("torch._functorch.autograd_function")  # the module that makes them
+
+
+def exchange_parametrized(tensors: dict[Any, Any]) -> dict[Any, Any]:
+    """Puts other tensors in the place of those that `parametrize.cached()` keeps, which it returns."""
+    before, _parametrize._cache = _parametrize._cache, tensors
+    return before
+
+
+def transforms_active() -> bool:
+    """Whether the caller runs inside a `torch.func` transform."""
+    return bool(_are_transforms_active())
+
+
+def constant_transforms_active() -> bool:
+    """The same, which Dynamo asks while it traces. It is marked as by
+    `torch.compiler.assume_constant_result`, which would import Dynamo."""
+    return transforms_active()
+
+
+constant_transforms_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def transform_kinds() -> list[str]:
+    """The kinds of the active transforms of torch.func, the outermost first: Grad, Jvp, Vmap."""
+    return [level.key().name for level in _interpreter_stack() or ()]
+
+
+def forward_levels() -> int:
+    """How many `torch.func.jvp` transforms are active around the caller."""
+    return transform_kinds().count("Jvp")
+
+
+def innermost_is_forward() -> bool:
+    """Whether the innermost derivative of torch.func around the caller is a `jvp`, not a gradient."""
+    return next((kind for kind in reversed(transform_kinds()) if kind != "Vmap"), "") == "Jvp"
+
+
+def forward_mode_active() -> bool:
+    """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
+    return _levels._current_level >= 0
+
+
+def reverse_mode_active(x: Tensor) -> bool:
+    """Whether a gradient can be taken of what is computed from x, at any level of torch.func."""
+    if "Grad" in transform_kinds() or x.requires_grad:
+        return True
+    inner = beneath(x)
+    return inner is not x and reverse_mode_active(inner)
+
+
+# A context manager: inside, no transform of torch.func is active.
+without_transforms: Callable[[], AbstractContextManager[Any]] = private(
+    "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+)
+
+
+def beneath(tensor: Any) -> Any:
+    """The tensor beneath the outermost wrapper of torch.func; itself where there is none."""
+    return _get_unwrapped(tensor) if _is_wrapped(tensor) else tensor
+
+
+def unwrap(tensor: Any) -> Any:
+    """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
+    while (inner := beneath(tensor)) is not tensor:
+        tensor = inner
+    return tensor
+
+
+def first_sample(x: Any) -> Any:
+    """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
+    while isinstance(x, Tensor) and _is_wrapped(x):
+        dim = _maybe_get_bdim(x)  # -1 where vmap does not map over it
+        x = _get_unwrapped(x)
+        x = x if dim == -1 else x.select(dim, 0)
+    return x
+
+
+def get_data(x: Tensor) -> Tensor:
+    """x.data: a constant of all transforms of torch.func, where it is one of the innermost alone."""
+    return x.detach() if transforms_active() else x.data
+
+
+def set_data(x: Tensor, value: Any) -> None:
+    """x.data = value. Inside torch.func the value is wrapped, even where it is x.data itself, as in
+    `module.to(device)`; torch puts the wrapper into a tensor that outlives it, and the process ends at
+    its next use (pytorch/pytorch#184876)."""
+    own, inner = (unwrap(x), unwrap(value)) if transforms_active() else (x, value)
+    # torch compares tensors of one device and layout only
+    if inner is not value and storage_id(own) == storage_id(inner) and own.is_set_to(inner):
+        return
+    if inner is not value and own is x:
+        if inner.shape != value.shape:
+            raise UnsupportedError(
+                "x.data = y: expected one y for all samples of torch.func.vmap, got one for each. "
+                "Change x outside of the derivative."
+            )
+        value = inner
+    x.data = value
+
+
+def unwrap_kept(func: Any) -> None:
+    """Takes the wrappers of transforms that have ended off the tensors that the modules of a function
+    keep, such as tables that are filled in the first call: torch fails at them in the next one."""
+    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
+    models = [m for m in (getattr(func, "model", func), *cells) if isinstance(m, torch.nn.Module)]
+    for module in [part for model in models for part in model.modules()]:
+        own = vars(module)
+        for held in (own, *(x for x in own.values() if type(x) in (dict, list) and x)):
+            for key, x in held.items() if type(held) is dict else enumerate(held):
+                if type(x) is Tensor and (inner := _unwrap_if_dead(x)) is not x:
+                    held[key] = inner.detach()
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether the innermost level of forward mode differentiates a tensor."""
+    if _levels._current_level < 0 or x.layout is not torch.strided:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    by_func = _is_wrapped(x) and _maybe_get_bdim(x) == -1
+    return x.requires_grad or by_func or has_tangent(x)
+
+
+def outside_transforms(
+    function: type[Function], args: tuple[Any, ...]
+) -> tuple[type[Function], tuple[Any, ...], tuple[bool, ...]]:
+    """An application of a Function as it would be outside of torch.func: the Function that the user
+    wrote, its arguments without wrappers, those of the first sample under vmap, and which of them it is
+    differentiated by."""
+    if transforms_active():
+        require(_made_functions)
+    by = tuple(isinstance(x, Tensor) and _is_differentiated(x) for x in args)
+    while function.__module__.startswith("torch._functorch"):  # made for one level of a transform
+        made_of = inspect.getclosurevars(function.forward).nonlocals
+        if not isinstance(made_of.get("autograd_function"), type):
+            break
+        function, in_dims = made_of["autograd_function"], made_of.get("in_dims")
+        if isinstance(in_dims, tuple) and len(in_dims) == len(args):
+            pairs = zip(args, in_dims, strict=True)
+            args = tuple(x.select(d, 0) if isinstance(d, int) else x for x, d in pairs)
+    return function, tuple(map(first_sample, args)), by
+
+
+def under_vmap(function: type[Function], made: type[Function]) -> bool:
+    """Whether vmap maps over an application of a Function, also if its own rule applies it. made: what
+    torch made of the Function for a transform, or itself."""
+    if made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals:
+        return True
+    own = function.vmap is not Function.vmap
+    rule = getattr(function.vmap, "__code__", None) if own else None
+    frame: Any = sys._getframe(1) if rule is not None else None
+    while frame is not None and frame.f_code is not rule:
+        frame = frame.f_back
+    return frame is not None or "Vmap" in transform_kinds()
+
+
+# Memory
+
+_storage_use_count = private("torch._C._storage_Use_Count")
+_TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number that is the same for tensors that share memory, also beneath wrappers of torch.func."""
+    inner = unwrap(tensor)
+    return int(inner.untyped_storage()._cdata) if inner.layout is torch.strided else id(inner)
+
+
+def is_held_elsewhere(grad: Tensor) -> bool:
+    """Whether a gradient that a pre-hook of a node gets is that of another node, too: autograd hands on
+    the same tensor to both terms of a sum. Views of parts of it, as those of `cat`, are not."""
+    if grad.layout is not torch.strided:
+        return False
+    if not grad._is_view():
+        return bool(grad._use_count() > 2)  # type: ignore[attr-defined]  # this object and the engine
+    storage = grad.untyped_storage()
+    is_whole = grad.numel() * grad.element_size() >= storage.nbytes()
+    # this object of the storage, the view and what it is a view of
+    return is_whole and _storage_use_count(storage._cdata) > 3
+
+
+def is_batched(tensor: Any) -> bool:
+    """Whether a tensor stands for the samples of `torch.autograd.grad(is_grads_batched=True)`, whose
+    vmap is not one of the transforms of torch.func."""
+    return bool(_is_legacy_batched(tensor))
+
+
+def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the type, dtype, device, sizes, strides and requires_grad of these, in C++;
+    False also where only the state of the thread differs (autocast, inference mode)."""
+    return _TensorGuards(
+        *tensors,
+        dynamic_dims_sizes=[list(x.size()) for x in tensors],
+        dynamic_dims_strides=[list(x.stride()) for x in tensors],
+    ).check
+
+
+# The engine, and the backward that runs
+
+_run_backward = private("torch.autograd.graph._engine_run_backward", None)
+_graph_task_id = private("torch._C._current_graph_task_id")
+_running_node = private("torch._C._current_autograd_node")
+_queue_callback = private("torch.autograd.Variable._execution_engine.queue_callback")
+
+
+def apply(function: type[Function], *args: Any) -> Any:
+    """function.apply. Outside of transforms without its search for tensors that have left one, which
+    takes as long as to record the call."""
+    if transforms_active() or torch.compiler.is_compiling():
+        return function.apply(*args)
+    direct: Any = super(Function, function)
+    return direct.apply(*args)
+
+
+def gradients(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    unhandled: bool = False,
+) -> list[Tensor | None]:
+    """torch.autograd.grad, of the sum of the outputs without weights; None for inputs that they do not
+    depend on.
+
+    For plain tensors torch's Python code around the engine is left out. It compares each shape as one
+    of symbols, and takes 25 to 80 us for a small network; the engine compares shapes, too.
+
+    unhandled: no mode handles the call, so that modes see what backward calls.
+    """
+    weights = [torch.ones_like(y) for y in outputs] if weights is None else weights
+    keep = create_graph if retain_graph is None else retain_graph
+    handled = not unhandled and overrides.has_torch_function((*outputs, *inputs))
+    if torch.compiler.is_compiling() or handled or _run_backward is None:
+        found: Any = torch.autograd.grad(
+            outputs, inputs, weights, keep, create_graph, allow_unused=True
+        )
+    else:
+        given = tuple(outputs), tuple(weights), keep, create_graph, tuple(inputs)
+        found = _run_backward(*given, allow_unreachable=True, accumulate_grad=False)
+    return list(found)
+
+
+def running_backward() -> int:
+    """The number of the backward pass of the engine that the caller runs inside, each another; -1 for
+    none."""
+    return int(_graph_task_id())
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
+
+    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
+    step late in the backward, so this waits until what was queued in it has been called.
+    """
+    _queue_callback(lambda: _queue_callback(callback))
+
+
+def running_function() -> type[Function] | None:
+    """The custom Function whose backward is running, if one is."""
+    node = _running_node()
+    return None if node is None else custom_function(node)
+
+
+def record_backward_origins() -> AbstractContextManager[None]:
+    """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
+    notes it."""
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
+
+
+def made_by(node: Any) -> Any:
+    """The node in whose backward a node was made; None for one of a forward."""
+    return node.metadata.get("parent_")
+
+
+def made_at(node: Any) -> list[str]:
+    """The stack that made a node, as `traceback.format_stack` gives it."""
+    return list(node.metadata.get("traceback_", ()))
+
+
+# Nodes of a graph, and the custom Functions that they belong to
+
+
+def is_custom(node: Any) -> bool:
+    """Whether a node of a graph belongs to a custom Function in Python."""
+    return isinstance(node, torch_function.BackwardCFunction)
+
+
+def custom_function(node: Any) -> type[Function] | None:
+    """The custom Function that a node of a graph belongs to, if to one."""
+    if not is_custom(node):
+        return None
+    function: Any = getattr(type(node), "_forward_cls", None) or refuse("Node._forward_cls")
+    while function is not None and function.__module__.startswith("torch._functorch"):
+        # made by torch.func for one level; what it stands for is in the closure of its rules
+        function = inspect.getclosurevars(function.backward).nonlocals.get("autograd_function")
+    return None if function is None else torch_library.as_written(function)[0]
+
+
+def cpp_function(node: Any) -> str:
+    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to, or of the
+    user's own `torch::autograd::Node`; "" for none."""
+    if type(node).__name__ != "CppFunction":  # what has no class of its own in Python
+        return ""
+    name: str = node.name()
+    _, is_function, function = name.partition("CppNode<")
+    if is_function:
+        return function.removesuffix(">")
+    return "" if name.startswith(("torch::", "Foreach")) else name  # torch's own without a class
+
+
+def backward_rule(function: type[Function]) -> Any:
+    """Its backward, under either of the names that torch accepts."""
+    return function.backward if function.vjp is Function.vjp else function.vjp
+
+
+def backward_lines(
+    frames: Iterable[tuple[Any, int]],
+) -> Iterator[tuple[type[Function], source_location.SourceLine]]:
+    """The custom Functions whose backward is among frames, which have its context, and the lines."""
+    for frame, line in frames:
+        first = frame.f_code.co_varnames[:1]
+        function = custom_function(frame.f_locals.get(first[0])) if first else None
+        if function is None:
+            continue
+        file = frame.f_code.co_filename
+        if getattr(inspect.unwrap(backward_rule(function)), "__code__", None) is frame.f_code:
+            yield function, source_location.SourceLine(file, line)
+
+
+def is_once_differentiable(function: type[Function]) -> bool:
+    """Whether backward is decorated with @once_differentiable."""
+    rule = backward_rule(function)
+    made_by = getattr(getattr(rule, "__code__", None), "co_filename", "")
+    return hasattr(rule, "__wrapped__") and made_by == torch_function.__file__
+
+
+def has_forward_mode(function: type[Function]) -> bool:
+    """Whether `torch.func.jvp` can differentiate a custom Function."""
+    return function.jvp is not Function.jvp and function.setup_context is not Function.setup_context
+
+
+def has_saved_by_hooks(node: Any) -> bool:
+    """Whether saved-tensor hooks keep what a custom Function saved."""
+    return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)
+
+
+def output_bytes(node: Any) -> int:
+    """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
+    if not node.next_functions:
+        return 0
+    # the sizes of nested tensors are not in it
+    every = [x for x in node._input_metadata if not x.is_nested_tensor]
+    return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in every)
+
+
+def output_shapes(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of what the operation of a node put out."""
+    return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
+
+
+def output_dtypes(node: Any) -> list[torch.dtype]:
+    """The dtypes of what the operation of a node put out."""
+    return [out.dtype for out in getattr(node, "_input_metadata", ())]
+
+
+# Hooks of saved tensors, and tracers
+
+_top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")
+_checkpoint_hook = private("torch.utils.checkpoint._checkpoint_hook")
+# The custom Function by which a checkpoint of torch 2.11 saves its inputs; None in later releases.
+SAVES_INPUTS = private("torch.utils.checkpoint._NoopSaveInputs", None)
+
+
+def checkpoint_frame() -> Any:
+    """What the innermost non-reentrant checkpoint around the caller keeps to run again, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    hooks = _top_saved_tensors_hooks(True)
+    if hooks is None:
+        return None
+    require(_checkpoint_hook)
+    if not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
+        return None
+    pack: Any = hooks[0]
+    cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
+    return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
+
+
+def packs_saved_tensor() -> bool:
+    """Whether the caller runs in the hook that packs what autograd saves, as that of a checkpoint."""
+    hooks = _top_saved_tensors_hooks(True)
+    frame = None if hooks is None else sys._getframe(1)
+    code: Any = None if hooks is None else getattr(hooks[0], "__code__", None)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Disables the saved-tensor hooks of the caller inside, such as those of a checkpoint."""
+    taken = []
+    while (pair := _top_saved_tensors_hooks(True)) is not None:
+        taken.append(saved_tensors_hooks(*pair))
+        taken[-1].__exit__()  # left here, and entered again
+    try:
+        yield
+    finally:
+        for hooks in reversed(taken):
+            hooks.__enter__()
+
+
+_PROXY = private("torch._C._TorchDispatchModeKey.PROXY")
+_FUNCTIONAL = private("torch._C._TorchDispatchModeKey.FUNCTIONAL")
+_get_dispatch_mode = needing(private("torch._C._get_dispatch_mode"), _PROXY, _FUNCTIONAL)
+
+
+def tracing() -> bool:
+    """Whether torch.compile, torch.export or make_fx is recording the caller."""
+    return (
+        torch.compiler.is_compiling()
+        or _get_dispatch_mode(_PROXY) is not None
+        or _get_dispatch_mode(_FUNCTIONAL) is not None
+    )
+
+
+def fresh_copy(x: Tensor) -> Tensor:
+    """While a graph is traced, a copy; what is computed from it is computed again, where the graph has
+    computed it before, instead of being kept. Otherwise the tensor itself."""
+    return x.clone(memory_format=torch.preserve_format) if tracing() else x
+
+
+# Who watches. What stands in torch's place meanwhile is put there by the first one in any thread,
+# and taken away by the last.
+_CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
+# reentrant: an object that is freed inside may run code that watches too
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
+    """Calls handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
+    `torch.autograd.backward(...)`, which no mode of torch sees. `make` is what they do without it,
+    under their names."""
+    watch = (threading.get_ident(), handle)
+    with _LOCK:
+        if not _CONSTRUCTOR_WATCHES:
+            torch.autograd.backward = partial(_constructed, _BACKWARD)
+            for kind in _CONSTRUCTORS:
+                setattr(kind, "__call__", _constructor)  # noqa: B010
+        _CONSTRUCTOR_WATCHES.append(watch)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _CONSTRUCTOR_WATCHES.remove(watch)
+            if not _CONSTRUCTOR_WATCHES:
+                torch.autograd.backward = _BACKWARD
+                for kind in _CONSTRUCTORS:
+                    delattr(kind, "__call__")
+
+
+def _constructed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `make` makes, through the innermost that watches this thread."""
+    here = threading.get_ident()
+    watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
+    return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
+
+
+def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return type.__call__(cls, *args, **kwargs)
+
+    make.__name__ = cls.__name__
+    return _constructed(make, *args, **kwargs)
+
+
+# `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
+_CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
+_BACKWARD = torch.autograd.backward
+
+
+class watching_scripts:  # noqa: N801 a context manager
+    """Calls `AMBIENT.stand_ins.run_script(script, run)` for scripted code, which no mode of torch sees,
+    inside torch.func, forward mode or a dispatch mode. `run` is the call, one operation at a time: the
+    graphs that torch optimizes, from the second run on, drop tangents without an error."""
+
+    def __enter__(self) -> None:
+        require(_METHOD)
+        with _LOCK:
+            if not _SCRIPT_WATCHES:
+                _FUNCTION.__call__, _METHOD.__call__ = _WATCHED_SCRIPTS
+            _SCRIPT_WATCHES.append(self)
+
+    def __exit__(self, *raised: object) -> None:
+        with _LOCK:
+            _SCRIPT_WATCHES.remove(self)
+            if not _SCRIPT_WATCHES:
+                _FUNCTION.__call__, _METHOD.__call__ = _SCRIPTS
+
+
+def _call_script(script: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    followed = forward_mode_active() or transforms_active() or _dispatch_mode() is not None
+    if AMBIENT.stand_ins is None or not followed:
+        return call(script, *args, **kwargs)
+
+    def run() -> Any:
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            return call(script, *args, **kwargs)
+
+    return AMBIENT.stand_ins.run_script(script, run)
+
+
+_dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
+_FUNCTION: Any = torch.jit.ScriptFunction
+_METHOD: Any = private("torch._C.ScriptMethod")
+_SCRIPTS = (_FUNCTION.__call__, _METHOD.__call__)
+_WATCHED_SCRIPTS = tuple(partialmethod(_call_script, call) for call in _SCRIPTS)
+_SCRIPT_WATCHES: list[watching_scripts] = []
+
+
+_function_mode = private("torch.overrides._get_current_function_mode")
+_push_mode = private("torch.overrides._push_mode")
+_pop_mode = needing(private("torch.overrides._pop_mode"), _push_mode)
+types_handle_calls = private(
+    "torch._C._is_torch_function_enabled"
+)  # not inside of such a type's own
+_function_modes = private("torch.overrides._get_current_function_mode_stack")
+
+
+class SuspendedMode:
+    """Inside, the innermost mode that sees torch's functions is not there, if it is of this class.
+
+    The ops need no stand-ins for what they do themselves, and each call that a mode sees takes several
+    microseconds. A class, for it is entered often: contextlib takes longer than all it does.
+    """
+
+    __slots__ = ("_kind", "_mode")
+
+    def __init__(self, kind: type[TorchFunctionMode]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> "SuspendedMode":
+        self._mode = _pop_mode() if isinstance(_function_mode(), self._kind) else None
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            _push_mode(self._mode)
+
+    def resumed(self) -> AbstractContextManager[object]:
+        """Inside of it, the mode is there again."""
+        return nullcontext() if self._mode is None else self._mode
+
+
+def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
+    """The mode of this class that sees torch's functions now."""
+    return next((mode for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
+
+
+def default_device() -> torch.device | None:
+    """That of tensors that are made here; None outside of modes, of which it is one."""
+    # which takes its time to ask for
+    return None if _function_mode() is None else torch.get_default_device()
+
+
+_included_keys = private("torch._C._dispatch_tls_local_include_set")
+_excluded_keys = private("torch._C._dispatch_tls_local_exclude_set")
+_ForcedKeys = private("torch._C._ForceDispatchKeyGuard")
+without_functions_seen = private("torch._C.DisableTorchFunction")  # by modes; a context manager
+# A context manager: inside, autocast casts nothing, also where a region of it is entered.
+no_autocast: Callable[[], AbstractContextManager[Any]] = private("torch._C._DisableAutocast")
+set_grad_enabled = private("torch._C._set_grad_enabled")  # as modes see it
+_autocast_devices = private("torch._C._autocast_supported_devices")
+_is_any_autocast_enabled = private("torch._C._is_any_autocast_enabled")
+
+
+@final
+class RecordingBelow:
+    """Inside a dispatch mode's handler: autograd records again, as it did where this was made, with no
+    autocast and no saved-tensor hooks; what runs is seen by the dispatch modes beneath."""
+
+    def __init__(self) -> None:
+        self._keys = _included_keys(), _excluded_keys()
+
+    @contextmanager
+    def __call__(self, record: bool) -> Iterator[None]:
+        before = torch.is_grad_enabled()
+        with (
+            _ForcedKeys(*self._keys),
+            without_functions_seen(),
+            no_autocast(),
+            without_saved_tensor_hooks(),
+        ):
+            set_grad_enabled(record)
+            try:
+                yield
+            finally:
+                set_grad_enabled(before)
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """The device types for which autocast is active, and its dtypes."""
+    if not _is_any_autocast_enabled():
+        return ()
+    kinds = filter(torch.is_autocast_enabled, _autocast_devices())
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+# What torch.compile made
+
+# without it torch itself refuses to change the stance there
+_frame_callback = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+
+
+@cache
+def _stances() -> tuple[Any, Any]:
+    """torch's function that sets a stance, and its class of stances, which torch imports late."""
+    set_stance = private("torch._dynamo.eval_frame._set_stance")
+    return set_stance, private("torch._dynamo.eval_frame.DynamoStance")
+
+
+def has_dynamo() -> bool:
+    """Whether anything can have been compiled by torch.compile in this process."""
+    return "torch._dynamo" in sys.modules
+
+
+def is_compiled(func: Any) -> bool:
+    """Whether it is a module that torch.compile made of another one."""
+    return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
+
+
+def has_compiled(module: torch.nn.Module) -> bool:
+    """Whether a part of it was compiled, as a new module or in place."""
+    parts = module.modules()
+    return any(is_compiled(part) or part._compiled_call_impl is not None for part in parts)
+
+
+@final
+class eagerly:  # noqa: N801 a context manager
+    """Inside, what torch.compile made of modules and functions runs as it was before: compiled code has
+    no second derivative, and one with a custom Function a wrong one, without an error.
+
+    torch has one stance for all threads: the first that enters changes it, the last that leaves puts it
+    back. A class, as it stands around each derivative; `torch.compiler.set_stance` takes twice as long.
+    """
+
+    _inside = 0  # of all threads
+    _before: Any = None
+
+    def __init__(self, wanted: bool = True) -> None:
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        # not in what is compiled now
+        wanted = self._wanted and has_dynamo() and not torch.compiler.is_compiling()
+        self._entered = wanted and _frame_callback() in (None, False)
+        if self._entered:
+            with _LOCK:
+                if not eagerly._inside:
+                    set_stance, stance = _stances()
+                    eagerly._before = set_stance(stance("force_eager"))
+                eagerly._inside += 1
+
+    def __exit__(self, *raised: object) -> None:
+        if self._entered:
+            with _LOCK:
+                eagerly._inside -= 1
+                if not eagerly._inside:
+                    _stances()[0](eagerly._before)
+
+
+def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch.compile was given: compiled code has no second derivative."""
+    if is_compiled(func):
+        return uncompiled(func._orig_mod)  # type: ignore[attr-defined]
+    if isinstance(func, torch.nn.Module):
+        return func if func._compiled_call_impl is None else func._call_impl
+    return getattr(func, "_torchdynamo_orig_callable", func)
+
+
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """An operation of the dispatcher by others, as torch decomposes it; None if it does not."""
+    table = private("torch._decomp.decomposition_table")
+    found: Callable[..., Any] | None = table.get(func)
+    if found is None and func._can_decompose():
+        found = func.decompose
+    return found
+
+
+# A context manager: inside, settings of torch.backends can be changed, also where
+# `torch.testing._internal` has forbidden it to the whole process, as tests of others do.
+settable_precisions: Callable[[], AbstractContextManager[Any]] = private(
+    "torch.backends.__allow_nonbracketed_mutation", nullcontext
+)
+
+
+@contextmanager
+def native_kernels() -> Iterator[None]:
+    """Without the kernels of oneDNN and cuDNN.
+
+    `torch.backends.mkldnn.flags` sets TF32 too, by an interface that torch warns of.
+    """
+    backends: Any = torch.backends
+    onednn, cudnn = backends.mkldnn.enabled, backends.cudnn.enabled
+    with settable_precisions():
+        backends.mkldnn.enabled = backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        with settable_precisions():
+            backends.mkldnn.enabled, backends.cudnn.enabled = onednn, cudnn
+
+
+# torch's fused attention for the CPU, [n, h, L, E], of which `F.scaled_dot_product_attention` hides the
+# second output.
+_cpu_attention = private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
+_cpu_attention_backward = private(
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"
+)
+
+
+def cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(Q K^T + B) V and the logarithm of the sums of the softmax, [n, h, L]; zero where a row
+    attends to nothing."""
+    query, key, value = map(_with_dense_rows, (query, key, value))
+    return _cpu_attention(query, key, value, 0.0, causal, attn_mask=bias, scale=1.0)
+
+
+def cpu_attention_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by query, key and value, from the outputs of `cpu_attention`."""
+    given = map(_with_dense_rows, (grad, query, key, value))
+    return _cpu_attention_backward(
+        *given, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
+    )
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """The kernel reads rows without a look at the stride of their elements."""
+    return x if x.stride(-1) == 1 else x.contiguous()

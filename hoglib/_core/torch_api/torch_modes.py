@@ -1,0 +1,130 @@
+"""Which modes the caller runs in: stand-ins, autocast, forward mode, tracing, and checks of values."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core.runtime.ambient import AMBIENT, PlainOperations, inside
+from hoglib._core.torch_api import torch_internals
+
+
+class StandInMode(TorchFunctionMode):
+    """Base of the mode that sends torch calls to their stand-ins, which is in `hoglib.stand_ins`.
+
+    It is here for the packages beneath `hoglib.stand_ins`, which suspend it or enter it again.
+    """
+
+
+def without_stand_ins() -> torch_internals.SuspendedMode:
+    """Inside, the stand-ins are off: an op of hoglib needs none for the torch calls it makes."""
+    return torch_internals.SuspendedMode(StandInMode)
+
+
+class ActiveStandIns:
+    """The mode of `second_order()` that is active where this is made.
+
+    For code that runs later, or inside torch.func, which removes modes while it applies a custom
+    Function.
+    """
+
+    def __init__(self) -> None:
+        self._mode = torch_internals.function_mode(StandInMode)
+
+    @property
+    def active(self) -> bool:
+        """Whether there was one."""
+        return self._mode is not None
+
+    def resume(self) -> AbstractContextManager[object]:
+        """Inside, they are on again."""
+        if self._mode is None or torch_internals.function_mode(StandInMode) is not None:
+            return nullcontext()
+        return self._mode
+
+
+class AutocastState:
+    """Autocast as it is where this is made, for code that runs later."""
+
+    def __init__(self) -> None:
+        self.key = torch_internals.autocasts()  # for comparison
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, autocast is as it was."""
+        on = dict(self.key)
+        with ExitStack() as stack:
+            for kind in {*on, *dict(torch_internals.autocasts())}:
+                dtype = on.get(kind, torch.get_autocast_dtype(kind))
+                stack.enter_context(torch.autocast(kind, dtype, enabled=kind in on))
+            yield
+
+
+class ContiguousDropout(TorchFunctionMode):
+    """Inside, dropout draws in the order of a contiguous input, as it does inside torch.func."""
+
+    # elsewhere the order is that of the input's memory: a run inside of transforms would draw another
+    # mask than one outside
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout) and not kwargs.get("inplace") and args:
+            args = (args[0].contiguous(), *args[1:])
+        return func(*args, **kwargs)
+
+
+@cache
+def copy_without_override_check(func: FunctionType) -> Callable[..., Any]:
+    """A copy of a Python function of torch in which `has_torch_function` returns False, so that a mode
+    that runs it with itself on sees the torch calls it makes."""
+    names = (name for name in func.__globals__ if name.startswith("has_torch_function"))
+    checks = dict.fromkeys(names, lambda *tensors: False)
+    own = {**func.__globals__, **checks}
+    copy = FunctionType(func.__code__, own, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+def reverse_only() -> bool:
+    """Whether no forward-mode derivative can be taken: none is active, and nothing is traced to run
+    under one later."""
+    return not torch_internals.tracing() and not torch_internals.forward_mode_active()
+
+
+def plain_reverse_mode() -> bool:
+    """Whether only autograd's reverse mode is active: no forward mode, no torch.func transform, and
+    nothing that looks at each operation."""
+    return not (torch_internals.transforms_active() or only_plain_operations()) and reverse_only()
+
+
+def value_checks_on() -> bool:
+    """Whether checks may read the values of tensors: not while a graph is captured, where there are
+    none, nor inside `inside(value_checks_off=True)`."""
+    return not (AMBIENT.value_checks_off or torch_internals.tracing())
+
+
+def plain_operations(linear_for: str | None = None) -> inside:
+    """Inside, hoglib's ops run as their references of torch operations, where they have one: for what
+    looks at each operation, and could not look into a custom Function.
+
+    linear_for: the caller, where it needs a backward that is linear in the incoming gradient.
+    """
+    return inside(plain_operations=PlainOperations(linear_for))
+
+
+def only_plain_operations() -> bool:
+    """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces."""
+    # which cannot read a variable of a thread, and takes the references anyway
+    return not torch.compiler.is_dynamo_compiling() and AMBIENT.plain_operations is not None
+
+
+def needs_linear_backward() -> str | None:
+    """The caller of `plain_operations` that needs one; None for none."""
+    if torch.compiler.is_dynamo_compiling() or AMBIENT.plain_operations is None:
+        return None
+    return AMBIENT.plain_operations.linear_for

@@ -1,0 +1,1 @@
+"""Operators known by their products, with sums, eigenvalues, traces and linear systems."""

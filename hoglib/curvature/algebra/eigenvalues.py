@@ -1,0 +1,413 @@
+"""Eigenpairs of symmetric operators by thick-restart Lanczos, the basis on the operator's device."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import hypot, inf, log10
+from operator import add
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from hoglib import errors, plotting
+from hoglib._core.messages import validation
+from hoglib._core.numerics.factorizations import symmetric_eigen
+from hoglib.curvature.algebra.vector_space import Draw, Space, SymmetricMatrix, random_normals
+
+CHEAP = 2**22  # bytes of a basis that cost little beside a product
+MAX_BYTES = 2**24  # bytes of a basis that is enlarged
+RESTARTS_TO_ENLARGE = 16  # restarts after which a larger basis, which costs time, may save products
+COLUMNS_AT_ONCE = 2**16  # entries of each vector that are combined at once
+MIN_RATE = 0.1  # decimal digits of a residual that a product is expected to gain, at least
+REORTHOGONALIZE_BELOW = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
+ROUNDING = 10  # times eps |A|: the error of a product
+IN_RANGE = 1e12  # products with entries above it, or below 1 / it, are divided by a power of two
+TINY = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+Chosen = Callable[[Tensor, int], Tensor]  # the indices of k of ascending values
+ENDS: dict[str, Chosen] = {
+    "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
+    "LA": lambda values, k: torch.arange(len(values) - k, len(values), device="cpu"),
+    "SA": lambda values, k: torch.arange(k, device="cpu"),
+    "BE": lambda values, k: torch.arange(k // 2 - k, k // 2, device="cpu") % len(values),
+    "SM": lambda values, k: values.abs().argsort()[:k],
+}
+
+Apply = Callable[[Tensor], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Eigenvalues in ascending order, and eigenvectors; the pair (values, vectors), with residuals.
+
+    It is unpacked and indexed as that pair, like the result of `scipy.sparse.linalg.eigsh`.
+
+    Attributes:
+        values: [k].
+        vectors: [P, k], of length one; where parameters are DTensors, the part of this process, of
+            which ``A.unravel`` makes DTensors.
+        residuals: [k], |A v - value v|, computed from the vectors themselves.
+        products: Products of A with one vector, without those for the residuals.
+        which: The end of the spectrum that was asked for, as of `LinearOperator.eigsh`.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    products: int
+    which: str
+
+    def __repr__(self) -> str:
+        values = validation.listing([f"{value:.5g}" for value in self.values.tolist()], 10)
+        return (
+            f"Eigenpairs({values}; which={self.which!r}, residuals up to "
+            f"{float(self.residuals.max()):.1g}, {self.products} products)"
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the eigenvalues in descending order, with their residuals.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.eigenpairs(self, ax)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.values, self.vectors))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.values, self.vectors)[index]
+
+
+def eigsh(
+    operator: SymmetricMatrix,
+    k: int,
+    which: str,
+    tol: float | None,
+    max_iter: int | None,
+    block: int,
+    generator: torch.Generator | None,
+    basis_device: torch.device | str | None,
+) -> Eigenpairs:
+    """A v = value v to |A v - value v| <= tol |value|, as `LinearOperator.eigsh` describes it."""
+    size = operator.shape[0]
+    if validation.at_least("k", k, 1) > size:
+        raise errors.ArgumentValueError(
+            f"k: expected at most {size} eigenvalues, the size of A, got {k}; ask for fewer."
+        )
+    validation.choice("which", which, ENDS)
+    validation.at_least("block", block, 1)
+    limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
+    wide, device = torch.promote_types(operator.dtype, torch.float32), operator.device
+    if basis_device is not None:
+        device = _checked_device(basis_device)
+    default = max(TOLERANCES.get(operator.space.precision, 1e-2), TOLERANCES[wide])
+    tol = default if tol is None else validation.number("tol", tol, minimum=0)
+    random = validation.generator(generator) or torch.Generator().manual_seed(0)
+    before, space = operator.count, operator.space
+    if size <= first_look(k, block) and not space.placement.is_sharded:
+        every, columns = symmetric_eigen(operator.to_dense().to(torch.float64))
+        chosen = _select_indices(every.cpu(), k, which).to(every.device)
+        values, rows = every[chosen], columns[:, chosen].T
+    else:
+
+        def draw(count: int) -> Tensor:
+            return random_normals(space, count, random, wide).to(device)
+
+        def apply(rows: Tensor) -> Tensor:
+            return operator.apply(rows.to(operator.device, operator.dtype)).to(device, wide)
+
+        choose = partial(_select_indices, which=which)
+        scaled, unit = in_range(apply, space)
+        values, rows = lanczos(scaled, draw, block, k, choose, tol, limit, space)
+        values = values.to(rows) * unit()
+    values, rows = (part.to(operator.device, operator.dtype) for part in (values, rows))
+    products = operator.count - before
+    scaled, unit = in_range(operator.apply, space)
+    images = scaled(rows)
+    residuals = space.norms(images - (values / unit())[:, None] * rows) * unit()
+    return Eigenpairs(values, rows.T, residuals, products, which)
+
+
+def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], Any]]:
+    """Products with A / s, and s, a power of two that is known after the first product. It is 1 unless
+    squares of entries leave the range of float32, which they do from 1e19 on and below 1e-22."""
+    units: list[Tensor | float] = []
+
+    def scaled(rows: Tensor) -> Tensor:
+        found = apply(rows)
+        if not units:
+            largest = found.abs().max()
+            far = (largest > IN_RANGE) | (largest < 1 / IN_RANGE)
+            # where some processes have parts of the vectors, s would be another one in each
+            far = far & (largest > 0) & largest.isfinite() & (not space.placement.is_sharded)
+            unit = torch.where(far, largest, 1).log2().floor().exp2()
+            # a device is not waited for
+            units.append(float(unit) if found.device.type == "cpu" else unit)
+        return found if type(units[0]) is float and units[0] == 1 else found / units[0]
+
+    return scaled, lambda: units[0] if units else 1.0
+
+
+def _checked_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise errors.ArgumentTypeError(
+            f"basis_device: expected a torch.device or its name, such as 'cpu', got "
+            f"{validation.describe(device)}."
+        ) from error
+
+
+def _select_indices(values: Tensor, k: int, which: str) -> Tensor:
+    """The indices of k of ascending values."""
+    return ENDS[which](values, k).sort().values
+
+
+def first_look(k: int, block: int) -> int:
+    """The number of products after which convergence is checked first."""
+    return max(2 * k + 2, 21, k + 2 * block)
+
+
+def lanczos(
+    apply: Apply,
+    draw: Draw,
+    block: int,
+    k: int,
+    choose: Chosen,
+    tol: float,
+    restarts: int,
+    space: Space,
+) -> tuple[Tensor, Tensor]:
+    """k values, ascending, and unit vectors [k, P], from the Krylov space of `block` vectors.
+
+    They are converged where |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.
+    draw(count) returns random vectors [count, P]: to start with, and where the Krylov space ends.
+    """
+    start = draw(min(block, space.size))
+    size = space.size
+    first = first_look(k, block)
+    bytes_of_row = size * start.element_size()
+    cached, largest = CHEAP // bytes_of_row, MAX_BYTES // bytes_of_row
+    most = min(size, max(first, min(3 * first, cached)))
+    largest = min(size, max(most, 2 * k + 20, min(3 * first, largest)))
+    # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
+    second = first + (first - k) // 2
+    basis = Basis(start, most, draw, space)
+    done = due = looked = 0
+    missing_before = 0.0  # decimal digits of the residuals, at the last look
+    for restart in range(restarts):
+        if restart % RESTARTS_TO_ENLARGE == RESTARTS_TO_ENLARGE - 1 and most < largest:
+            most = min(largest, 2 * most)
+            basis.enlarge(most)
+        full = False
+        while not full:
+            before, done = done, done + len(basis.rest)
+            basis.add_products(apply(basis.rest))
+            full = basis.is_full(most)
+            if full or before < first <= done or done >= max(second, due):
+                basis.read()
+                full = basis.is_full(most)
+                if basis.m < k:
+                    continue
+                theta, S, residuals = basis.ritz()
+                chosen = choose(theta, k)
+                values = theta[chosen]
+                allowed = (tol * values.abs()).clamp(min=max(basis.noise, TINY))
+                ratios = residuals[chosen] / allowed
+                if (largest_ratio := float(ratios.max())) <= 1:
+                    return values, basis.combine(S[:, chosen])
+                # a look takes a tenth of the time of a small network's product: the next is after half
+                # as many products as would do, if they go on as they did since the last one
+                missing = log10(largest_ratio) if 1 < largest_ratio < inf else 0.0
+                gained = missing_before - missing
+                rate = max(MIN_RATE, gained / (done - looked)) if looked else 0.5
+                due = done + max(1, int(missing / (2 * rate)))
+                missing_before, looked = missing, done
+        kept = choose(theta, k + (basis.m - k) // 2)
+        basis.restart(theta[kept], S[:, kept])
+    raise errors.ConvergenceError(
+        f"eigsh: expected {k} eigenvalues, got {int((ratios <= 1).sum())} after {done} products "
+        f"({', '.join(f'{v:.6g}' for v in values[ratios <= 1].tolist())}); raise max_iter or tol, or "
+        "ask for fewer."
+    )
+
+
+@final
+class Basis:
+    """Orthonormal rows V [n, P], the first m of which are multiplied: A v_j = sum of T_ij v_i.
+
+    T is small, in float64 on the CPU; its rows from m on are the components of products outside of the
+    first m vectors, which give the residuals of Ritz vectors. Every product is orthogonalised against
+    all of V, which keeps V orthonormal to rounding.
+    """
+
+    def __init__(self, start: Tensor, most: int, draw: Draw, space: Space) -> None:
+        self._block, self._space, self._size = len(start), space, space.size
+        self.V = start.new_empty(min(most + self._block, self._size), start.shape[1])
+        self.T = torch.zeros(len(self.V), len(self.V), dtype=torch.float64, device="cpu")
+        self.n = self.m = 0
+        self.noise = 0.0  # the rounding error of a product
+        self._draw = draw
+        self._kept = 0  # Ritz vectors of the last restart
+        # a device is not waited for: vectors are appended before their lengths are read
+        self._ahead = self.V.device.type != "cpu"
+        self._unread: list[tuple[int, int, int, Tensor, Tensor]] = []
+        for v in start:
+            self._append_outside(v)
+
+    @property
+    def rest(self) -> Tensor:
+        """The vectors to be multiplied next."""
+        return self.V[self.m : self.n]
+
+    def is_full(self, most: int) -> bool:
+        """Whether there is no room, of `most` vectors, for the products of `rest`."""
+        return self.m + len(self.rest) > most or self.m == self._size
+
+    def add_products(self, products: Tensor) -> None:
+        """Take the products of `rest`, by which the basis grows until it spans the whole space.
+
+        In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
+        against these, at little cost, and then against all.
+        """
+        start = self.m
+        self.m = self.n
+        for j, product in enumerate(products, start=start):
+            n, v = self.n, self._copied_in(product)
+            coupled = j < self._kept + self._block  # with all Ritz vectors of a restart
+            first = 0 if coupled else max(0, j - self._block)
+            parts = [self._subtract(v, first, n), self._subtract(v, 0, n)]
+            parts.append(self._space.norms(v[None]))
+            self._unread.append((j, n, first, v, torch.cat(parts)))
+            if not self._ahead:
+                self.read()
+            elif n < self._size:
+                self._append(v, parts[-1].clamp(min=torch.finfo(v.dtype).tiny))
+
+    def read(self) -> None:
+        """Read the components of the products in V. After one that lies in the span of V, which goes on
+        in a random direction, or has to be orthogonalised again, later products are dropped."""
+        unread, self._unread = self._unread, []
+        numbers = iter(torch.cat([parts for *_, parts in unread]).tolist() if unread else [])
+        precision = torch.finfo(self.V.dtype)
+        for j, n, first, v, _ in unread:
+            few, every = [*islice(numbers, n - first)], [*islice(numbers, n)]
+            length = next(numbers)
+            appended, again = self.n > n, _in_span(length, every)
+            every[first:] = map(add, every[first:], few)
+            if again:
+                if appended:
+                    v.mul_(max(length, precision.tiny))
+                more, length = self._orthogonalize(v, n)
+                every = [*map(add, every, more)]
+            self.m = j + 1
+            self.noise = max(self.noise, ROUNDING * precision.eps * max(length, *map(abs, every)))
+            self.T[:n, j] = torch.tensor(every, dtype=self.T.dtype, device="cpu")
+            if n == self._size:
+                continue
+            inside = length <= self.noise
+            if not inside:
+                self.T[n, j] = length
+                if appended and not again:
+                    continue
+            self.n = n
+            if inside:
+                self._append_outside(self._draw(1)[0])
+                self._ahead = False  # of a matrix of low rank each further product lies in the span
+            else:
+                self._append(v, length)
+            return
+
+    def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
+        theta, S = symmetric_eigen(self.T[: self.m, : self.m])
+        return theta, S, (self.T[self.m : self.n, : self.m] @ S).norm(dim=0)
+
+    def combine(self, S: Tensor) -> Tensor:
+        """S^T V [k, P]."""
+        return S.T.to(self.V) @ self.V[: self.m]
+
+    def enlarge(self, most: int) -> None:
+        """Make room for so many vectors that are multiplied."""
+        V, T = self.V, self.T
+        self.V = V.new_empty(min(most + self._block, self._size), V.shape[1])
+        self.T = T.new_zeros(len(self.V), len(self.V))
+        self.V[: self.n], self.T[: self.n, : self.n] = V[: self.n], T[: self.n, : self.n]
+
+    def restart(self, theta: Tensor, S: Tensor) -> None:
+        """Keep these Ritz vectors, and the vectors to be multiplied next."""
+        kept, n = len(theta), len(theta) + len(self.rest)
+        coupling = self.T[self.m : self.n, : self.m] @ S
+        combine = S.T.to(self.V)
+        for part in self.V.split(COLUMNS_AT_ONCE, dim=1):
+            part[:kept] = combine @ part[: self.m]
+        self.V[kept:n] = self.rest.clone()
+        self.T.zero_()
+        self.T[:kept, :kept] = torch.diag(theta)
+        self.T[kept:n, :kept] = coupling
+        self.m, self.n = kept, n
+
+    def _append(self, v: Tensor, length: Tensor | float) -> None:
+        torch.div(v, length, out=self.V[self.n])
+        self.n += 1
+
+    def _append_outside(self, v: Tensor) -> None:
+        """Append what of a vector is outside of V."""
+        v = self._copied_in(v)
+        self._append(v, self._orthogonalize(v, self.n)[1])
+
+    def _copied_in(self, v: Tensor) -> Tensor:
+        """A copy, where it is appended, if there is room."""
+        return self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
+
+    def _subtract(self, v: Tensor, first: int, n: int) -> Tensor:
+        """Subtract the components of v in V[first:n]; return them."""
+        V = self.V[first:n]
+        components = self._space.gram(V, v)
+        v.addmv_(V.T, components, alpha=-1)  # a third of the time of components @ V
+        return components
+
+    def _orthogonalize(self, v: Tensor, n: int) -> tuple[list[float], float]:
+        """Subtract the components of v in V[:n], again as long as that takes away more than rounding
+        (Daniel, Gragg, Kaufman and Stewart, 1976); return them, and the length of the rest."""
+        total = [0.0] * n
+        for _ in range(3):
+            parts = [self._subtract(v, 0, n), self._space.norms(v[None])]
+            *components, length = torch.cat(parts).tolist()
+            total = [*map(add, total, components)]
+            if not _in_span(length, components):
+                break
+        return total, length
+
+
+def _in_span(length: float, components: list[float]) -> bool:
+    """Whether too little is left of a vector, of which V, orthonormal, had these components."""
+    return not length > REORTHOGONALIZE_BELOW * hypot(length, *components)
+
+
+def to_scipy(operator: Any) -> Any:
+    """`RectangularOperator.to_scipy`."""
+    operator.space.refuse_sharded("to_scipy")
+    linalg = validation.package("scipy.sparse.linalg", "to_scipy", "`pip install scipy`")
+    np = validation.package("numpy", "to_scipy", "`pip install scipy`")
+    own = operator.dtype if operator.dtype in (torch.float32, torch.float64) else torch.float32
+
+    def times(A: Any, V: Any) -> Any:
+        rows = torch.from_numpy(np.ascontiguousarray(np.asarray(V).reshape(len(V), -1).T))
+        return A.apply(rows.to(A.device, A.dtype)).T.to("cpu", own).numpy()
+
+    A, T = partial(times, operator), partial(times, operator.T)
+    # of one vector SciPy reshapes the product
+    products = {"matvec": A, "matmat": A, "rmatvec": T, "rmatmat": T}
+    return linalg.LinearOperator(operator.shape, **products, dtype=str(own).removeprefix("torch."))

@@ -1,0 +1,323 @@
+"""Traces, diagonals, norms and densities of the eigenvalues of operators, estimated from products with
+random vectors; and functions of operators, by Lanczos' method.
+
+`LinearOperator` describes them; generators that are None are torch's global one.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from hoglib import plotting
+from hoglib._core.messages import validation
+from hoglib._core.numerics.factorizations import symmetric_eigen
+from hoglib._core.runtime.device_reads import DeviceRead
+from hoglib.curvature.algebra.eigenvalues import ROUNDING, Apply, in_range
+from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix, random_signs
+from hoglib.errors import ArgumentValueError
+
+AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
+
+
+@validation.short_repr
+class Estimate(NamedTuple):
+    """A mean over random samples.
+
+    Attributes:
+        value: The mean.
+        error: One standard error of it; infinite for a single sample.
+    """
+
+    value: Tensor
+    error: Tensor
+
+    def returned(self, with_error: bool) -> "Estimate | Tensor":
+        """What a caller gets that asks for the error, or for the value alone."""
+        return self if with_error else self.value
+
+
+# (operator, products, generator)
+Estimator = Callable[[SymmetricMatrix, int, Generator | None], Estimate]
+
+
+def hutchinson_trace(A: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
+    """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2."""
+    dots = A.space.dots
+    values = [dots((v, Av))[0] for v, Av in samples_of(A, num_samples, generator)]
+    return mean_of(torch.cat(values))
+
+
+def hutchinson_diagonal(A: SymmetricMatrix, samples: int, generator: Generator | None) -> Estimate:
+    """diag A = E[v * A v]; Var[(v * A v)_i] = sum over j != i of A_ij^2."""
+    total, squares = torch.zeros(2, A.space.length, dtype=A.dtype, device=A.device)
+    products = (p for v, Av in samples_of(A, samples, generator) for p in v * Av)
+    for count, product in enumerate(products, start=1):
+        change = product - total  # Welford's algorithm, which keeps no samples
+        total += change / count
+        squares += change * (product - total)
+    return Estimate(total, (squares / max(count - 1, 1) / count).sqrt())
+
+
+def samples_of(
+    operator: SymmetricMatrix, num_samples: int, generator: Generator | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of signs and their products, some at a time."""
+    validation.at_least("num_samples", num_samples, 1)
+    size = operator.shape[0]
+    at_once = max(1, AT_ONCE // (size * operator.dtype.itemsize))
+    for start in range(0, num_samples, at_once):
+        v = random_signs(operator.space, min(at_once, num_samples - start), generator)
+        yield v, operator.apply(v)
+
+
+def mean_of(values: Tensor) -> Estimate:
+    """The mean over the leading dimension, and its standard error."""
+    mean = values.mean(0)
+    spread = values.std(0) if len(values) > 1 else torch.full_like(mean, torch.inf)
+    return Estimate(mean, spread / len(values) ** 0.5)
+
+
+def exact_estimate(value: Tensor) -> Estimate:
+    return Estimate(value, torch.zeros_like(value))
+
+
+def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
+    """tr A = tr(Q_i^T A Q_i) + E[w_i^T (I - Q_i Q_i^T) A (I - Q_i Q_i^T) w_i], the mean over i.
+
+    With normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others; the
+    second term is scaled to vectors of their mean length.
+    """
+    operator.space.refuse_sharded("xtrace")
+    size = operator.shape[0]
+    random = validation.generator(generator)
+    if validation.at_least("num_samples", num_samples, 4) >= size:
+        return exact_estimate(operator.to_dense().diagonal().sum())
+    count = num_samples // 2
+    wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
+    device = operator.device if random is None else random.device
+    w = torch.randn(count, size, generator=random, dtype=torch.float32, device=device)
+    w = w.to(operator.device, wide)
+    w *= size**0.5 / w.norm(dim=1, keepdim=True)
+    Q, R, Z = _basis_of_products(operator, w)
+    if R is None:
+        return exact_estimate((Q * Z).double().sum().to(operator.dtype))
+    # all that is smaller than a vector is computed in float64 from here on
+    W, R, H = (Q.T @ w.T).double(), R.double(), (Q.T @ Z).double()
+    S = _left_out_directions(R)
+    H = (H + H.T) / 2
+    inside = H.diagonal().sum() - (S * (H @ S)).sum(0)
+    PW = W - S * (S * W).sum(0)  # Q_i^T w_i, in coordinates of Q
+    PR = R - S * (S * R).sum(0)
+    outside = (W * R).sum(0) - 2 * (W * PR).sum(0) + (PW * (H @ PW)).sum(0)
+    found = mean_of(inside + outside * (size - count + 1) / (size - PW.square().sum(0)))
+    return Estimate(*(part.to(operator.dtype) for part in found))
+
+
+def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Q, R and A Q with the products A w^T = Q R of the rows of w and orthonormal columns of Q.
+
+    R is None for a matrix whose rank is below the number of its products; Q then spans its range, on
+    which nothing is left to estimate.
+    """
+    Y = matrix.apply(w.to(matrix.dtype)).to(w.dtype)
+    Q, R = torch.linalg.qr(Y.T)
+    sizes = R.diagonal().abs()
+    if float(sizes.min()) <= w.shape[1] * torch.finfo(w.dtype).eps * float(sizes.max()):
+        U, lengths, _ = torch.linalg.svd(Y.T, full_matrices=False)
+        rank = int((lengths > Y.shape[1] * torch.finfo(Y.dtype).eps * lengths.max()).sum())
+        Q, R = U[:, :rank], None
+    return Q, R, matrix.apply(Q.T.contiguous().to(matrix.dtype)).to(w.dtype).T
+
+
+def _left_out_directions(R: Tensor) -> Tensor:
+    """Unit vectors s_i as columns: Q spans Q_i, the basis of all other products, and Q s_i."""
+    S = torch.linalg.solve_triangular(R.T, torch.eye(len(R), device="cpu").to(R), upper=False)
+    return S / S.norm(dim=0)
+
+
+def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
+    """diag A = diag(Q_i Q_i^T A) + E[w_i * (A - Q_i Q_i^T A) w_i], the mean over i.
+
+    With signs w_i and Q_i an orthonormal basis of the products A w_j of all others.
+    """
+    operator.space.refuse_sharded("xdiag")
+    count = validation.at_least("num_samples", num_samples, 4) // 2
+    if 2 * count >= operator.shape[0]:
+        return exact_estimate(operator.to_dense().diagonal().clone())
+    wide = torch.promote_types(operator.dtype, torch.float32)
+    w = random_signs(operator.space, count, generator).to(wide)
+    Q, R, Z = _basis_of_products(operator, w)
+    if R is None:
+        return exact_estimate((Q * Z).sum(1).to(operator.dtype))
+    S = _left_out_directions(R)
+    left = (Q @ S).T  # Q s_i as rows
+    inside = (Q * Z).sum(1) - left * (Z @ S).T
+    # w_i * Q s_i s_i^T Q^T A w_i, and A w_i = Q R_i
+    outside = w * left * (S * R).sum(0).unsqueeze(1)
+    return Estimate(*(part.to(operator.dtype) for part in mean_of(inside + outside)))
+
+
+TRACES: dict[str, Estimator] = {"hutchinson": hutchinson_trace, "xtrace": xtrace}
+DIAGONALS: dict[str, Estimator] = {"hutchinson": hutchinson_diagonal, "xdiag": xdiag}
+
+
+MOST_POINTS = 100_000
+BASES_AT_ONCE = 2**30  # bytes of the bases of the samples that run at once
+
+
+class SpectralDensity(NamedTuple):
+    """Quadrature nodes and weights of each sample, and their density; float64, on the CPU.
+
+    mean over the eigenvalues of f(eigenvalue) = E[sum over i of weights_i f(nodes_i)]
+
+    Attributes:
+        nodes: [samples, steps], ascending.
+        weights: [samples, steps]; each row sums to 1.
+        grid: [points], where the density is evaluated.
+        density: [points]; its integral is 1.
+        error: [points], one standard error over the samples; infinite for a single one.
+        width: Standard deviation of the Gaussian around each node.
+        products: Products of A with one vector.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    grid: Tensor
+    density: Tensor
+    error: Tensor
+    width: float
+    products: int
+
+    def __repr__(self) -> str:
+        samples, steps = self.nodes.shape
+        low, high = self.nodes.aminmax()
+        return (
+            f"SpectralDensity(from {low:.4g} to {high:.4g}, {samples} samples of {steps} steps, "
+            f"{self.products} products)"
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the density with one standard error.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.density(self, ax)
+
+    def average(self, f: Callable[[Tensor], Tensor]) -> Estimate:
+        """The mean of f over all eigenvalues, tr f(A) / P.
+
+        For a polynomial of a degree below 2 steps each sample is v^T f(A) v exactly, so that all of the
+        error is that of the samples.
+
+        Args:
+            f: A function of a tensor, elementwise.
+        Returns:
+            An `Estimate`: the mean over the samples and one standard error of it.
+        Raises:
+            ArgumentValueError: for a function that is not taken element by element.
+            NonFiniteError: for a function that is not finite at a node.
+        """
+        values = validation.of_eigenvalues(f, self.nodes, self.weights > 0)
+        return mean_of((self.weights * values).sum(1))
+
+
+def spectral_density(
+    operator: SymmetricMatrix,
+    num_samples: int,
+    steps: int,
+    width: float | None,
+    generator: Generator | None,
+) -> SpectralDensity:
+    """density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2), from samples of signs.
+
+    Each takes `steps` of Lanczos, T = V^T A V: nodes are the eigenvalues of T, weights the squared
+    first entries of its eigenvectors. The samples' vectors are multiplied as one block.
+    """
+    size = operator.shape[0]
+    validation.at_least("num_samples", num_samples, 1)
+    steps = min(validation.at_least("steps", steps, 1), size)
+    if width is not None and not validation.number("width", width) > 0:
+        raise ArgumentValueError(
+            f"width: expected a number greater than 0, got {width}; 1% of the range is usual."
+        )
+    before = operator.count
+    wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
+    at_once = max(1, BASES_AT_ONCE // (steps * size * wide.itemsize))
+
+    def apply(rows: Tensor) -> Tensor:
+        return operator.apply(rows.to(operator.dtype)).to(wide)
+
+    def start(count: int) -> Tensor:
+        return random_signs(operator.space, count, generator).to(wide).div_(size**0.5)
+
+    counts = (min(at_once, num_samples - first) for first in range(0, num_samples, at_once))
+    found = [tridiagonal(apply, start(count), steps, operator.space)[0] for count in counts]
+    nodes, vectors = symmetric_eigen(torch.cat(found))
+    return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
+
+
+def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[Tensor, Tensor]:
+    """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
+
+    Where v and its products span a smaller space, the rest of T is zero, and functions of T at v do not
+    depend on it.
+    """
+    samples, size = start.shape
+    apply, unit = in_range(apply, space)
+    V = start.new_zeros(samples, steps, size)
+    T = start.new_zeros(samples, steps, steps)
+    largest = start.new_zeros(samples)
+    active = torch.ones(samples, dtype=torch.bool, device=start.device)
+    waits, last, left = start.device.type == "cpu", None, samples
+    V[:, 0] = start
+    del start  # a caller that has handed it over holds V alone
+    for j in range(steps):
+        if left == samples:
+            w = apply(V[:, j])
+        else:
+            w = V.new_zeros(samples, size)
+            w[active] = apply(V[active, j])
+        basis = V[:, : j + 1]
+        # twice is enough to be orthogonal to rounding (Parlett, The Symmetric Eigenvalue Problem, 1980)
+        for _ in range(2):
+            coefficients = space.gram(basis, w)
+            w = torch.baddbmm(w[:, None], coefficients[:, None], basis, alpha=-1)[:, 0]
+            T[:, j, j] += coefficients[:, j]
+        beta = space.norms(w)
+        largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
+        active = active & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
+        # how many are left: on a device one step late, in which the rest is multiplied as zeros
+        before, last = last, DeviceRead(active.sum())
+        known = last if waits else before
+        left = samples if known is None else int(known.numbers())
+        if j + 1 == steps or not left:
+            break
+        T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
+        torch.div(w, torch.where(active, beta, torch.inf)[:, None], out=V[:, j + 1])
+        del w  # not held beside the next product
+    return (T * unit()).to("cpu", torch.float64), V
+
+
+def _smoothed(nodes: Tensor, weights: Tensor, width: float | None, count: int) -> SpectralDensity:
+    """The density of the nodes, each of which is a Gaussian, on a grid."""
+    present = nodes[weights > torch.finfo(weights.dtype).eps]
+    low, high = float(present.min()), float(present.max())
+    if width is None:
+        # for a multiple of the identity 1% of the eigenvalue; for zero 1% of one
+        width = 0.01 * ((high - low) or abs(high) or 1.0)
+    points = int(min(4 * (high - low) / width + 41, MOST_POINTS))
+    low, high = low - 5 * width, high + 5 * width
+    grid = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
+    densities = []
+    for t, w in zip(nodes, weights, strict=True):
+        z = (grid[:, None] - t) / width
+        densities.append((torch.exp(-z.square() / 2) @ w) / (width * (2 * torch.pi) ** 0.5))
+    density, error = mean_of(torch.stack(densities))
+    return SpectralDensity(nodes, weights, grid, density, error, width, count)

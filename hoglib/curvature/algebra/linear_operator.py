@@ -1,0 +1,1232 @@
+"""Linear operators, known by their products with vectors: symmetric ones, their algebra and algorithms;
+products of any."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from math import inf, isfinite
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    final,
+    overload,
+)
+
+import torch
+from torch import Generator, Tensor
+
+from hoglib import errors
+from hoglib._core.messages import validation
+from hoglib._core.numerics.factorizations import symmetric_eigen
+from hoglib._core.runtime.device_reads import read_late
+from hoglib._core.substrate.autograd import grad_enabled, outside_inference_mode
+from hoglib.capture.within import run_uncompiled, when_compiled
+from hoglib.curvature.algebra import eigenvalues, estimates, linear_systems, vector_space
+from hoglib.curvature.algebra.vector_space import (
+    Blocks,
+    Space,
+    chosen_names,
+    groups_of,
+    random_normals,
+)
+
+Tree = Any
+Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
+Terms = list[tuple[float, "RectangularOperator"]]  # multiples of operators
+Term = TypeVar("Term", "LinearOperator", "RectangularOperator")  # symmetric, or any
+Vector = TypeVar("Vector")  # a vector, or vectors, in one of the forms that an operator takes
+
+
+class SolveOptions(TypedDict, total=False):
+    """The keyword options of `LinearOperator.solve`, for type checkers."""
+
+    damping: float
+    tol: float | None
+    atol: float
+    max_iter: int | None
+    preconditioner: Any
+    x0: Any
+    stagnation_tol: float
+
+
+class TraceOptions(TypedDict, total=False):
+    """The keyword options of `LinearOperator.trace`, for type checkers."""
+
+    method: Literal["hutchinson", "xtrace"]
+    generator: Generator | None
+
+
+class DiagonalOptions(TypedDict, total=False):
+    """The keyword options of `LinearOperator.diagonal`, for type checkers."""
+
+    method: Literal["hutchinson", "xdiag"]
+    generator: Generator | None
+
+
+class RectangularOperator(ABC):
+    r"""A matrix A [M, P] that is known by its products with vectors; it need not be symmetric.
+
+        A @ v        v flat [P] or [P, k], or in the structure of the space of columns (a trailing k
+                     for a block); the product is flat too, or in that of the space of rows
+        A.T          the transpose, whose vectors are those of the rows
+        A + B, A - B, 2 * A, A / 2, -A        operators again
+        A @ B        a product. Where it reads the same transposed, as X @ X.T, X.T @ X and X @ S @ X.T
+                     with a symmetric S, it is a `LinearOperator`, with all algorithms
+
+    Subclasses define the products with vectors as rows, ``_products(rows)`` and
+    ``_transposed_products(rows)``, and `target`, the space of rows.
+
+    Args:
+        space: The vector space that A acts on.
+        progress: Show a bar that counts products (needs tqdm).
+    Example:
+        >>> H = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> S = hog.curvature.LinearOperator.from_dense(torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+        >>> (H @ S).T.to_dense()
+        tensor([[0., 2.],
+                [2., 2.]])
+        >>> (S @ H @ S).to_dense()
+        tensor([[2., 2.],
+                [2., 4.]])
+    """
+
+    def __init__(self, space: Space, progress: bool = False) -> None:
+        self.space = space
+        self.count = 0  # products with one vector so far
+        self._bar = ProgressBar(type(self).__name__, validation.boolean("progress", progress))
+
+    @contextmanager
+    def _algorithm(self, name: str, total: int | None = None, options: Any = ()) -> Iterator[None]:
+        """Inside, an algorithm of that name multiplies, so many times if that is known.
+
+        options: from which the number of messages between processes follows.
+        """
+        if options:
+            self.space.check_same_call(name, *options)
+        with self._bar.over(name, total):
+            yield
+
+    @property
+    def target(self) -> Space:
+        """The vector space of the rows, that of products; of vectors, unless a subclass has another."""
+        return self.space
+
+    @abstractmethod
+    def _products(self, rows: Tensor) -> Tensor:
+        """A times each row of [k, P], as rows."""
+
+    @abstractmethod
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        """A^T times each row of [k, M], as rows."""
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """A times each row; counted, without gradients.
+
+        Args:
+            rows: Vectors [k, P].
+        Returns:
+            The products [k, M].
+        """
+        self.count += len(rows)
+        # autograd saves no tensor of inference mode, which a product may have to
+        with outside_inference_mode(), torch.no_grad():
+            rows = rows.clone() if rows.is_inference() else rows
+            return self._products(rows) if len(rows) else rows.new_empty(0, self.target.length)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, P)."""
+        return self.target.size, self.space.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of flat vectors: the widest of the parameters', or that of `dtype=`."""
+        return self.space.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of vectors."""
+        return self.space.device
+
+    @property
+    def T(self) -> "RectangularOperator":
+        """The transpose."""
+        return product_of(_transpose_chain(_chain_of(self)))
+
+    @when_compiled(run_uncompiled)
+    def __matmul__(self, v: Any) -> Any:
+        if isinstance(v, RectangularOperator):
+            return product_of(_chain_of(self) + _chain_of(v))
+        rows, rebuild = self.space.rows(v)
+        found, target = self.apply(rows), self.target
+        # a symmetric operator gives back the form of v, another one that of the space of its rows
+        if target is self.space:
+            return rebuild(found)
+        block = self.space.is_block(v)
+        if self.space.is_flat(v):
+            return found.T if block else found[0]
+        return target.block(found) if block else target.tree(found[0])
+
+    __array_ufunc__ = None  # a product with what is of numpy is that of the operator
+
+    def __rmatmul__(self, v: Any) -> Any:
+        if isinstance(v, Tensor) and self.T.space.is_block(v):
+            text = f"v @ A: expected one vector, got {validation.describe(v)}; use (A.T @ V.T).T."
+            raise errors.ArgumentTypeError(text)
+        return self.T @ v
+
+    def __add__(self, other: "RectangularOperator") -> "RectangularOperator":
+        if not isinstance(other, RectangularOperator):
+            raise errors.ArgumentTypeError(
+                f"A + B: expected an operator, got {validation.describe(other)}; a multiple of the "
+                "identity is added by A.damped(number), a matrix as `LinearOperator.from_dense`."
+            )
+        if not (self.space.same(other.space) and self.target.same(other.target)):
+            raise errors.ArgumentValueError(
+                "A + B: expected operators on parameters of the same names, shapes and dtypes, got "
+                f"{self.shape} and {other.shape}."
+            )
+        return sum_of((1.0, self), (1.0, other))
+
+    def __radd__(self, other: Any) -> Any:
+        starts_sum = type(other) is int and other == 0  # sum([A, B]) is 0 + A + B
+        return self if starts_sum else self + other
+
+    def __sub__(self, other: "RectangularOperator") -> "RectangularOperator":
+        return self + (-other) if isinstance(other, RectangularOperator) else self + other
+
+    __rsub__ = __add__  # only operators can be added
+
+    def __mul__(self, factor: Any) -> "RectangularOperator":
+        return sum_of((as_number(factor), self))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "RectangularOperator":
+        number = as_number(divisor)
+        if number == 0:
+            raise errors.ArgumentValueError("A / c: expected a number other than 0, got 0.")
+        return self * (1 / number)
+
+    def __rtruediv__(self, other: Any) -> NoReturn:
+        text = f"c / A: expected a number for A, got {validation.describe(self)}; use `A.solve(b)`."
+        raise errors.ArgumentTypeError(text)
+
+    def __neg__(self) -> "RectangularOperator":
+        # not self * -1, for which Kronecker factors would need their eigenvectors
+        return sum_of((-1.0, self))
+
+    def matvec(self, v: Any) -> Any:
+        """A @ v, by the name that SciPy has for it.
+
+        Args:
+            v: A vector or a block.
+        Returns:
+            The product.
+        """
+        return self @ v
+
+    def to_dense(self) -> Tensor:
+        """The matrix [M, P], by one product a column, or a row where these are fewer."""
+        self.space.refuse_sharded("to_dense")
+        by_rows = self.shape[0] < self.shape[1]
+        A = self.T if by_rows else self
+        eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
+        with self._algorithm("to_dense", len(eye)):
+            found = A.apply(eye)
+        return found if by_rows else found.T
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors of the operator's own
+        dtype, float32 for half precision; needs SciPy.
+
+        Returns:
+            The SciPy operator.
+        """
+        return eigenvalues.to_scipy(self)
+
+    def _refuse_algorithm(self, name: str) -> Any:
+        if name.startswith("_") or name not in vars(LinearOperator):
+            return object.__getattribute__(self, name)  # of a property: its own error
+        raise errors.UnsupportedError(
+            f"{type(self).__name__}.{name}: expected a symmetric operator, got one [{self.shape[0]}, "
+            f"{self.shape[1]}] that is not known to be; A @ A.T, A.T @ A and A @ S @ A.T are."
+        )
+
+    if not TYPE_CHECKING:  # a checker reports an attribute that no class has
+        __getattr__ = _refuse_algorithm
+
+    def _refuse_not_finite(
+        self, rows: Tensor, total: Tensor, space: Space, finite: str, alone: bool = True
+    ) -> None:
+        """Raise for products, vectors of a space, that are not finite where the rows are.
+
+        finite: What is finite there, in words. alone: whether no other process has a part.
+        """
+        if total.device.type == "cpu" or not alone:  # others raise, too
+            where = space.first_not_finite(total)
+            bad = where and space.true_in_all(bool(rows.isfinite().all()))
+        else:
+            # both numbers in one copy, which the next product reads: none waits for the device
+            sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
+            now = read_late((type(self), total.shape), sizes)
+            bad = now is not None and isfinite(now[0]) and not isfinite(now[1])
+            where = (bad and space.first_not_finite(total)) or "an earlier product"
+        if bad:
+            raise errors.NonFiniteError(
+                f"{type(self).__name__} @ v: expected finite products, got NaN or infinity in {where}, "
+                f"where {finite} finite; look for a square root, norm or logarithm at zero."
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.shape[0]} x {self.shape[1]}, {self.dtype})"
+
+
+class LinearOperator(RectangularOperator):
+    r"""A symmetric matrix A [P, P] that is known by its products with vectors.
+
+        A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
+                     the product has the form of v
+        A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again, symmetric ones if B is
+
+    `from_matvec` and `from_dense` make one of what you have. Subclasses define the product with vectors
+    as rows, ``_products(rows)``.
+
+    Args:
+        space: The vector space that A acts on, that of some parameters.
+        progress: Show a bar that counts products (needs tqdm).
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
+        >>> (A + A.damped(1.0)) @ torch.tensor([1.0, 2.0])
+        tensor([ 5., 10.])
+    """
+
+    @staticmethod
+    def from_matvec(
+        matvec: Callable[[Tree], Tree],
+        like: Tree,
+        *,
+        matmat: Callable[[Tree], Tree] | None = None,
+        check_symmetric: bool = True,
+    ) -> "LinearOperator":
+        r"""The symmetric matrix of a function v -> A v, for all algorithms.
+
+        At the first use v^T A w = w^T A v is checked with two random vectors, with A v by matvec and
+        A w by matmat, if there is one.
+
+        Args:
+            matvec: The product, in the form of like; it may differentiate.
+            like: A tensor, or a pytree of tensors, that vectors have the structure, the shapes, the
+                dtypes and the device of, for instance params.
+            matmat: The products of a block of k vectors at once, in the same form with a trailing k.
+            check_symmetric: Whether to compare at the first use.
+        Returns:
+            The operator.
+        Raises:
+            ArgumentTypeError, ArgumentValueError: for what is no function or no tensor, and at the
+                first use for products of another form, and for a matrix that is not symmetric.
+            NonFiniteError: for products that are NaN or infinite.
+        Example:
+            >>> A = hog.curvature.LinearOperator.from_matvec(lambda v: 3 * v, torch.ones(4))
+            >>> A.solve(torch.ones(4))
+            tensor([0.3333, 0.3333, 0.3333, 0.3333])
+        """
+        validation.function("matvec", matvec)
+        validation.function("matmat", matmat or matvec)
+        validation.boolean("check_symmetric", check_symmetric)
+        space = Space(like, of="like")
+        space.refuse_sharded("from_matvec")
+
+        def products(rows: Tensor) -> Tensor:
+            with grad_enabled():
+                if matmat is not None and len(rows) > 1:
+                    return space.rows(matmat(space.block(rows)), "matmat(V)")[0]
+                # copies, which the function may change
+                every = (matvec(space.tree(row.clone())) for row in rows)
+                return torch.cat([space.rows(Av, "matvec(v)")[0] for Av in every])
+
+        return GivenOperator(space, products, check_symmetric)
+
+    @staticmethod
+    def from_dense(matrix: Tensor, like: Tree = None) -> "LinearOperator":
+        r"""A symmetric matrix that exists as a whole, for all algorithms.
+
+        Args:
+            matrix: A [P, P]. It is not copied.
+            like: As of `from_matvec`. Default: flat vectors [P].
+        Returns:
+            The operator.
+        Raises:
+            ArgumentTypeError, ArgumentValueError: for a matrix that is not square, symmetric and
+                finite, or not of the size, the dtype and the device of like.
+        Example:
+            >>> A = hog.curvature.LinearOperator.from_dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
+            >>> A.eigsh(2).values
+            tensor([1., 3.])
+        """
+        A = validation.real("matrix", matrix).detach()
+        space = Space(A.new_zeros(A.shape[:1]) if like is None else like, of="like")
+        P, found = space.size, (A.shape, A.dtype, A.device)
+        if found != ((P, P), space.dtype, space.device):
+            raise errors.ArgumentValueError(
+                f"matrix: expected [{P}, {P}], {space.dtype} on {space.device}, as of like, got "
+                f"{list(A.shape)}, {A.dtype} on {A.device}."
+            )
+        off, size = float((A - A.T).abs().max()), float(A.abs().max())
+        # the bound for random vectors, as a matrix may be computed in TF32
+        if not off <= vector_space.BOUNDS[A.dtype][0] * size:
+            raise errors.ArgumentValueError(
+                "matrix: expected a finite, symmetric one, got entries that differ from those of its "
+                f"transpose by {off:.1g}, of {size:.1g} at most; (matrix + matrix.T) / 2 is symmetric."
+            )
+        return GivenOperator(space, lambda rows: rows @ A, False)
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return self._products(rows)
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, whose structure vectors have."""
+        return self.space.params
+
+    @property
+    def T(self) -> "LinearOperator":
+        """The transpose: itself, because it is symmetric."""
+        return self
+
+    if TYPE_CHECKING:  # what products, and `sum_of`, return for symmetric operators
+
+        @overload
+        def __matmul__(self, v: RectangularOperator) -> RectangularOperator: ...
+        @overload
+        def __matmul__(self, v: Vector) -> Vector: ...
+        def __matmul__(self, v: Any) -> Any: ...
+        @overload
+        def matvec(self, v: RectangularOperator) -> RectangularOperator: ...
+        @overload
+        def matvec(self, v: Vector) -> Vector: ...
+        def matvec(self, v: Any) -> Any: ...
+        def __add__(self, other: Term) -> Term: ...
+        def __radd__(self, other: Any) -> "LinearOperator": ...
+        def __sub__(self, other: Term) -> Term: ...
+        def __mul__(self, factor: Any) -> "LinearOperator": ...
+        def __rmul__(self, factor: Any) -> "LinearOperator": ...
+        def __truediv__(self, divisor: Any) -> "LinearOperator": ...
+        def __neg__(self) -> "LinearOperator": ...
+
+    def ravel(self, tree: Tree) -> Tensor:
+        """A vector in the structure of params as a flat one.
+
+        Args:
+            tree: The vector, or a block with a trailing dimension of k in every leaf.
+        Returns:
+            The vector [P], or [P, k].
+        """
+        rows, _ = self.space.rows(tree, "tree")
+        return rows.T if self.space.is_block(tree) else rows[0]
+
+    def unravel(self, vector: Tensor) -> Tree:
+        """A flat vector in the structure of params.
+
+        Args:
+            vector: [P], or a block [P, k].
+        Returns:
+            The vector like params; a block has a trailing dimension of k in every leaf.
+        """
+        rows, _ = self.space.rows(vector, "vector")
+        return self.space.block(rows) if self.space.is_block(vector) else self.space.tree(rows[0])
+
+    def damped(self, damping: float) -> "LinearOperator":
+        """The operator A + damping I.
+
+        Args:
+            damping: What is added to the diagonal.
+        Returns:
+            An operator that shares the products of A.
+        """
+        return SymmetricSum([(1.0, self)], as_number(damping, "damping"))
+
+    def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
+        """The blocks on the diagonal alone; a product takes one product of A for each block.
+
+        Args:
+            blocks: "parameter", "module", a function of a qualified name that returns its block, or a
+                list of lists of names.
+        Returns:
+            An operator that shares the products of A.
+        """
+        self.space.refuse_sharded("block_diagonal")
+        groups = groups_of(blocks, self.params)
+        zeros = torch.zeros(self.space.size, dtype=self.dtype, device="cpu")
+        places = self.space.places()
+        masks = [zeros.index_fill(0, torch.cat([places[i] for i in group]), 1) for group in groups]
+        return BlockDiagonal(self, [mask.to(self.device) for mask in masks])
+
+    def submatrix(self, names: str | Iterable[str] | Callable[[str], bool]) -> "LinearOperator":
+        """The rows and columns of some parameters alone; a product takes one product of A.
+
+        Args:
+            names: A pattern, or a list of patterns, of qualified names, as of
+                `hoglib.trainable_params`: "head.*"; or a function of a name, whether it is taken.
+        Returns:
+            An operator on these parameters, in their order in params.
+        Raises:
+            ArgumentTypeError: for params that are no dict of tensors.
+            ArgumentValueError: for a pattern that no name matches.
+        Example:
+            >>> x = torch.ones(1)
+            >>> H = hog.HessianOperator(lambda p, x: (p["a"] * p["b"] ** 2).sum(), {"a": x, "b": x}, x)
+            >>> H.submatrix("b").to_dense()
+            tensor([[2.]])
+        """
+        self.space.refuse_sharded("submatrix")
+        return Submatrix(self, chosen_names(names, self.params))
+
+    @overload
+    def solve(
+        self, b: Vector, *, return_info: Literal[False] = False, **options: Unpack[SolveOptions]
+    ) -> Vector: ...
+    @overload
+    def solve(
+        self, b: Vector, *, return_info: Literal[True], **options: Unpack[SolveOptions]
+    ) -> tuple[Vector, linear_systems.Solution]: ...
+    def solve(
+        self,
+        b: Any,
+        *,
+        damping: float = 0.0,
+        tol: float | None = None,
+        atol: float = 0.0,
+        max_iter: int | None = None,
+        preconditioner: Any = None,
+        x0: Tree | None = None,
+        stagnation_tol: float = 0.0,
+        return_info: bool = False,
+    ) -> Any:
+        r"""x with (A + damping I) x = b, by conjugate gradients.
+
+            B x = b,  B = A + damping I,        |b - B x| <= max(tol |b|, atol)
+
+        The columns of a block are solved side by side, each by its own coefficients. The iteration
+        ends by the true residual, which is computed from x where the recurrence says that it is
+        small enough; where the two differ, the iteration starts again from the true one. A warning
+        says where the tolerance was missed, unless ``return_info`` or ``stagnation_tol`` is given.
+
+        Args:
+            b: Right-hand side: a vector or a block, flat or in the structure of the operator's params.
+            damping: What is added to the diagonal of A.
+            tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
+            atol: Absolute tolerance.
+            max_iter: Iterations at most. Default: 10 P, at most 1000.
+            preconditioner: A vector that approximates the diagonal of B (the residual is divided by
+                it), or an operator, or a function of residuals in the form of b, that approximates
+                B^-1.
+            x0: Where to start, in the form of b; zero by default.
+            stagnation_tol: End a column also where q(x) = x^T B x / 2 - b^T x, which each iteration
+                lowers, is negative and fell in the last k = max(10, i / 10) of its i iterations by
+                less than k stagnation_tol |q(x)|; for Newton steps, which need no more. With a
+                preconditioner k is max(5, i / 10), as few iterations are needed then. 0 for never.
+            return_info: Return how well the system was solved, too.
+        Returns:
+            x in the form of b; with ``return_info``, ``(x, Solution)``.
+        Raises:
+            NotPositiveDefiniteError: at a direction p with p^T B p <= 0, with its curvature.
+        Shape:
+            - b: [P], [P, k], or like params
+        References:
+            Hestenes and Stiefel, Methods of Conjugate Gradients for Solving Linear Systems, 1952.
+            Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.4 (stagnation_tol).
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.solve(torch.ones(2))
+            tensor([0.5000, 0.5000])
+        """
+        operator = self.damped(damping) if damping else self
+        limits = tol, atol, max_iter, stagnation_tol
+        with self._algorithm("solve", options=limits):
+            return linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
+
+    def eigsh(
+        self,
+        k: int = 6,
+        *,
+        which: Literal["LM", "LA", "SA", "BE", "SM"] = "LM",
+        tol: float | None = None,
+        max_iter: int | None = None,
+        block: int = 1,
+        generator: Generator | None = None,
+        basis_device: torch.device | str | None = None,
+    ) -> eigenvalues.Eigenpairs:
+        r"""k eigenvalues and eigenvectors, by thick-restart Lanczos.
+
+            A v = value v,        |A v - value v| <= tol |value|
+
+        The basis holds 2 k + 2 vectors, at least 21, on the device, in the dtype of the operator, at
+        least float32; up to three times as many where they are short, or convergence is slow. Matrices
+        of up to 21 or 2 k + 2 rows are made dense.
+
+        Args:
+            k: How many eigenpairs.
+            which: "LM" the largest in magnitude, "LA" the largest, "SA" the smallest, "BE" both
+                ends, "SM" the smallest in magnitude, which takes many products.
+            tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in
+                float64, 1e-5 in float32.
+            max_iter: How often the basis is filled, at most. Default: 10 P.
+            block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
+                found as often, where a single vector may miss some.
+            generator: Of the starting vectors; None is the same ones every time.
+            basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the
+                memory of a GPU, which then holds the vectors of one product. Default: the
+                operator's device.
+        Returns:
+            `Eigenpairs`, which unpack as (values, vectors): values ascending. Their ``residuals`` are
+            |A v - value v|, and ``plot(ax)`` draws both.
+        Raises:
+            ArgumentTypeError: for what is no device.
+            ConvergenceError: where it did not converge, with the eigenvalues that were found.
+        References:
+            Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
+        Example:
+            >>> x = torch.arange(3.0)
+            >>> A = hog.HessianOperator(lambda p, x: (p * p * x).sum(), torch.ones(3), x)
+            >>> values, vectors = A.eigsh(2)
+            >>> values
+            tensor([2., 4.])
+        """
+        wanted = k, which, tol, max_iter, block
+        with self._algorithm("eigsh", options=wanted):
+            return eigenvalues.eigsh(self, *wanted, generator, basis_device)
+
+    def spectral_density(
+        self,
+        num_samples: int = 10,
+        *,
+        steps: int = 80,
+        width: float | None = None,
+        generator: Generator | None = None,
+    ) -> estimates.SpectralDensity:
+        r"""The density of the eigenvalues, by stochastic Lanczos quadrature.
+
+            density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2)
+                       = E[v^T N(t; A, width^2) v]        v of signs, of length one
+                       ~ mean over samples of sum over i of weights_i N(t; nodes_i, width^2)
+
+        Each sample takes `steps` of Lanczos, T = V^T A V, with full reorthogonalisation: nodes are
+        the eigenvalues of T, weights the squared first entries of its eigenvectors. The samples'
+        vectors are multiplied as one block. The points t go from end to end of the nodes and five
+        widths more, a quarter of a width apart (10^5 points at most). It holds samples x steps
+        vectors in memory, or 1 GiB of them, or the steps of one sample.
+
+        Args:
+            num_samples: Random vectors.
+            steps: Lanczos steps of each, one product a step.
+            width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
+            generator: Of the signs; None is torch's global generator.
+        Returns:
+            `SpectralDensity`, of which ``average(f)`` is the mean of a function over the eigenvalues,
+            and ``plot(ax)`` draws the density with one standard error.
+        References:
+            Golub and Meurant, Matrices, Moments and Quadrature, 2010. Ubaru, Chen and Saad, Fast
+            Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. Ghorbani, Krishnan and
+            Xiao, An Investigation into Neural Net Optimization via Hessian Eigenvalue Density,
+            2019.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.spectral_density(3, width=0.1).average(lambda t: t**2).value
+            tensor(4., dtype=torch.float64)
+        """
+        products = num_samples * min(steps, self.shape[0])
+        with self._algorithm("spectral_density", products, (num_samples, steps)):
+            return estimates.spectral_density(self, num_samples, steps, width, generator)
+
+    @overload
+    def trace(
+        self,
+        num_samples: int = 64,
+        *,
+        return_error: Literal[False] = False,
+        **options: Unpack[TraceOptions],
+    ) -> Tensor: ...
+    @overload
+    def trace(
+        self, num_samples: int = 64, *, return_error: Literal[True], **options: Unpack[TraceOptions]
+    ) -> estimates.Estimate: ...
+    def trace(
+        self,
+        num_samples: int = 64,
+        *,
+        method: Literal["hutchinson", "xtrace"] = "hutchinson",
+        generator: Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        r"""The trace, estimated by products with random vectors.
+
+            hutchinson    tr A = E[v^T A v], v of signs;  Var = 2 sum over i != j of A_ij^2
+            xtrace        tr A = tr(Q_i^T A Q_i) + E[w_i^T (I - Q_i Q_i^T) A (I - Q_i Q_i^T) w_i]
+
+        with normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others;
+        the estimate of "xtrace" is the mean over the w_i. Where the eigenvalues decay fast, its
+        error decays as fast with num_samples; where all are alike, it is that of "hutchinson" with
+        half as many. It is exact for a rank below num_samples / 2, and from num_samples = P on,
+        where the matrix is made dense. It holds 1.5 num_samples vectors in memory.
+
+        Args:
+            num_samples: Products; of "xtrace" at least 4, half of them with the w_i, half with Q.
+            method: "hutchinson" or "xtrace".
+            generator: Of the random vectors; None is torch's global generator.
+            return_error: Return the standard error, too. That of "xtrace" is a guide only: the
+                estimates of one run depend on each other.
+        Returns:
+            The trace, a scalar tensor; with ``return_error`` an `Estimate`.
+        References:
+            Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990. Epperly,
+            Tropp and Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
+            Estimation, 2024; for symmetric matrices here.
+        Example:
+            >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
+            >>> A.trace(4, method="xtrace")  # a matrix of rank one, 2 x x^T
+            tensor(18.0000)
+        """
+        estimate = estimates.TRACES[validation.choice("method", method, estimates.TRACES)]
+        with self._algorithm("trace", num_samples, (num_samples, method)):
+            return estimate(self, num_samples, generator).returned(return_error)
+
+    @overload
+    def diagonal(
+        self,
+        num_samples: int = 64,
+        *,
+        return_error: Literal[False] = False,
+        **options: Unpack[DiagonalOptions],
+    ) -> Tensor: ...
+    @overload
+    def diagonal(
+        self,
+        num_samples: int = 64,
+        *,
+        return_error: Literal[True],
+        **options: Unpack[DiagonalOptions],
+    ) -> estimates.Estimate: ...
+    def diagonal(
+        self,
+        num_samples: int = 64,
+        *,
+        method: Literal["hutchinson", "xdiag"] = "hutchinson",
+        generator: Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        r"""The diagonal, estimated by products with random vectors.
+
+            hutchinson    diag A = E[v * A v], v of signs;  Var_i = sum over j != i of A_ij^2
+            xdiag         diag A = diag(Q_i Q_i^T A) + E[w_i * (A - Q_i Q_i^T A) w_i]
+
+        with signs w_i and Q_i an orthonormal basis of the products A w_j of all others; the estimate of
+        "xdiag" is the mean over the w_i.
+
+        Args:
+            num_samples: Products; of "xdiag" at least 4, half of them with the w_i, half with Q.
+            method: "hutchinson" or "xdiag".
+            generator: Of the random vectors; None is torch's global generator.
+            return_error: Return the standard errors, too. Those of "xdiag" are a guide only: the
+                estimates of one run depend on each other.
+        Returns:
+            The diagonal [P]; with ``return_error`` an `Estimate` of two such tensors.
+        References:
+            Bekas, Kokiopoulou and Saad, An Estimator for the Diagonal of a Matrix, 2007. Epperly,
+            Tropp and Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
+            Estimation, 2024, section 2.4; for symmetric matrices here.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.diagonal(4)
+            tensor([2., 2.])
+        """
+        estimate = estimates.DIAGONALS[validation.choice("method", method, estimates.DIAGONALS)]
+        with self._algorithm("diagonal", num_samples, (num_samples, method)):
+            return estimate(self, num_samples, generator).returned(return_error)
+
+    def squared_frobenius(
+        self,
+        num_samples: int = 64,
+        *,
+        generator: Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        r"""The squared Frobenius norm, from random vectors v of independent signs.
+
+            |A|_F^2 = sum of A_ij^2 = E[|A v|^2]
+
+        Args:
+            num_samples: Random vectors, one product each.
+            generator: Of the random vectors; None is torch's global generator.
+            return_error: Return the standard error, too.
+        Returns:
+            The mean over the vectors, a scalar tensor; with ``return_error`` an `Estimate`.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.squared_frobenius(4)
+            tensor(8.)
+        """
+        with self._algorithm("squared_frobenius", num_samples, (num_samples,)):
+            samples = estimates.samples_of(self, num_samples, generator)
+            squares = torch.cat([self.space.dots((Av, Av))[0] for _, Av in samples])
+            return estimates.mean_of(squares).returned(return_error)
+
+    def logdet(
+        self,
+        num_samples: int = 10,
+        *,
+        steps: int = 80,
+        generator: Generator | None = None,
+        return_error: bool = False,
+    ) -> Any:
+        r"""The logarithm of the determinant of a positive definite A, by random vectors.
+
+            log det A = tr log A = P E[v^T log(A) v]
+
+        with v random unit vectors, and log(A) v by Lanczos' method. Damping, ``G.damped(1e-3)``, makes
+        a semi-definite matrix positive definite.
+
+        Args:
+            num_samples: Random vectors.
+            steps: Lanczos steps of each, one product a step.
+            generator: Of the random vectors; None is torch's global generator.
+            return_error: Return the standard error, too.
+        Returns:
+            The logarithm, a scalar tensor; with ``return_error`` an `Estimate`.
+        Raises:
+            NotPositiveDefiniteError: for an eigenvalue that is not positive.
+        References:
+            Ubaru, Chen and Saad, Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.logdet()  # of 2 I
+            tensor(1.3863)
+        """
+        P = self.shape[0]
+        with self._algorithm("logdet", num_samples * min(steps, P), (num_samples, steps)):
+            found = estimates.spectral_density(self, num_samples, steps, None, generator)
+        present = found.weights > torch.finfo(found.weights.dtype).eps
+        lowest = float(found.nodes[present].min())
+        if lowest <= 0:
+            raise errors.NotPositiveDefiniteError(
+                "logdet: expected a positive definite matrix, got one with the eigenvalue "
+                f"{lowest:.3g}; add damping, `A.damped(...)`."
+            )
+        tiny = torch.finfo(found.nodes.dtype).tiny
+        average = found.average(lambda x: x.clamp(min=tiny).log())
+        total = estimates.Estimate(*((P * x).to(self.device, self.dtype) for x in average))
+        return total.returned(return_error)
+
+    def matrix_function(
+        self, b: Tree, function: Callable[[Tensor], Tensor], *, steps: int = 50
+    ) -> Tree:
+        r"""The product of a function of A with a vector, by Lanczos' method.
+
+            f(A) b = |b| V f(T) e_1        T = V^T A V, the columns of V orthonormal, V e_1 = b / |b|
+
+        It is exact for polynomials of a degree below steps, and from steps = P on; smooth functions
+        converge fast. It holds steps vectors for each vector of b.
+
+        Args:
+            b: A vector or a block, flat or in the structure of the operator's params.
+            function: f, of eigenvalues in float64, element by element: ``torch.exp``,
+                ``lambda x: x.clamp(min=0).sqrt()``.
+            steps: Products for each vector.
+        Returns:
+            f(A) b in the form of b.
+        Raises:
+            ArgumentValueError: for a function that is not taken element by element.
+            NonFiniteError: for values of the function, or a vector, that are not finite.
+        References:
+            Higham, Functions of Matrices, 2008, section 13.2.
+        Example:
+            >>> one = torch.ones(2)
+            >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
+            >>> A.matrix_function(torch.ones(2), torch.log2).round()  # A is 2 I
+            tensor([1., 1.])
+        """
+        with self._algorithm("matrix_function", options=(steps,)):
+            validation.function("function", function)
+            rows, rebuild = self.space.rows(b, "b")
+            validation.finite("b", rows, "f(A) b does not exist there.")
+            count = min(validation.at_least("steps", steps, 1), self.shape[0])
+            size = self.space.norms(rows)[:, None]
+            start = rows / torch.where(size > 0, size, torch.ones_like(size))
+            T, V = estimates.tridiagonal(self.apply, start, count, self.space)
+            theta, S = symmetric_eigen(T)
+            present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # others have no part of b
+            here = present & (size > 0).to(present.device)
+            values = validation.of_eigenvalues(function, theta, here)
+            weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
+            found = size * torch.einsum("snp,sn->sp", V, weights)
+            return rebuild(torch.where(size > 0, found, 0))
+
+    def low_rank(
+        self, rank: int, *, oversampling: int = 10, generator: Generator | None = None
+    ) -> "LowRankOperator":
+        r"""The largest eigenvalues and their eigenvectors, by products with random vectors.
+
+            A S (S^T A S)^-1 (A S)^T                A positive semi-definite (Nystrom's method)
+
+        with S orthonormal, random, of rank + oversampling columns, one product each. All are
+        computed at once, where `eigsh` takes one after the other until its eigenvalues converge.
+        Before the smallest eigenvalues are cut off, the error in the trace norm is on average at
+        most 1 + rank / (oversampling - 1) times the sum of the eigenvalues that are not kept. That
+        of a result L is |A - L|^2 in the Frobenius norm, estimated by
+        ``(A - L).squared_frobenius(16)``.
+
+        Args:
+            rank: Eigenvalues that are kept, the largest.
+            oversampling: Further columns of S.
+            generator: Of S; None is torch's global generator.
+        Returns:
+            `LowRankOperator`, with ``values`` and ``vectors``, ``inverse`` and ``preconditioner``.
+        Raises:
+            NotPositiveDefiniteError: for a matrix with negative eigenvalues.
+            ArgumentValueError: for a rank larger than P.
+        References:
+            Tropp, Yurtsever, Udell and Cevher, Fixed-Rank Approximation of a Positive-Semidefinite
+            Matrix from Streaming Data, 2017, algorithm 3.
+        Example:
+            >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
+            >>> L = A.low_rank(1)  # 2 x x^T is of rank one
+            >>> L.values.round(decimals=3)
+            tensor([18.])
+        """
+        with self._algorithm("low_rank"), torch.inference_mode(False), torch.no_grad():
+            self.space.refuse_sharded("low_rank")
+            P = self.shape[0]
+            validation.generator(generator)
+            if validation.at_least("rank", rank, 1) > P:
+                raise errors.ArgumentValueError(
+                    f"rank: expected at most {P}, the size of A, got {rank}."
+                )
+            columns = min(rank + validation.at_least("oversampling", oversampling, 0), P)
+            device = self.device if generator is None else generator.device
+            wide = torch.promote_types(self.dtype, torch.float32)
+            drawn = torch.randn(P, columns, generator=generator, device=device, dtype=wide)
+            S = torch.linalg.qr(drawn.to(self.device))[0]
+            Y = self.apply(S.T.to(self.dtype)).to(wide).T
+            # products round to the dtype of the parameters: by the eps of float32, a semi-definite
+            # matrix in bfloat16 was refused
+            U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
+            return LowRankOperator(self.space, U[:, :rank].T.contiguous(), values[:rank])
+
+
+def product_of(chain: Chain) -> RectangularOperator:
+    """The product of operators; a `LinearOperator` where it reads the same transposed."""
+    (A, transposed), *others = chain
+    if not (others or transposed):
+        return A
+    for B, C in pairwise(Product([one]) for one in chain):
+        if not B.space.same(C.target):
+            raise errors.ArgumentValueError(
+                "A @ B: expected A to act on what B gives, vectors of the same names, shapes and "
+                f"dtypes, got {B.shape} and {C.shape}."
+            )
+    return (SymmetricProduct if chain == _transpose_chain(chain) else Product)(chain)
+
+
+def _chain_of(A: RectangularOperator) -> Chain:
+    return A.chain if isinstance(A, Product) else [(A, False)]
+
+
+def _transpose_chain(chain: Chain) -> Chain:
+    return [(A, not t and not isinstance(A, LinearOperator)) for A, t in reversed(chain)]
+
+
+class Product(RectangularOperator):
+    """A product of operators and transposes of them."""
+
+    def __init__(self, chain: Chain) -> None:
+        last, transposed = chain[-1]
+        super().__init__(last.target if transposed else last.space)
+        self.chain, self._bar = chain, last._bar
+
+    @property
+    def target(self) -> Space:
+        """The vector space of the rows of the first."""
+        first, transposed = self.chain[0]
+        return first.space if transposed else first.target
+
+    def _products(self, rows: Tensor) -> Tensor:
+        for A, transposed in reversed(self.chain):
+            rows = A._transposed_products(rows) if transposed else A.apply(rows)
+        return rows
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return Product(_transpose_chain(self.chain))._products(rows)
+
+
+@final
+class SymmetricProduct(LinearOperator, Product):
+    """A product that reads the same transposed."""
+
+
+@final
+class GivenOperator(LinearOperator):
+    """A matrix by a function of rows."""
+
+    def __init__(self, space: Space, given: Callable[[Tensor], Tensor], check: bool) -> None:
+        super().__init__(space)
+        self._given, self._unchecked = given, check
+
+    def _products(self, rows: Tensor) -> Tensor:
+        if self._unchecked:
+            self._check()
+            self._unchecked = False
+        found = self._given(rows)
+        if found.shape != rows.shape:
+            raise errors.ArgumentValueError(
+                f"matvec(v): expected a product for each of {len(rows)} vectors, got {len(found)}."
+            )
+        self._refuse_not_finite(rows, found, self.space, "the vector is")
+        return found
+
+    def _check(self) -> None:
+        """v^T A w = w^T A v."""
+        rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
+        # A v by matvec, A w by matmat: both functions are checked
+        products = self._given(rows[:1])[0], self._given(rows)[-1]
+        (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)  # squares may overflow
+        gap, size = self.space.asymmetry(v, Av, w, Aw)
+        if self.space.exceeds(gap, size, self.space.precision):
+            raise errors.ArgumentValueError(
+                "matvec: expected the products of a symmetric matrix, and matmat those of each column, "
+                f"got v.Aw and w.Av that differ by {gap / size:.1g} of their size for random v and w. "
+                "Where that is right, pass check_symmetric=False."
+            )
+
+
+@final
+class Submatrix(LinearOperator):
+    """The rows and columns of some parameters of an operator."""
+
+    def __init__(self, operator: LinearOperator, names: list[str]) -> None:
+        params = operator.params
+        super().__init__(Space({name: params[name] for name in names}, operator.dtype))
+        places = dict(zip(params, operator.space.places(), strict=True))
+        self._operator = operator
+        self._at = torch.cat([places[name] for name in names]).to(self.device)
+        self._bar = operator._bar
+
+    def _products(self, rows: Tensor) -> Tensor:
+        whole = rows.new_zeros(len(rows), self._operator.shape[0])
+        whole[:, self._at] = rows
+        return self._operator.apply(whole)[:, self._at]
+
+
+class ScaledSum(RectangularOperator):
+    """A sum of multiples of operators, and of the identity: sum of c_i A_i + damping I."""
+
+    def __init__(self, terms: Terms, damping: float = 0.0) -> None:
+        super().__init__(terms[0][1].space)
+        self._terms: Terms = []
+        self._damping = damping
+        for factor, term in terms:
+            if isinstance(term, ScaledSum):
+                self._terms += [(factor * c, inner) for c, inner in term._terms]
+                self._damping += factor * term._damping
+            else:
+                self._terms.append((factor, term))
+        self._bar = terms[0][1]._bar
+
+    @property
+    def target(self) -> Space:
+        """The vector space of the rows of the first."""
+        return self._terms[0][1].target
+
+    def _products(self, rows: Tensor) -> Tensor:
+        return self._sum(rows, lambda term: term.apply(rows))
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return self._sum(rows, lambda term: term._transposed_products(rows))
+
+    def _sum(self, rows: Tensor, product: Callable[[Any], Tensor]) -> Tensor:
+        (factor, first), *others = self._terms
+        total = factor * product(first)
+        for factor, term in others:
+            total.add_(product(term), alpha=factor)
+        return total.add_(rows, alpha=self._damping) if self._damping else total
+
+
+@final
+class SymmetricSum(LinearOperator, ScaledSum):
+    """A sum of multiples of symmetric operators, and of the identity."""
+
+
+def sum_of(*terms: tuple[float, RectangularOperator]) -> ScaledSum:
+    """A sum of multiples of operators; a `LinearOperator` where all are."""
+    symmetric = all(isinstance(term, LinearOperator) for _, term in terms)
+    return (SymmetricSum if symmetric else ScaledSum)(list(terms))
+
+
+@final
+class BlockDiagonal(LinearOperator):
+    """The blocks on the diagonal of an operator, one product of it for each block."""
+
+    def __init__(self, operator: LinearOperator, masks: list[Tensor]) -> None:
+        super().__init__(operator.space)
+        self._operator, self._masks = operator, masks
+        self._bar = operator._bar
+
+    def _products(self, rows: Tensor) -> Tensor:
+        # as one block of vectors, which shares the passes over the data
+        parts = self._operator.apply(torch.cat([rows * mask for mask in self._masks]))
+        total = torch.zeros_like(rows)
+        for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
+            total += part * mask
+        return total
+
+
+@final
+class LowRankOperator(LinearOperator):
+    r"""A matrix by some of its eigenvectors, and a multiple of the identity on the rest of the space.
+
+        A = U diag(values) U^T + rest (I - U U^T)        the columns of U orthonormal
+
+    Args:
+        space: The vector space that it acts on.
+        rows: The columns of U as rows [k, P].
+        values: The eigenvalues [k], descending by magnitude.
+        rest: The eigenvalue of all other directions.
+    Example:
+        >>> A = hog.HessianOperator(lambda p, x: (p @ x).square(), torch.ones(9), torch.ones(9))
+        >>> L = A.low_rank(1, generator=torch.Generator().manual_seed(0))
+        >>> (L.inverse(2.0) @ torch.ones(9)).round(decimals=3)  # (2 x x^T + 2 I)^-1 x
+        tensor([0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500, 0.0500])
+    """
+
+    def __init__(self, space: Space, rows: Tensor, values: Tensor, rest: float = 0.0) -> None:
+        super().__init__(space)
+        self._rows, self.values, self.rest = rows, values, rest
+
+    @property
+    def vectors(self) -> Tensor:
+        """The eigenvectors U [P, k]."""
+        return self._rows.T
+
+    def _products(self, rows: Tensor) -> Tensor:
+        wide = rows.to(self._rows.dtype)
+        parts = wide @ self._rows.T
+        # A v = U (values - rest) U^T v + rest v
+        product = (parts * (self.values - self.rest)) @ self._rows
+        return (product + self.rest * wide).to(rows.dtype)
+
+    def inverse(self, damping: float = 0.0) -> "LowRankOperator":
+        r"""The inverse of the damped matrix, (A + damping I)^-1, in closed form.
+
+        Args:
+            damping: What is added to the diagonal.
+        Returns:
+            The inverse, an operator.
+        Raises:
+            NotPositiveDefiniteError: for an eigenvalue that is not positive with this damping.
+        """
+        number = validation.number("damping", damping, minimum=0)
+        check_invertible(min(float(self.values.min()), self.rest) + number, number)
+        values, rest = 1 / (self.values + number), 1 / (self.rest + number)
+        return LowRankOperator(self.space, self._rows, values, rest)
+
+    def preconditioner(self, damping: float) -> "LowRankOperator":
+        r"""An approximation of (A + damping I)^-1 for conjugate gradients.
+
+            U diag(1 / (values + damping)) U^T + (I - U U^T) / (min(values) + damping)
+
+        The eigenvalues of A that are not known are at most about the smallest that is.
+
+        Args:
+            damping: Of the system that is solved; positive.
+        Returns:
+            The approximation, for ``preconditioner=`` of ``solve`` and `NewtonCG`.
+        References:
+            Frangella, Tropp and Udell, Randomized Nystrom Preconditioning, 2023, equation 1.3.
+        """
+        validation.positive("damping", damping)
+        # all that is known of the eigenvalues on the rest of the space: none is larger
+        smallest = float(self.values.min())
+        return LowRankOperator(self.space, self._rows, self.values, smallest).inverse(damping)
+
+
+def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Eigenvectors and eigenvalues, descending, of Y (S^T Y)^-1 Y^T; Y = A S is rounded to eps."""
+    size = float(torch.linalg.matrix_norm(Y, 2))
+    # a shift keeps the small matrix positive definite in spite of the rounding here
+    shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
+    noise = eps * size  # of the products
+    Y = Y + shift * S
+    values, vectors = symmetric_eigen((S.T @ Y).double())
+    lowest = float(values[0])
+    if lowest < -10 * max(noise, shift):
+        raise errors.NotPositiveDefiniteError(
+            "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
+            f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
+        )
+    # directions that are rounding are dropped: to shift them took a third off large eigenvalues in
+    # bfloat16
+    roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
+    B = Y @ (vectors * roots).to(Y)
+    U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
+    return U, (sizes.square() - shift).clamp(min=0)
+
+
+def check_invertible(lowest: float, damping: float, rounding: float = 0.0) -> None:
+    """Raise where the smallest eigenvalue of a damped matrix is not positive."""
+    if lowest <= rounding:
+        raise errors.NotPositiveDefiniteError(
+            "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
+            f"{lowest:.3g} with the damping {damping:g}; use damping > 0."
+        )
+
+
+def as_number(value: Any, what: str = "factor") -> float:
+    if isinstance(value, RectangularOperator) or (isinstance(value, Tensor) and value.dim()):
+        text = f"{what}: expected a number, got {validation.describe(value)}; a product is A @ v."
+        raise errors.ArgumentTypeError(text)
+    if isinstance(value, Tensor) and value.dim() == 0:
+        value = value.item()
+    return float(validation.number(what, value))
+
+
+@final
+class ProgressBar:
+    """Counts the products of an operator, or the steps of a training; the outermost call names the
+    work, and their number."""
+
+    def __init__(self, name: str, enabled: bool, unit: str = "product") -> None:
+        self._name, self._enabled, self._unit = name, enabled, unit
+        self._open: Any = None
+        self._done = 0.0
+
+    @contextmanager
+    def over(self, work: str, total: int | None = None) -> Iterator[None]:
+        """Show the bar while the work lasts, unless it is shown already."""
+        if not self._enabled or self._open is not None:
+            yield
+            return
+        self._done = 0.0
+        install = "`pip install tqdm`, or leave progress at False"
+        tqdm = validation.package("tqdm.auto", "progress=True", install).tqdm
+        self._open = tqdm(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
+        try:
+            yield
+        finally:
+            self._open.close()
+            self._open = None
+
+    def advance(self, products: float) -> None:
+        """Count some products more, or a fraction of one."""
+        if self._open is not None:
+            self._done += products
+            self._open.update(round(self._done, 2) - self._open.n)

@@ -1,0 +1,236 @@
+"""Linear systems with symmetric positive definite operators, by conjugate gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from hoglib._core.messages import validation
+from hoglib._core.runtime.device_reads import DeviceRead
+from hoglib._core.runtime.source_location import warn
+from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix
+from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
+
+RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
+NEAR = 10  # times the target: where an iteration may be the last one
+# iterations, in which stagnation is looked for: with five of them NewtonCG with KFAC takes half of the
+# products
+LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5
+
+
+@validation.short_repr
+class Solution(NamedTuple):
+    """How well a system was solved; a tensor [k] each where b is a block of k.
+
+    Attributes:
+        residual: |b - A x| / |b|, computed from x itself.
+        converged: Whether it is within the tolerance.
+        iterations: Of conjugate gradients.
+        products: Products of A with one vector.
+    """
+
+    residual: Tensor
+    converged: Tensor
+    iterations: int
+    products: int
+
+
+def cg(
+    operator: SymmetricMatrix,
+    b: Any,
+    tol: float | None,
+    atol: float,
+    max_iter: int | None,
+    stagnation_tol: float,
+    preconditioner: Any,
+    x0: Any,
+    return_info: bool,
+) -> Any:
+    """Solve A x = b to |b - A x| <= max(tol |b|, atol), as `LinearOperator.solve` describes it.
+
+    The columns of a block are solved side by side, each by its own coefficients. The iteration ends by
+    the true residual, which is computed from x where the recurrence says that it is small enough; where
+    the two differ, the iteration starts again from the true one.
+    """
+    rows, rebuild = operator.space.rows(b, "b")
+    # by the dtype of the products, not by that in which they are summed
+    default = RTOL.get(operator.space.precision, 1e-2)
+    tol = default if tol is None else validation.number("tol", tol, minimum=0)
+    limit = min(10 * operator.shape[0], 1000)
+    limit = limit if max_iter is None else validation.at_least("max_iter", max_iter, 0)
+    precondition = _preconditioner(operator, preconditioner, rebuild)
+    before, space = operator.count, operator.space
+    size = space.norms(rows)
+    target = (tol * size).clamp(min=validation.number("atol", atol, minimum=0))
+    x, start = torch.zeros_like(rows), rows
+    if x0 is not None:
+        x = operator.space.rows(x0, "x0")[0].clone()
+        if x.shape != rows.shape:
+            raise ArgumentValueError(
+                f"x0: expected as many vectors as in b, {len(rows)}, got {len(x)}; give it the form "
+                "of b."
+            )
+        x *= size[:, None] > 0  # where b is 0, so is x
+        start = rows - operator.apply(x)
+    look_back = LOOK_BACK if preconditioner is None else PRECONDITIONED_LOOK_BACK
+    stagnation_tol = validation.number("stagnation_tol", stagnation_tol, minimum=0)
+    stagnation = _Stagnation(stagnation_tol, look_back)
+    residual, iterations, all_converged = _iterate_cg(
+        operator.apply, space, precondition, rows, x, start, target, limit, stagnation
+    )
+    relative = residual / torch.where(size > 0, size, torch.ones_like(size))
+    converged = residual <= target
+    if not return_info:
+        if not stagnation_tol and not all_converged:
+            warn(
+                f"solve: expected a residual |b - A x| of {tol:g} |b|, got {float(relative.max()):.2g} "
+                f"|b| after {iterations} iterations; give more damping, a preconditioner, a larger "
+                "max_iter or tol, or take the residual from return_info=True."
+            )
+        return rebuild(x)
+    if not operator.space.is_block(b):
+        relative, converged = relative[0], converged[0]
+    return rebuild(x), Solution(relative, converged, iterations, operator.count - before)
+
+
+def _iterate_cg(
+    product: Callable[[Tensor], Tensor],
+    space: Space,
+    precondition: Callable[[Tensor], Tensor],
+    b: Tensor,
+    x: Tensor,
+    r: Tensor,
+    target: Tensor,
+    limit: int,
+    stagnation: "_Stagnation",
+) -> tuple[Tensor, int, bool]:
+    """Improve x in place; return the norms of the true residuals, the number of iterations, and whether
+    all are within the target.
+
+        alpha = r^T z / p^T A p        x += alpha p        r -= alpha A p        z = P r
+        p <- z + beta p,  beta = r^T z / the one before        P the preconditioner
+
+    A device is waited for near the target only.
+    """
+
+    def at(rows: Tensor) -> Any:  # for all rows no index goes to the device
+        every = len(rows) == len(b) and b.device.type != "cpu"
+        return slice(None) if every else rows.to(b.device)
+
+    true = space.norms(r)
+    known, goal = torch.stack([true, target]).cpu()
+    active = (known > goal).nonzero().reshape(-1)
+    r = r.clone()
+    z = precondition(r)
+    p, rz = z.clone(), space.dots((r, z))[0]
+    iterations, near = 0, bool((known <= NEAR * goal).any())
+    late: list[DeviceRead] = []
+    while len(active) and iterations < limit:
+        iterations += 1
+        i = at(active)
+        Ap = product(p[i])
+        curvature, squares = space.dots((p[i], Ap), (p[i], p[i]))
+        alpha = (rz[i] / curvature)[:, None]
+        x[i] += alpha * p[i]
+        r[i] -= alpha * Ap
+        fall = stagnation.fall(space, b, x, r)[:, i]
+        late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
+        waits = b.device.type == "cpu" or iterations == limit
+        small = stagnant = torch.zeros(len(active), dtype=torch.bool, device="cpu")
+        # one iteration late, so that a device goes on; near the target at once, so that no iteration is
+        # computed in vain
+        while late and (waits or near or len(late) > 1):
+            curvatures, squares, size, fell, least = late.pop(0).numbers()
+            _check_positive(curvatures, squares, iterations - len(late))
+            stagnant = stagnant | (fell < least)
+            small = small | (size <= goal[active]) | stagnant
+            near = bool(((size <= NEAR * goal[active]) | (fell < NEAR * least)).any())
+        small = small | (iterations == limit)
+        if bool(small.any()):
+            done = active[small]
+            before, i = known[done], at(done)
+            # the residual of the recurrence drifts from this one by rounding
+            r[i] = b[i] - product(x[i])
+            true[i] = space.norms(r[i])
+            known[done] = true[i].cpu()
+            # rounding may keep the true residual large: continuing helps while it still shrinks
+            improving = (known[done] > goal[done]) & (known[done] < 0.5 * before) & ~stagnant[small]
+            active = torch.cat([active[~small], done[improving]]).sort().values
+            p[i] = 0  # starts again
+        z = precondition(r)
+        new = space.dots((r, z))[0]
+        # a row that is solved exactly has rz = 0, and 0 / 0 would spread NaN
+        p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
+        rz = new
+    return true, iterations, bool((known <= goal).all())
+
+
+@final
+class _Stagnation:
+    """Whether x^T A x / 2 - b^T x hardly falls any more, for each row."""
+
+    def __init__(self, tol: float, look_back: int) -> None:
+        self._tol, self._look_back = tol, look_back
+        self._values: list[Tensor] = []
+
+    def fall(self, space: Space, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
+        """After an iteration whose result is x, with the residual r: by how much the value fell, and
+        by how much at least it is to fall, [2, k]."""
+        if not self._tol:
+            return b.new_zeros(2, len(b))
+        self._values.append(-0.5 * space.dots((x, b + r))[0])
+        iterations = len(self._values)
+        # Martens, 2010: the fall over the last tenth of the iterations
+        k = max(self._look_back, iterations // 10)
+        if iterations <= k:
+            return b.new_zeros(2, len(b))
+        now, before = self._values[-1], self._values[-1 - k]
+        return torch.stack([before - now, torch.where(now < 0, -now * k * self._tol, -torch.inf)])
+
+
+def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None:
+    """squares: of the lengths of the directions."""
+    lowest, at = curvature.min(0)
+    length = float(squares[at])
+    if length == 0:
+        raise ArgumentValueError(
+            "preconditioner: expected a positive definite one, got one that maps a residual to zero; "
+            "leave it out, or bound it below, as a diagonal by .clamp(min=...)."
+        )
+    if float(lowest) <= 0:
+        rayleigh = float(lowest) / length
+        error = NotPositiveDefiniteError(
+            f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
+            f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Raise the damping by more "
+            f"than {abs(rayleigh):.3g}. A Hessian has negative curvature far from a minimum, and a "
+            "GGNOperator where the criterion is not convex in the outputs (a Gaussian with a learned "
+            "variance, mixtures, cosine): use `hoglib.FisherOperator(likelihood=)` there. Else it is "
+            "rounding, of a singular matrix."
+        )
+        error.iterations = iterations
+        raise error
+
+
+def _preconditioner(
+    operator: SymmetricMatrix, given: Any, rebuild: Callable[[Tensor], Any]
+) -> Callable[[Tensor], Tensor]:
+    """The preconditioner as a function of rows."""
+    if given is None:
+        return lambda rows: rows
+    if hasattr(given, "apply") and hasattr(given, "shape"):
+        if given.shape != operator.shape:
+            raise ArgumentValueError(
+                f"preconditioner: expected an operator of shape {operator.shape}, got {given.shape}; "
+                "make it of the same params."
+            )
+        return given.apply
+    if callable(given):
+        return lambda rows: operator.space.rows(given(rebuild(rows)), "preconditioner(r)")[0]
+    diagonal = operator.space.rows(given, "preconditioner")[0]
+    if len(diagonal) != 1 or not operator.space.true_in_all(bool((diagonal > 0).all())):
+        raise ArgumentValueError(
+            "preconditioner: expected a vector of positive numbers, an operator or a function, got "
+            f"{validation.describe(given)}; take A.diagonal().clamp(min=...) for instance."
+        )
+    return lambda rows: rows / diagonal

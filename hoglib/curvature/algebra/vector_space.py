@@ -1,0 +1,482 @@
+"""Vectors on the parameters, given in each form or drawn, and the matrices that act on them."""
+
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import accumulate
+from math import isfinite
+from typing import Any, Literal, Protocol, final
+
+import torch
+from torch import Generator, Tensor
+
+from hoglib._core.messages import validation
+from hoglib._core.substrate.placement import (
+    AGREEMENT,
+    Sharding,
+    is_sharded,
+    placement_of,
+    refuse_sharded,
+)
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_private import private
+from hoglib.errors import ArgumentTypeError, ArgumentValueError
+
+_foreach_add = private("torch._foreach_add_")
+
+Tree = Any
+Rebuild = Callable[[Tensor], Tree]
+Draw = Callable[[int], Tensor]  # so many random numbers
+Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
+
+# by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their
+# products are smaller than their size; and for any vectors, by rounding
+BOUNDS = {
+    torch.float64: (1e-6, 1e-10),
+    torch.float32: (1e-2, 1e-5),
+    torch.float16: (5e-2, 2e-3),
+    torch.bfloat16: (0.2, 1e-2),
+}
+# random numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
+DRAWN_AT_ONCE = 2**16
+
+
+class SymmetricMatrix(Protocol):
+    """What the matrix-free algorithms need of a symmetric matrix [P, P]; `LinearOperator` is one."""
+
+    count: int  # products with one vector so far
+
+    @property
+    def space(self) -> "Space": ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def apply(self, rows: Tensor) -> Tensor:
+        """The product with each row of [k, P], as rows."""
+        ...
+
+    def to_dense(self) -> Tensor: ...
+
+
+@final
+class Space:
+    """The space of vectors like params.
+
+    Inside, one or k vectors are the rows of a tensor [k, P]; outside they are flat, [P] or [P, k], or
+    have the structure of params, with a trailing dimension of k for a block. Where params are DTensors,
+    rows and flat vectors are the part of this process, [k, length]; `dots`, `gram` and `norms` are
+    those of the whole vectors, the same numbers in all processes, by one all-reduce each.
+
+    Attributes:
+        size: P.
+        length: How many of the P entries this process holds; all of them but of DTensors.
+        precision: The widest dtype of params, in which products are computed.
+        dtype: Of flat vectors, and of sums of products over data.
+    """
+
+    def __init__(self, params: Tree, dtype: torch.dtype | None = None, of: str = "params") -> None:
+        validation.parameters(params, of)
+        self.params, self._of = params, of
+        leaves = pytree.leaves(params)
+        for name, leaf in zip(pytree.paths(params), leaves, strict=True):
+            where = validation.leaf_name(of, name)
+            validation.real(where, leaf)
+            if leaf.device != leaves[0].device:
+                raise ArgumentValueError(
+                    f"{where}: expected device {leaves[0].device} as the first, got {leaf.device}; an "
+                    "operator's vectors live on one device. Move the model to one."
+                )
+        self.placement = placement_of(leaves, lambda: pytree.paths(params))
+        self.size = pytree.size(params)
+        if not self.size:
+            raise ArgumentValueError(
+                f"{of}: expected at least one number, got tensors without elements; leave them out."
+            )
+        self.device = leaves[0].device
+        self.precision = leaves[0].dtype
+        for leaf in leaves:
+            self.precision = torch.promote_types(self.precision, leaf.dtype)
+        self.dtype = self.precision if dtype is None else dtype
+        if torch.promote_types(self.precision, self.dtype) != self.dtype:
+            raise ArgumentValueError(
+                f"dtype: expected one as wide as that of the parameters, {self.precision}, got {dtype}."
+            )
+        held = self.placement.local(leaves)
+        self._like = [(leaf.shape, leaf.dtype) for leaf in held]
+        self._sizes = [leaf.numel() for leaf in held]
+        self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)
+        self.length = pytree.size(held)
+        # the weight of each entry in an inner product: where several processes hold copies of it, their
+        # sum would count it once for each copy
+        parts = [self.placement.copy_share(i) for i in range(len(held))]
+        self._copy_shares: Tensor | float = parts[0]
+        if len(set(parts)) > 1:
+            like = torch.empty(0, device=self.device, dtype=self.precision)
+            pairs = zip(self._sizes, parts, strict=True)
+            self._copy_shares = torch.cat([like.new_full((n,), part) for n, part in pairs])
+
+    def leaves(self) -> list[Tensor]:
+        """The parameters as they are now; of DTensors the shards of this process."""
+        leaves = self.placement.local(pytree.leaves(self.params))
+        now = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if now != self._like:
+            raise ArgumentValueError(
+                "params: expected the shapes and dtypes that the operator was made with, "
+                f"{[tuple(s) for s, _ in self._like]}, got {[tuple(s) for s, _ in now]}; make a new "
+                "operator."
+            )
+        return leaves
+
+    @property
+    def structure(self) -> Any:
+        """The structure of params; not kept, because it cannot be pickled."""
+        return pytree.flatten(self.params)[1]
+
+    def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
+        """Vectors as rows [k, P], and the function that gives such rows the form of v."""
+        if isinstance(v, Tensor) and not self._like_params(v):
+            return self._flat_rows(v, name)
+        if hasattr(v, "__array__") and not isinstance(v, Tensor):
+            raise ArgumentTypeError(
+                f"{name}: expected tensors, got an array of shape {v.shape}; pass "
+                "`torch.from_numpy(array)`, or multiply by `A.to_scipy()`."
+            )
+        leaves, block = validation.vectors(name, v, self.params, self._of)
+        columns = leaves[0].shape[-1] if block else 1
+        leaves = self.placement.local_vector(name, leaves)
+        flat = [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
+        rows = torch.cat(flat).T.contiguous()
+        return rows, self.block if block else lambda rows: self.tree(rows[0])
+
+    def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
+        if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
+            n, hint = self.length, " A flat vector is the part of this process."
+            raise ArgumentValueError(
+                f"{name}: expected ({n},), ({n}, k) for k vectors, or the structure of {self._of}, "
+                f"got {'a DTensor of ' if is_sharded(v) else ''}{tuple(v.shape)}."
+                f"{hint if self.placement.is_sharded else ''}"
+            )
+        if v.dtype != self.dtype:
+            raise ArgumentTypeError(
+                f"{name}: expected {self.dtype}, got {v.dtype}; convert it with `.to({self.dtype})`."
+            )
+        if v.device != self.device:
+            raise ArgumentValueError(
+                f"{name}: expected device {self.device}, got {v.device}; move it with "
+                f"`.to({str(self.device)!r})`."
+            )
+        # views: a block [P, k] is not copied to have its columns as rows
+        v = v.detach()
+        if v.dim() == 1:
+            return v[None], lambda rows: rows[0]
+        return v.T, lambda rows: rows.T
+
+    def _like_params(self, v: Tensor) -> bool:
+        """Whether v has the shape of params that are one tensor, or of a block of these."""
+        own = getattr(self.params, "shape", None)
+        # of params that are one vector [P, k] is a flat block
+        return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
+
+    def is_block(self, v: Any) -> bool:
+        """Whether v, in a form that `rows` takes, is a block of vectors."""
+        dims: int = pytree.leaves(v)[0].dim()
+        if isinstance(v, Tensor) and not self._like_params(v):
+            return dims > 1
+        return dims > len(self._like[0][0])
+
+    def is_flat(self, v: Any) -> bool:
+        """Whether v is flat, also where params are one tensor of one dimension."""
+        return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
+
+    def split(self, row: Tensor) -> list[Tensor]:
+        """The leaves of a flat vector of any stride, in their dtypes; views where the dtypes agree."""
+        parts = zip(row.split(self._sizes), self._like, strict=True)
+        return [part.view(shape).to(dtype) for part, (shape, dtype) in parts]
+
+    def tree(self, row: Tensor) -> Tree:
+        """A flat vector in the structure of params."""
+        return self._tree_of(self.split(row))
+
+    def block(self, rows: Tensor) -> Tree:
+        """Rows in the structure of params, with a trailing dimension."""
+        columns = [self.split(row) for row in rows]
+        return self._tree_of([torch.stack(parts, -1) for parts in zip(*columns, strict=True)])
+
+    def _tree_of(self, leaves: list[Tensor]) -> Tree:
+        return pytree.unflatten(self.placement.wrap(leaves), self.structure)
+
+    def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
+        """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""
+        flat = [leaf.detach().reshape(-1) for leaf in leaves]
+        # one pass over uninitialised memory, instead of zeros to add to
+        if first and self._one_dtype:
+            torch.cat(flat, out=row)
+            if factor != 1:
+                row *= factor
+            return
+        parts = row.split(self._sizes)
+        if not first:
+            _foreach_add(parts, flat, alpha=factor)
+            return
+        for part, leaf in zip(parts, flat, strict=True):
+            part.copy_(leaf * factor)
+
+    def places(self) -> tuple[Tensor, ...]:
+        """Where the entries of each leaf are in a flat vector."""
+        return torch.arange(self.size, device="cpu").split(self._sizes)
+
+    def same(self, other: "Space") -> bool:
+        alike = self._like == other._like and self.dtype == other.dtype
+        alike = alike and self.placement == other.placement
+        return alike and pytree.paths(self.params) == pytree.paths(other.params)
+
+    def first_not_finite(self, rows: Tensor) -> str:
+        """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""
+        name = self._first_not_finite(rows)
+        if not isinstance(self.placement, Sharding):
+            return name
+        # by one reduction, so that all processes raise, or none
+        names = ["", *(path or self._of for path in pytree.paths(self.params))]
+        found = torch.tensor(float(names.index(name)), device=self.device)
+        return names[int(self.placement.reduce(found, "MAX"))]
+
+    def _first_not_finite(self, rows: Tensor) -> str:
+        if isfinite(rows.sum()) or bool(rows.isfinite().all()):  # a sum is faster
+            return ""
+        first = int((~rows.isfinite()).any(0).nonzero()[0])
+        ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
+        return next(name or self._of for name, end in ends if first < end)
+
+    def asymmetry(self, v: Tensor, Av: Tensor, w: Tensor, Aw: Tensor) -> tuple[float, float]:
+        """|v.Aw - w.Av|, and the size of these products, in float64."""
+        v, Av, w, Aw = (x[None] for x in (v, Av, w, Aw))
+        each = (v, v), (w, w), (Av, Av), (Aw, Aw), (v, Aw), (w, Av)
+        vv, ww, AvAv, AwAw, lhs, rhs = self.dots(*each, dtype=torch.float64)[:, 0].tolist()
+        return abs(lhs - rhs), (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
+
+    def exceeds(self, gap: float, size: float, dtype: torch.dtype) -> bool:
+        """Whether two products differ by more than the bound of a dtype."""
+        random, any_vectors = BOUNDS[dtype]
+        # products of vanishing numbers underflow
+        return size > 0 and gap > size * max(random / self.size**0.5, any_vectors)
+
+    def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
+        products = (self._divided_by_copies(a * b) for a, b in pairs)
+        return self.all_sum(torch.stack([product.sum(1, dtype=dtype) for product in products]))
+
+    def gram(self, rows: Tensor, v: Tensor) -> Tensor:
+        """The inner products of rows [n, P] with a vector, or of samples [s, n, P] with [s, P]."""
+        v = self._divided_by_copies(v)
+        return self.all_sum(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
+
+    def norms(self, rows: Tensor) -> Tensor:
+        """The length of each row."""
+        if not self.placement.is_sharded:
+            return torch.linalg.vector_norm(rows, dim=1)
+        return self.dots((rows, rows))[0].sqrt()
+
+    def _divided_by_copies(self, rows: Tensor) -> Tensor:
+        """Rows whose entries are divided by how many processes hold copies of them."""
+        if isinstance(self._copy_shares, float):
+            return rows if self._copy_shares == 1 else rows * self._copy_shares
+        return rows * self._copy_shares.to(rows)
+
+    def all_sum(self, value: Tensor) -> Tensor:
+        """The sum over the processes that hold parts of the vectors."""
+        return self.placement.sum(value)
+
+    def true_in_all(self, holds: bool) -> bool:
+        """Whether it holds in all processes that hold parts of the vectors."""
+        if not self.placement.is_sharded:
+            return holds
+        return not self.all_sum(torch.tensor(float(not holds), device=self.device)).item()
+
+    @contextmanager
+    def raise_in_all(self, caller: str) -> Iterator[None]:
+        """Inside, an error of one of the processes that hold parts of the vectors is raised in all.
+
+        Nothing is communicated inside.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        if isinstance(self.placement, Sharding):
+            with self.placement.translate_errors(caller):
+                self.placement.check_same(caller, (), (), self.device, error=error)
+        elif error is not None:
+            raise error
+
+    def check_same_call(
+        self, algorithm: str, *options: Any, what: str = "algorithm, and its options,"
+    ) -> None:
+        """Raise in all processes that hold parts of the vectors where they call other algorithms, or
+        with other options, from which other numbers of messages follow."""
+        if isinstance(self.placement, Sharding):
+            # before the first message of an algorithm: gloo aborts a process that is sent another
+            # number of bytes
+            text = f"{algorithm}{options}"
+            numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
+            names = what, *AGREEMENT[1:]
+            # as a product does, which other processes may call instead
+            with self.placement.translate_errors(algorithm):
+                self.placement.check_same(algorithm, names, numbers, self.device)
+
+    def whole_rows(self, rows: Tensor) -> Tensor:
+        """Rows [k, length] as whole vectors [k, P]."""
+        return self._exchange(rows, True)
+
+    def add_rows(self, rows: Tensor) -> Tensor:
+        """The rows [k, length] of the sum over the processes of whole vectors [k, P]."""
+        return self._exchange(rows, False)
+
+    def _exchange(self, rows: Tensor, gathers: bool) -> Tensor:
+        placement, count = self.placement, len(rows)
+        if not isinstance(placement, Sharding):
+            return rows
+        pairs = zip(self._like, placement.layouts, strict=True)
+        shapes = [local if gathers else layout.shape for (local, _), layout in pairs]
+        exchange = placement.whole_rows if gathers else placement.add_rows
+        parts = enumerate(rows.split([shape.numel() for shape in shapes], 1))
+        with placement.translate_errors("A @ v"):
+            leaves = [exchange(i, x.reshape(count, *shapes[i])) for i, x in parts]
+        return torch.cat([leaf.reshape(count, -1) for leaf in leaves], 1)
+
+    def refuse_sharded(self, caller: str) -> None:
+        """Raise for DTensors, in algorithms that need whole vectors."""
+        refuse_sharded(caller, pytree.leaves(self.params))
+
+
+def random_signs(space: Space, count: int, generator: Generator | None) -> Tensor:
+    """Rows [count, P] of independent signs, -1 or 1."""
+    validation.generator(generator)
+    device = space.device if generator is None else generator.device
+
+    def draw(numbers: int) -> Tensor:
+        return torch.randint(2, (numbers,), generator=generator, device=device)
+
+    return _random_rows(space, count, draw, device, space.dtype).mul_(2).sub_(1)
+
+
+def random_normals(space: Space, count: int, generator: Generator, dtype: torch.dtype) -> Tensor:
+    """Rows [count, P] of normal numbers, drawn in float64."""
+    device = generator.device
+
+    def draw(numbers: int) -> Tensor:
+        return torch.randn(numbers, generator=generator, dtype=torch.float64, device=device)
+
+    return _random_rows(space, count, draw, device, dtype)
+
+
+def _random_rows(
+    space: Space, count: int, draw: Draw, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Rows of what is drawn; of vectors that processes share, the part of this one.
+
+    All processes draw all numbers, one tensor of parameters after the other, and keep their part.
+    """
+    placement = space.placement
+    if not isinstance(placement, Sharding):
+        return draw(count * space.size).view(count, space.size).to(space.device, dtype)
+    # one stream for all leaves: the trace that a monitor logs is the same in one process and in several
+    numbers = _RandomNumbers(draw, count * space.size, device)
+    rows = torch.empty(count, space.length, dtype=dtype, device=space.device)
+    for row in rows:
+        start = 0
+        for layout in placement.layouts:
+            whole = numbers.take(layout.shape.numel()).to(space.device, dtype)
+            part = layout.part_of(whole.view(layout.shape)).reshape(-1)
+            row[start : start + len(part)] = part
+            start += len(part)
+    placement.check_same("random vectors", ("random numbers",), [numbers.last], space.device)
+    return rows
+
+
+@final
+class _RandomNumbers:
+    """Random numbers that are drawn in pieces, and equal those of a single draw.
+
+    On the CPU torch draws one number after the other, normal numbers in groups of 16, and the last 16
+    of a draw once more. On other devices all numbers are drawn at once.
+    """
+
+    def __init__(self, draw: Draw, total: int, device: torch.device) -> None:
+        self._draw, self._left = draw, total
+        self._at_once = DRAWN_AT_ONCE if device.type == "cpu" else total
+        self._drawn = torch.empty(0, device="cpu")
+        self.last = 0.0  # of the numbers that were taken
+
+    def take(self, count: int) -> Tensor:
+        parts, have = [self._drawn], len(self._drawn)
+        while have < count:
+            several = self._left >= self._at_once + 16
+            parts.append(self._draw(self._at_once if several else self._left))
+            self._left -= len(parts[-1])
+            have += len(parts[-1])
+        every = torch.cat([part for part in parts if len(part)]) if have else parts[0]
+        self._drawn = every[count:]
+        if count:
+            self.last = float(every[count - 1])
+        return every[:count]
+
+
+def check_named(params: Any) -> None:
+    """Raise for parameters that are no dict of tensors by name."""
+    if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
+        raise ArgumentTypeError(
+            "params: expected a dict of tensors by qualified name, got "
+            f"{validation.describe(params)}; make one with `hoglib.trainable_params(model)`."
+        )
+
+
+def chosen_names(names: Any, params: Tree) -> list[str]:
+    """The names in params that a function takes, or that patterns match."""
+    check_named(params)
+    given = names if isinstance(names, Iterable) and not isinstance(names, str) else [names]
+    tests = {str(x): x if callable(x) else partial(fnmatchcase, pat=str(x)) for x in given}
+    missing = [one for one, test in tests.items() if not any(map(test, params))]
+    if missing or not tests:
+        raise ArgumentValueError(
+            f"names: expected patterns of {validation.listing(list(params))}, or a function of a name, "
+            f"got {validation.listing(missing) or 'no pattern'}, which takes none."
+        )
+    return [name for name in params if any(test(name) for test in tests.values())]
+
+
+def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
+    """The leaves that share a block of a block-diagonal matrix, for each block."""
+    names = pytree.paths(params)
+    if blocks is None:
+        return [list(range(len(names)))]
+    check_named(params)
+    if isinstance(blocks, str):
+        by_name = {"parameter": lambda name: name, "module": lambda name: name.rpartition(".")[0]}
+        blocks = by_name[validation.choice("blocks", blocks, by_name)]
+    if not callable(blocks) and not isinstance(blocks, Iterable):
+        raise ArgumentTypeError(
+            "blocks: expected 'parameter', 'module', a function of a name or lists of names, got "
+            f"{validation.describe(blocks)}."
+        )
+    if callable(blocks):
+        groups: dict[Hashable, list[int]] = {}
+        for i, name in enumerate(names):
+            groups.setdefault(blocks(name), []).append(i)
+        return list(groups.values())
+    listed = [list(group) for group in blocks]
+    if sorted(name for group in listed for name in group) != sorted(names):
+        raise ArgumentValueError(
+            f"blocks: expected every name of params in exactly one block, got {listed}; the names "
+            f"are {', '.join(names)}."
+        )
+    return [[names.index(name) for name in group] for group in listed]

@@ -1,0 +1,1 @@
+"""What a batch is: its examples, its pieces, and the processes that share it."""

@@ -1,0 +1,480 @@
+"""The data of an operator: what a batch is, its weight, how it is split and moved; and the processes of
+torch.distributed that share it.
+
+Each process sums over its part of the data, and one all-reduce adds up the sums. In the same message
+every process has a row of its own, with the totals of its pass and with checksums of what has to be the
+same in all of them: vectors, parameters, buffers and, where each takes a part of what all were given,
+the data. A process that fails takes part too, so that the others raise as well, instead of waiting for
+it. Processes that share the parameters have batches of their own, and go on together (`in_step`).
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import length_hint
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler
+
+from hoglib._core.messages import validation
+from hoglib._core.modules.module_kinds import NORMS
+from hoglib._core.substrate.fingerprint import checksum
+from hoglib._core.substrate.placement import Sharding
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import tensors_in
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError
+
+SHARD, SHARDED = "shard", "sharded"
+# by how much of its size a checksum may differ between processes, which may run on unlike machines
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+class PassTotals(NamedTuple):
+    """The totals of a pass over the data of one process; numbers only, for the all-reduce."""
+
+    failed: float = 0.0
+    changed: float = 0.0  # whether parameters, buffers or settings have, since the last pass
+    pieces: float = 0.0
+    weight: float = 0.0  # the sum of the pieces' shares
+    loss: float = 0.0  # the sum of share times loss
+    largest: float = 0.0  # the largest magnitude of a loss
+    shared: float = 0.0  # whether pieces of one batch lie in several processes
+    whole: float = 0.0  # the loss of that batch
+    # checksums of what has to be the same in all processes
+    seed: float = 0.0
+    params: float = 0.0
+    model: float = 0.0
+    vectors: float = 0.0
+    data: float = 0.0
+
+
+ADVICE = {
+    "seed": "the samples of kind='mc' need a generator with the same seed in each: "
+    "generator=torch.Generator().manual_seed(0)",
+    "params": "broadcast them from one process, as DistributedDataParallel does: "
+    "`for p in model.parameters(): dist.broadcast(p.data, 0)`",
+    "model": "these are its buffers (running statistics) and the parameters that are not in params; "
+    "broadcast them from one process: `for b in model.buffers(): dist.broadcast(b, 0)`",
+    "vectors": "random vectors, as of trace and diagonal, need a generator with the same seed in each, "
+    "generator=torch.Generator().manual_seed(0); solvers need the same right-hand side",
+    "data": "with processes='shard' all are given the same batches, and each takes its part: use "
+    "shuffle=False, or 'sharded' where each is given a part of its own",
+}
+
+
+def world_size() -> int:
+    """How many processes of torch.distributed there are; 1 without it."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def gathered(value: Any) -> list[Any]:
+    """The value of each process of torch.distributed; it has to be one that can be pickled."""
+    values = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+@final
+class Processes:
+    """Who shares the data: this process alone, or all of the default group.
+
+    how: None alone; "shard" each takes its part of the data that all are given; "sharded" each is given
+    its part.
+    """
+
+    def __init__(self, name: str, how: str | None, data: Any) -> None:
+        self._name = name
+        if how is not None:
+            validation.choice("processes", how, [SHARD, SHARDED])
+        group = dist.is_available() and dist.is_initialized()
+        if how is not None and not group and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise ArgumentValueError(
+                f"processes={how!r}: expected torch.distributed to be initialised, got WORLD_SIZE="
+                f"{os.environ['WORLD_SIZE']} and no group; call torch.distributed.init_process_group() "
+                "first."
+            )
+        self.world = dist.get_world_size() if group else 1
+        self.rank = dist.get_rank() if group else 0
+        if self.world > 1:
+            self._check_sampler(how, data)
+        if how is None:
+            self.world, self.rank = 1, 0
+        self.alone = self.world == 1
+        # it takes only a part of what it is given
+        self.splitting = not self.alone and how == SHARD
+
+    def takes(self, number: int) -> bool:
+        """Whether this process takes the batch, or the piece of the only batch, of that number."""
+        return not self.splitting or number % self.world == self.rank
+
+    def share(self, count: int) -> int:
+        """How many of `count` batches this process takes."""
+        return len(range(self.rank, count, self.world)) if self.splitting else count
+
+    def number(self, index: int) -> int:
+        """The number, counted over all processes, of the piece that this one has at an index."""
+        return index if self.alone or self.splitting else self.rank + self.world * index
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of each process; it has to be one that can be pickled."""
+        return [value] if self.alone else gathered(value)
+
+    def all_reduce(
+        self, total: Tensor, used: Tensor, mine: PassTotals, error: Exception | None
+    ) -> PassTotals:
+        """Add up total and used over the processes, in place; return the totals of all together.
+
+        In one all-reduce. Raises the error, if there is one; and in all processes alike where another
+        one has an error, or where they do not multiply the same.
+        """
+        # one message has one dtype, which has to hold the totals too
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        mine = mine._replace(failed=error is not None)
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        parts = split_float64(numbers, dtype)
+        table = torch.zeros(self.world, *parts.shape, dtype=dtype, device="cpu")
+        table[self.rank] = parts
+        flat = [x.reshape(-1).to(total.device, dtype) for x in (total, used, table)]
+        message = torch.cat(flat)
+        dist.all_reduce(message)
+        sizes = [x.numel() for x in flat]
+        for x, part in zip((total, used, table), message.split(sizes), strict=True):
+            x.copy_(part.view(x.shape))
+        every = [PassTotals(*row) for row in table.double().sum(1).tolist()]
+        if any(one.failed for one in every):
+            self._raise(error, every)
+        self._check_same(every, total.dtype)
+        largest = max(one.largest for one in every)
+        whole = max(every, key=lambda one: one.shared).whole
+        sums = PassTotals(*map(sum, zip(*every, strict=True)))
+        return sums._replace(largest=largest, whole=whole)
+
+    def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
+        texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [rank for rank, one in enumerate(every) if one.failed]
+        raise DistributedError(
+            f"{self._name}: expected a sum over the data of all {self.world} processes, got an error "
+            f"in process {failed[0]}, which has to be fixed there: {texts[failed[0]]}"
+        )
+
+    def _check_same(self, every: list[PassTotals], dtype: torch.dtype) -> None:
+        for name, advice in ADVICE.items():
+            numbers = [getattr(one, name) for one in every]
+            rounding = 0 if name == "seed" else ROUNDING.get(dtype, 1e-2)
+            allowed = rounding * max(map(abs, numbers))
+            others = [k for k, number in enumerate(numbers) if abs(number - numbers[0]) > allowed]
+            if others:
+                raise DistributedError(
+                    f"{self._name}: expected the same {name} in all {self.world} processes, got "
+                    f"other {name} in process {others[0]} than in process 0; {advice}."
+                )
+
+    def _check_sampler(self, how: str | None, data: Any) -> None:
+        """Raise where a DistributedSampler of the data does not go with `how`."""
+        batch_sampler = getattr(data, "batch_sampler", None)
+        samplers = [getattr(x, "sampler", None) for x in (data, batch_sampler)]
+        found = [sampler for sampler in samplers if isinstance(sampler, DistributedSampler)]
+        if not found:
+            return
+        sampler = found[0]
+        if how != SHARDED:
+            raise ArgumentValueError(
+                f"processes: expected 'sharded' for a loader with a {type(sampler).__name__}, which "
+                f"gives each process a part of the data, got {how!r}; or pass a loader without one, "
+                "with processes='shard', where each process takes its part of all batches."
+            )
+        if (sampler.num_replicas, sampler.rank) != (self.world, self.rank):
+            raise ArgumentValueError(
+                f"data: expected the part of process {self.rank} of {self.world}, got a "
+                f"{type(sampler).__name__} for process {sampler.rank} of {sampler.num_replicas}; make "
+                "it without num_replicas and rank."
+            )
+        count = len(sampler.dataset)  # type: ignore[arg-type]
+        if sampler.total_size > count:
+            raise ArgumentValueError(
+                f"data: expected every example in one process, got a {type(sampler).__name__} that "
+                f"repeats {sampler.total_size - count} of {count}, so that {self.world} processes have "
+                "as many: they would count twice. Pass a loader without it and processes='shard'."
+            )
+
+
+def constants_of(loss: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a model that are not among the leaves: frozen parameters, and buffers in use."""
+    model = getattr(loss, "model", None)
+    known = {id(leaf) for leaf in leaves}
+    found: list[Tensor] = []
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        found += [p for p in module._parameters.values() if p is not None and id(p) not in known]
+        if not (isinstance(module, NORMS) and module.training):  # it uses those of the batch
+            buffers = [b for b in module._buffers.values() if b is not None]
+            found += [b for b in buffers if b.is_floating_point()]
+    return found
+
+
+def split_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in float64 as rows in dtype that add up to them."""
+    rows = []
+    for _ in range(1 if dtype == torch.float64 else 3):  # 24 digits each, of 53
+        rows.append(numbers.to(dtype))
+        numbers = numbers - rows[-1].double()
+    return torch.stack(rows)
+
+
+BatchSize = Callable[[Any], float]
+
+
+class Piece(NamedTuple):
+    """A batch, or a part of one, that goes through the model at once."""
+
+    batch: Any
+    weight: float
+    number: int  # among the pieces of all batches, in all processes
+    fraction: float = 1.0  # of a pass
+    whole: Any = None  # the batch, in its last piece that this process takes
+    known: tuple[float, ...] | None = None  # the fingerprint of the batches of several processes
+
+
+@final
+class Batches:
+    """One batch, or batches that can be iterated again and again, each with its weight.
+
+    A tensor, a mapping, a tuple, a list with a tensor in it, and what cannot be iterated is one batch;
+    any other re-iterable yields batches. Of several processes that are given the same data, each takes
+    every n-th batch, or piece of the only batch.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        device: torch.device,
+        batch_size: BatchSize | None,
+        micro_batch: int | None,
+        processes: Processes,
+        *,
+        mean: bool = True,
+        sharded: bool = False,
+    ) -> None:
+        self._one = is_batch(data)
+        self._data: Iterable[Any] = [data] if self._one else data
+        self.processes, self.device, self.mean, self._sharded = processes, device, mean, sharded
+        self._batch_size = leading_dimension if batch_size is None else batch_size
+        self._micro_batch = micro_batch
+        self.shared = self._one and processes.splitting  # processes take pieces of the only batch
+        self.checksum = 0.0  # of the data that all processes were given
+
+    @property
+    def single(self) -> bool:
+        """Whether all of the data is one batch that is not split."""
+        return self._one and self._micro_batch is None
+
+    @property
+    def weight_cancels(self) -> bool:
+        """Whether this batch is all there is, also of other processes."""
+        return self.single and self.processes.alone and not self._sharded
+
+    def __len__(self) -> int:
+        """How many batches this process takes; 0 where that is not known."""
+        count = length_hint(self._data)
+        return count if self._one else self.processes.share(count)
+
+    def __iter__(self) -> Iterator[Piece]:
+        own, index, total = self.processes, 0, 0.0
+        for number, batch in enumerate(self._data):
+            if own.splitting:
+                total += (number + 1) * checksum((*fingerprint(batch), 1.0))
+            if self._one or own.takes(number):
+                moved = to_device(batch, self.device)
+                # weighed where they were, since a device would wait
+                both = enumerate(zip(self._split(moved), self._split(batch), strict=True), index)
+                parts = [(part, self._weight(x), own.number(j)) for j, (part, x) in both]
+                index += len(parts)
+                # a mean over no labels is 0 / 0
+                skips = self.mean and not self._sharded
+                mine = [
+                    (part, weight, number)
+                    for part, weight, number in parts
+                    if (weight or not skips) and (not self.shared or own.takes(number))
+                ]
+                fraction = 1 / (max(len(self), 1) * max(len(mine), 1))
+                for left, part in zip(reversed(range(len(mine))), mine, strict=True):
+                    yield Piece(*part, fraction, None if left else moved)
+            else:
+                index += len(self._split(batch))
+        self.checksum = total
+
+    def current(self) -> list[Any]:
+        """The batches as they are now."""
+        return list(self._data)
+
+    def _weight(self, batch: Any) -> float:
+        try:
+            weight = float(self._batch_size(batch))
+        except ArgumentTypeError:
+            if self.weight_cancels:
+                return 1.0
+            raise
+        if not weight > 0 and not (weight == 0 and row_count(batch)):
+            raise ArgumentValueError(
+                f"data: expected batches with at least one example, got one of size {weight:g}; "
+                "leave empty batches out."
+            )
+        return weight
+
+    def _split(self, batch: Any) -> list[Any]:
+        """The batch, or its pieces along the leading dimension."""
+        if not (self._micro_batch or self.shared):
+            return [batch]
+        count = row_count(batch)
+        if count is None:
+            raise ArgumentTypeError(
+                f"{'micro_batch' if self._micro_batch else 'processes'}: expected a batch of tensors "
+                f"that can be split, got {validation.describe(batch)}; pass smaller batches instead."
+            )
+        size = self._micro_batch or -(-count // self.processes.world)  # rounded up
+        if count <= size:
+            return [batch]
+        return [rows_of(batch, count, start, start + size) for start in range(0, count, size)]
+
+
+def first_examples(batch: Any, count: int) -> Any:
+    """The first rows of each tensor with as many as the first one; None where there are no more."""
+    size = row_count(batch)
+    return None if size is None or size <= count else rows_of(batch, size, 0, count)
+
+
+def row_count(batch: Any) -> int | None:
+    """The leading dimension of the first tensor of a batch that has one."""
+    return next((len(x) for x in pytree.tensors(as_dict(batch)) if x.dim()), None)
+
+
+def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
+    """Some of the examples of a batch, in its own type."""
+    own = as_dict(batch)
+    piece = pytree.rows(own, count, start, stop)
+    return piece if own is batch else type(batch)(piece)
+
+
+def as_dict(batch: Any) -> Any:
+    """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
+    return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
+
+
+def leading_dimension(batch: Any) -> float:
+    """The leading dimension of the first tensor of a batch."""
+    first = next(iter(pytree.tensors(as_dict(batch))), None)
+    if first is not None and first.dim():
+        return len(first)
+    raise ArgumentTypeError(
+        "data: expected batches whose first tensor has the examples as its leading dimension, got "
+        f"{validation.describe(batch)}; give the weight of a batch by batch_size=, a function of the "
+        "batch."
+    )
+
+
+def fingerprint(batch: Any) -> tuple[float, ...]:
+    """For each tensor in a batch its sum, and a sum that changes with the order of the examples too."""
+    numbers = numbers_of(batch)
+    return tuple(torch.stack(numbers).tolist()) if numbers else ()
+
+
+def numbers_of(batch: Any) -> list[Tensor]:
+    """The same as scalars in float64."""
+    numbers = []
+    for _, x in tensors_in("", batch):
+        if x.layout is torch.strided and x.numel() and x.device.type != "meta":
+            x = torch.view_as_real(x) if x.is_complex() else x
+            rows = x.detach().reshape(len(x) if x.dim() else 1, -1).sum(1, dtype=torch.float64)
+            places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
+            numbers += [rows.sum(), rows @ places]
+    return numbers
+
+
+def is_batch(data: Any) -> bool:
+    """Whether data is one batch, and no re-iterable of batches; raises for what is neither."""
+    if isinstance(data, Tensor | Mapping | tuple):
+        return True
+    if isinstance(data, list):
+        return any(isinstance(x, Tensor) for x in data)
+    if isinstance(data, str | bytes | int | float | None):
+        raise ArgumentTypeError(
+            f"data: expected a batch, or a DataLoader or list of batches, got "
+            f"{validation.describe(data)}."
+        )
+    if isinstance(data, Iterator):
+        raise ArgumentTypeError(
+            "data: expected batches that can be iterated again for every product, got a "
+            f"{type(data).__name__}, which can be iterated once; pass list(...) of it, or the loader."
+        )
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise ArgumentTypeError(
+            f"data: expected batches, got the dataset {type(data).__name__}, whose elements are single "
+            "examples; wrap it, torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
+    return not isinstance(data, Iterable)
+
+
+def in_fixed_order(name: str, data: Any) -> None:
+    """Raise for a DataLoader that shuffles."""
+    if isinstance(getattr(data, "sampler", None), RandomSampler):
+        raise ArgumentValueError(
+            f"{name}: expected data in a fixed order, that of the result, got a DataLoader that "
+            "shuffles; make one with shuffle=False."
+        )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on the device."""
+    if pytree.tensors(batch):
+        return pytree.map_tensors(lambda x: x.to(device, non_blocking=device.type != "cpu"), batch)
+    return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
+
+
+NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from pass to pass
+
+
+def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[Piece, Sharding]]:
+    """The batches of all processes, by one small all-reduce each.
+
+    Each has the weight of all together, the placement its part in that weight, and the fingerprint
+    changes with any of the batches. Raises in all of them where one has fewer, or an error while its
+    data is read.
+    """
+    own, world = iter(batches), placement.mesh.size()
+    while True:
+        piece, weight, error = None, 0.0, None
+        numbers = [0.0] * NUMBERS
+        try:
+            piece = next(own, None)
+            if piece is not None:
+                weight = piece.weight
+                found = fingerprint(piece.batch)[:NUMBERS]
+                numbers[: len(found)] = found
+        except Exception as caught:  # the other processes wait for this one
+            error = caught
+        mine = [float(error is not None), float(piece is not None), weight, *numbers]
+        sums = torch.tensor(mine, dtype=torch.float64, device=batches.device)
+        failed, given, total, *every = placement.sum(sums).tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise DistributedError(
+                f"{name}: expected a batch from each of {world} processes, got an error in one while "
+                "it read its data: look at its own output."
+            )
+        if not given:
+            return
+        if given < world or piece is None:
+            raise DistributedError(
+                f"{name}: expected as many batches in each of {world} processes, whose parameters are "
+                f"gathered together, got one more in {given:.0f} of them than in the others; give each "
+                "the same number, of any size."
+            )
+        number = dist.get_rank() + dist.get_world_size() * piece.number  # with samples of its own
+        if total:
+            known = piece._replace(weight=total, number=number, known=tuple(every))
+            yield known, placement.weighted(weight / total)

@@ -1,0 +1,75 @@
+"""Gradients of each example of a batch by itself: side by side, or one after the other."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib import errors
+from hoglib._core.messages import validation
+from hoglib._core.problem import Problem
+from hoglib._core.substrate.autograd import (
+    Vector,
+    fresh_leaves,
+    materialize_grads,
+    translate_errors,
+)
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.batches.data import row_count
+
+
+def number_of_examples(batch: Any) -> int:
+    """The leading dimension of the first tensor of a batch."""
+    count = row_count(batch)
+    if count is None:
+        raise errors.ArgumentTypeError(
+            "batch: expected tensors with the examples as their leading dimension, got "
+            f"{validation.describe(batch)}."
+        )
+    if not count:
+        raise errors.ArgumentValueError("batch: expected at least one example, got none.")
+    return count
+
+
+def by_vmap_or_loop(problem: Problem) -> tuple[Tensor, Vector]:
+    """l_n and g_n of each example: by vmap, or by a loop where an operation has no rule for vmap."""
+    try:
+        return by_vmap(problem)
+    except (RuntimeError, NotImplementedError):  # an error of the user's comes again
+        return by_loop(problem)
+
+
+def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
+    """g_n = d l_n / d params for all n, as vmap(grad(l))."""
+    (batch,) = problem.args
+    count = number_of_examples(batch)
+    parts, form = pytree.flatten(batch)
+    # other tensors of a batch are the same for each example
+    mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
+
+    def of_example(p: Vector, *rows: Tensor) -> Tensor:
+        left = iter(rows)
+        # a batch of one, as the loss takes it
+        one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
+        return problem.with_args(pytree.unflatten(one, form))(*p)
+
+    given = [x for x, row in zip(parts, mapped, strict=True) if row]
+    each = torch.func.grad_and_value(of_example)
+    every: Any = torch.func.vmap(each, (None, *[0] * len(given)), randomness="error")
+    gradients, values = every([leaf.detach() for leaf in problem.leaves], *given)
+    return values.detach(), [g.detach() for g in gradients]
+
+
+def by_loop(problem: Problem) -> tuple[Tensor, Vector]:
+    """g_n = d l_n / d params, one n after the other."""
+    (batch,) = problem.args
+    count = number_of_examples(batch)
+    values, rows = [], []
+    for n in range(count):
+        p = fresh_leaves(problem.leaves, False)
+        with translate_errors(problem.policy.caller):
+            value = problem.with_args(pytree.rows(batch, count, n, n + 1))(*p)
+            parts = torch.autograd.grad(value, p, allow_unused=True)
+        values.append(value.detach())
+        rows.append(materialize_grads(list(parts), p))
+    return torch.stack(values), [torch.stack(parts) for parts in zip(*rows, strict=True)]

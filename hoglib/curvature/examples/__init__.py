@@ -1,0 +1,1 @@
+"""Gradients of single examples, and what each contributes."""

@@ -1,0 +1,734 @@
+"""Gradients of every example of a batch by itself, their norms and products, and what they tell.
+
+Norms and products come from the inputs a_nt of each layer at the positions t of example n, and the
+gradients g_nt by its outputs:
+
+    dW_n = sum_t g_nt a_nt^T        <dW_n, dW_m> = sum_tu <g_nt, g_mu> <a_nt, a_mu>
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import length_hint
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Unpack, get_args
+
+import torch
+from torch import Tensor, nn
+
+from hoglib import errors
+from hoglib._core.messages import validation
+from hoglib._core.messages.files import ScoreFile, digest
+from hoglib._core.modules.module_kinds import BATCH_NORMS
+from hoglib._core.numerics.trust import found_once
+from hoglib._core.problem import Options, Policy, Problem, check_option_names
+from hoglib._core.runtime.logger import LOGGER
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.autograd import Vector, without_graph
+from hoglib._core.substrate.fingerprint import sums_and_norms
+from hoglib._core.substrate.placement import refuse_sharded
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.algebra.linear_operator import ProgressBar
+from hoglib.curvature.algebra.vector_space import Space, Tree
+from hoglib.curvature.batches.data import as_dict, constants_of, in_fixed_order, is_batch, to_device
+from hoglib.curvature.batches.single_examples import by_vmap_or_loop, number_of_examples
+from hoglib.curvature.kronecker.kfac_operator import KFACOperator
+from hoglib.curvature.kronecker.model_run import (
+    AT_ONCE,
+    FactorOptions,
+    Gradients,
+    Layer,
+    ModelRun,
+    by_example,
+    checked_run,
+    is_embedding,
+    layer_gradients,
+)
+from hoglib.curvature.maps.fisher_metric import FisherMetric
+from hoglib.curvature.maps.jacobian_product import jvp
+from hoglib.curvature.maps.likelihood import (
+    Relation,
+    compare_halves,
+    example_counts,
+    nearby,
+    token_axis,
+)
+from hoglib.curvature.operators.operators import GGNOperator
+from hoglib.curvature.training.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
+from hoglib.ring import ring, warn_if_derivatives_not_finite
+from hoglib.verification.entry_points import examined_functions
+
+ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
+
+
+def per_example_gradients(
+    loss: Any,
+    params: Tree,
+    batch: Any,
+    *,
+    chunk_size: int | None = None,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tree]:
+    r"""The loss and the gradient of each example of a batch.
+
+        l_n = loss(params, example n), a batch of one        g_n = d l_n / d params
+
+    For a criterion that is a mean over examples, the mean of g_n is the gradient of the batch; for a
+    sum their sum is. Where the mean of a criterion of torch, or of `hoglib.language_model_loss`,
+    divides by D = sum_n d_n, of class weights or of labels that are not ignored, l_n is that of the
+    example times N d_n / D, so that the same holds.
+
+    Args:
+        loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
+            `hoglib.functional_loss`.
+        params: Where the gradients are taken; any pytree of floating-point tensors.
+        batch: A batch of any kind: every tensor with as many rows as the first one has the examples as
+            its leading dimension; the other tensors are the same for each.
+        chunk_size: Examples at once, side by side by `torch.func.vmap` where all operations can, else
+            one after the other. Default: all of them.
+        **options: ``stand_ins`` (attention has a rule there for `torch.func.vmap`) and ``remat``, as
+            :class:`hoglib.Options` describes them.
+    Returns:
+        The losses [N], and the gradients, like params with a leading dimension of N.
+    Raises:
+        ArgumentValueError: for batch norm in train mode, and for losses that couple examples, as
+            contrastive ones do, where an example alone has another loss.
+    Shape:
+        - losses: [N]
+        - gradients: [N, *shape] for each parameter
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+        >>> loss = lambda p, x: (x @ p).square().mean()
+        >>> values, g = hog.per_example_gradients(loss, torch.ones(2), x)
+        >>> g
+        tensor([[2., 0.],
+                [0., 8.]])
+    """
+    check_apart(loss, params, batch, "per_example_gradients")
+    values, gradients = _of_single_examples(loss, params, batch, chunk_size, **options)
+    counts = example_counts(loss, batch)
+    if counts is None:
+        return values, gradients
+    factors = counts / counts.mean()
+    return scaled(values, factors), pytree.map_tensors(lambda g: scaled(g, factors), gradients)
+
+
+def scaled(rows: Tensor, factors: Tensor) -> Tensor:
+    """Each row times its factor; 0 for those of factor 0, which may be 0 / 0."""
+    one = factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(one == 0, 0, rows * one)
+
+
+def _of_single_examples(
+    loss: Any, params: Tree, batch: Any, chunk_size: int | None = None, **options: Unpack[Options]
+) -> tuple[Tensor, Tree]:
+    """l_n and g_n of batches of one, of a loss that `check_apart` knows."""
+    refuse_sharded("per_example_gradients", pytree.leaves(params))
+    own = as_dict(batch)
+    count = number_of_examples(own)
+    size = validation.none_or_at_least("chunk_size", chunk_size, 1) or count
+    policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
+    with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
+        problem = Problem.of(policy, loss, params, own).entered(blocks)
+        parts = (pytree.rows(own, count, start, start + size) for start in range(0, count, size))
+        chunks = [by_vmap_or_loop(problem.with_args(part)) for part in parts]
+    values, gradients = zip(*chunks, strict=True)
+    joined = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
+    warn_if_derivatives_not_finite(problem, value := torch.cat(values), joined)
+    return value, problem.tree(joined)
+
+
+def gradient_rows(
+    loss: Any, params: Tree, batch: Any, weights: Tensor | None = None
+) -> Iterator[Tensor]:
+    """The gradients of the examples of a batch, times their weights, as rows [n, P], some at a time."""
+    size = max(1, ROWS_AT_ONCE // max(pytree.size(params), 1))
+    own = as_dict(batch)
+    count = number_of_examples(own)
+    for start in range(0, count, size):
+        piece = pytree.rows(own, count, start, start + size)
+        _, gradients = _of_single_examples(loss, params, piece)
+        rows = torch.cat([leaf.reshape(len(leaf), -1) for leaf in pytree.leaves(gradients)], 1)
+        yield rows if weights is None else scaled(rows, weights[start : start + size])
+
+
+def check_apart(loss: Any, params: Tree, batch: Any, caller: str) -> None:
+    """Raise, at the first batch of its shapes, for a loss that couples examples; warn of a mean that
+    counts something else."""
+    validation.loss_function("loss", loss)
+    check_norms(loss)
+    own = as_dict(batch)
+    if number_of_examples(own) < 2:
+        return
+    shapes = tuple((x.shape, x.dtype) for x in pytree.tensors(own))
+    found = found_once(loss, ("halves", shapes), lambda: _halves(loss, params, own) or "unknown")
+    if found == "coupled":
+        raise errors.ArgumentValueError(
+            f"{caller}: expected a loss that is a sum or mean over examples, got one that couples "
+            "them: the loss of a batch is not made of those of its halves, as for contrastive losses, "
+            "correlations, and softmax or statistics over the batch. An example alone has another "
+            "loss, or none; use `hoglib.GGNOperator`, or the gradients of whole batches."
+        )
+    if found == "weighted" and example_counts(loss, own) is None:
+        found_once(loss, caller, lambda: _warn_of_weights(caller))
+
+
+def _warn_of_weights(caller: str) -> bool:
+    warn(
+        f"{caller}: expected a mean over examples, got a loss that divides by another number, of "
+        "weights, a mask or labels that are ignored. The gradient of an example is that of a batch "
+        "of one, which loses its weight, and the mean over examples is not the gradient of the "
+        "batch. Pass torch's own criterion as a module, or a criterion with the sum over examples."
+    )
+    return True
+
+
+def _halves(loss: Any, params: Tree, batch: Any) -> Relation | None:
+    """How the loss of a batch is made of those of its halves."""
+    policy = Policy("per_example_gradients")
+    with torch.inference_mode(False), ring(policy, loss, examine=False) as blocks:
+        problem = Problem.of(policy, loss, params, batch).entered(blocks)
+
+        def at(seed: int, part: Any) -> Tensor:
+            leaves = nearby(problem.leaves, seed)
+            return without_graph(lambda: problem.with_args(part)(*leaves))
+
+        return compare_halves(at, batch)
+
+
+def check_norms(loss: Any) -> None:
+    """Raise for batch norm in train mode."""
+    model = getattr(loss, "model", None)
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, BATCH_NORMS) and module.training:
+            raise errors.ArgumentValueError(
+                f"model.{name}: expected layers that treat each example by itself, got a "
+                f"{type(module).__name__} in train mode, which mixes the examples of a batch; call "
+                "model.eval(), or use group norm."
+            )
+
+
+CALLER = "per_example_gradient_norms"
+_OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True)
+
+
+def per_example_gradient_norms(loss: Any, params: Tree, batch: Any) -> Tensor:
+    r"""The norm of the gradient of each example of a batch, without the gradients.
+
+        |d l_n / d params|        l_n = loss(params, example n), a batch of one
+
+    Layers that `hoglib.KFACOperator` knows take one forward and one backward pass of the batch: norms
+    are computed from the inputs of a layer and the gradients by its outputs: by the products of its T
+    positions (ghost norms) where T^2 is at most the number of its weights, else by the gradients of
+    that layer alone, which are held for some examples at a time. For any other use of a parameter,
+    and losses that are no `hoglib.functional_loss`, they are those of `hoglib.per_example_gradients`,
+    some examples at a time; ``logging.getLogger("hoglib")`` tells why, at level DEBUG.
+
+    Args:
+        loss: As of `hoglib.per_example_gradients`.
+        params: Where the gradients are taken, a dict of tensors by name; of other losses any pytree.
+        batch: As of `hoglib.per_example_gradients`.
+    Returns:
+        The norms [N], of all parameters together.
+    Raises:
+        ArgumentValueError: for batch norm in train mode, where an example alone has another loss.
+    References:
+        Goodfellow, Efficient Per-Example Gradient Computations, 2015. Li, Tramer, Liang and Hashimoto,
+        Large Language Models Can Be Strong Differentially Private Learners, 2022, section 4. Bu, Mao
+        and Xu, Scalable and Efficient Training of Large Convolutional Neural Networks with
+        Differential Privacy, 2022 (the choice by layer).
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.fill_(1.0)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> batch = torch.tensor([[3.0, 4.0], [0.0, 1.0]]), torch.zeros(2, 1)
+        >>> hog.curvature.per_example_gradient_norms(loss, params, batch)  # 2 |x_n| |sum of x_n|
+        tensor([70.,  2.])
+    """
+    return _products_of(loss, params, batch, False).sqrt()
+
+
+def per_example_gradient_products(loss: Any, params: Tree, batch: Any) -> Tensor:
+    r"""The dot products of the gradients of the examples of a batch.
+
+        K_nm = <d l_n / d params, d l_m / d params>
+
+    The gradients of one layer at a time are held, and none of a linear layer that each example uses
+    once; else as `per_example_gradient_norms`.
+
+    Args:
+        loss: As of `per_example_gradient_norms`.
+        params: As of `per_example_gradient_norms`.
+        batch: As of `per_example_gradient_norms`.
+    Returns:
+        The products [N, N].
+    Raises:
+        ArgumentValueError: for batch norm in train mode, where an example alone has another loss.
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> loss = lambda p, x: (x @ p).sum()
+        >>> hog.curvature.per_example_gradient_products(loss, torch.ones(2), x)
+        tensor([[1., 1.],
+                [1., 5.]])
+    """
+    return _products_of(loss, params, batch, True)
+
+
+def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
+    """Squared norms [N], or with pairs the products [N, N]."""
+    caller = "per_example_gradient_products" if pairs else "per_example_gradient_norms"
+    check_apart(loss, params, batch, caller)
+    counts = example_counts(loss, batch)
+    factors = None if counts is None else counts / counts.mean()
+    found = _layer_by_layer(loss, params, batch, pairs, factors)
+    if found is not None:
+        return found
+    rows = gradient_rows(loss, params, batch, factors)
+    parts = [torch.cat(list(rows))] if pairs else rows
+    return torch.cat([_products_of_rows(part, pairs) for part in parts])
+
+
+def _layer_by_layer(
+    loss: Any, params: Tree, batch: Any, pairs: bool, factors: Tensor | None
+) -> Tensor | None:
+    """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
+    space = Space(params)
+    space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
+    own = as_dict(batch)
+    count = number_of_examples(own)
+    loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
+    if not (hasattr(loss, "outputs") and isinstance(params, dict)):
+        return None
+    policy = Policy(CALLER, stand_ins=False)
+    with ring(policy, loss, examine=False) as blocks:
+        problem = Problem.of(policy, loss, params, own).entered(blocks)
+        (own,) = problem.args
+        try:
+            run, _ = checked_run(ModelRun(problem, space, _OPTIONS), True)
+            if run.examples != count:
+                raise errors.ArgumentValueError("outputs: expected one for each example.")
+        except errors.HoglibError as error:
+            # of the layers; what is wrong with the loss comes again
+            LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
+            return None
+        gradients = run.gradients(_by_outputs(run.outputs()[0], loss, own, factors))
+        with torch.no_grad():
+            shape = [count] * (2 if pairs else 1)
+            total = torch.zeros(shape, dtype=run.dtype, device=run.device)
+            for layer in run.layers:
+                total += _products(layer, gradients, run, pairs)
+    return total.to(space.dtype)
+
+
+def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
+    """The gradients of the loss of each example, times its factor, by its outputs."""
+
+    def criterion(shifts: Vector, both: Any) -> Tensor:
+        own, example = both
+        left = iter(shifts)
+        parts, form = pytree.flatten(own)
+        moved = [x + next(left) if pytree.is_float(x) else x for x in parts]
+        return loss.criterion(pytree.unflatten(moved, form), example)
+
+    zeros = [torch.zeros_like(y[:1]) for y in pytree.leaves(outputs) if pytree.is_float(y)]
+    _, gradients = _of_single_examples(criterion, zeros, (outputs, batch))
+    rows = [g.squeeze(1) for g in gradients]
+    return rows if factors is None else [scaled(g, factors) for g in rows]
+
+
+def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) -> Tensor:
+    """The squared norms of the gradients of a layer, [N], or with pairs their products, [N, N]."""
+    N, diagonal = run.examples, layer.layout.role.matrix == "diagonal"
+    if not diagonal and not is_embedding(layer) and _by_gradients(layer, run, pairs):
+        parts = layer_gradients(layer, gradients, run)
+        if pairs:
+            return _products_of_rows(torch.cat([torch.cat(part, 1) for part in parts]), True)
+        squares = ([_products_of_rows(rows, False) for rows in part] for part in parts)
+        return torch.cat([torch.stack(part).sum(0) for part in squares])
+    g = gradients.of_examples(layer, N)
+    if diagonal:
+        return _products_of_rows(g.sum(-2), pairs)
+    a = by_example(layer, [call.inputs() for call in layer.calls], N)
+    if is_embedding(layer) and layer.layout.weight is not None:
+        return _products_of_embedding(a[0], g[0], pairs)
+    a, with_bias = a.to(run.dtype), layer.layout.bias is not None
+    if pairs:
+        a, g = a.flatten(1, 2), g.flatten(1, 2)
+        found = ((a @ a.mT).add_(with_bias) * (g @ g.mT)).sum(0)
+        return found.view(N, len(found) // N, N, -1).sum((1, 3))
+    if a.shape[2] == 1:
+        return ((a.square().sum(3) + with_bias) * g.square().sum(3)).sum((0, 2))
+    chunks = max(1, AT_ONCE // (len(a) * a.shape[2] ** 2))
+    split = zip(a.split(chunks, 1), g.split(chunks, 1), strict=True)
+    return torch.cat([((x @ x.mT).add_(with_bias) * (y @ y.mT)).sum((0, 2, 3)) for x, y in split])
+
+
+def _products_of_embedding(at: Tensor, g: Tensor, pairs: bool) -> Tensor:
+    """The same of an embedding, from the indices [N, T, 1] and the gradients of the rows there."""
+    if not pairs:
+        same = (at == at.mT) & (at >= 0)  # [N, T, T]: the same row of the table
+        return ((g @ g.mT) * same).sum((1, 2))
+    N, places, features = len(at), at.flatten(), g.flatten(0, 1)
+    owner = torch.arange(N, device=at.device).repeat_interleave(g.shape[1])
+    seen, rows = places.unique(return_inverse=True)  # only rows of the table that are used
+    table = features.new_zeros(N * len(seen), features.shape[1])
+    table.index_add_(0, owner * len(seen) + rows, features * (places >= 0).unsqueeze(1))
+    return _products_of_rows(table.view(N, -1), True)
+
+
+def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
+    """Whether the gradients of a layer are fewer numbers than the products of its positions.
+
+    With T positions, T^2 > into out; for pairs, which need all products at once, N T^2.
+    """
+    groups, out, into = layer.layout.sizes
+    T = sum(call.rows for call in layer.calls) // run.examples
+    if layer.layout.role.matrix == "elementwise":
+        return True
+    if layer.layout.weight is None or (pairs and groups * (run.examples * T) ** 2 > AT_ONCE):
+        return True
+    return (run.examples if pairs else 1) * T * T > into * out
+
+
+def _products_of_rows(rows: Tensor, pairs: bool) -> Tensor:
+    if pairs:
+        return rows @ rows.T
+    return torch.linalg.vector_norm(rows, dim=1).square()  # holds no squares
+
+
+class NoiseScale(NamedTuple):
+    """The noise of gradients.
+
+    Attributes:
+        scale: tr S / |g|^2: of batches much smaller, gradients are mostly noise.
+        variance: tr S, the sum of the variances of the gradient of one example.
+        square: |g|^2, of the gradient of the loss over all examples of the distribution.
+    """
+
+    scale: Tensor
+    variance: Tensor
+    square: Tensor
+
+
+def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
+    r"""The simple noise scale of gradients, an estimate of the largest useful batch size.
+
+        B = tr S / |g|^2        tr S = sum_n |g_n - m|^2 / (N - 1)        |g|^2 = |m|^2 - tr S / N
+
+    with the gradients g_n of examples and their mean m; both parts are unbiased. |g|^2 may come out
+    negative where N is far too small, and so may B.
+
+    Args:
+        loss: The function ``loss(params, batch)``, of a mean over examples.
+        params: Where the gradients are taken; any pytree of floating-point tensors.
+        data: A batch, or a DataLoader or another re-iterable of batches.
+    Returns:
+        `NoiseScale`, of three scalar tensors.
+    Raises:
+        ArgumentValueError: for fewer than two examples.
+    References:
+        McCandlish, Kaplan, Amodei and the OpenAI Dota Team, An Empirical Model of Large-Batch Training,
+        2018, section 2.2 and appendix A.1.
+    Example:
+        >>> loss = lambda p, x: (p * x).mean()
+        >>> x = torch.tensor([1.0, 3.0])
+        >>> hog.curvature.gradient_noise_scale(loss, torch.tensor(1.0), x).variance
+        tensor(2.)
+    """
+    space = Space(params)
+    space.refuse_sharded("gradient_noise_scale")
+    count, mean = 0, torch.zeros(space.size, dtype=torch.float64, device=space.device)
+    spread, weight = torch.zeros((), dtype=torch.float64, device=space.device), 0.0
+    for batch in [data] if is_batch(data) else data:
+        moved_batch = to_device(batch, space.device)
+        check_apart(loss, params, moved_batch, "gradient_noise_scale")
+        weights = example_counts(loss, moved_batch)
+        weight += number_of_examples(moved_batch) if weights is None else float(weights.sum())
+        for rows in gradient_rows(loss, params, moved_batch, weights):
+            part = rows.double()
+            own = part.mean(0)
+            # two sets of examples together, by Chan's formula
+            total = count + len(part)
+            spread += (part - own).square().sum()
+            spread += (own - mean).square().sum() * (count * len(part) / total)
+            mean += (own - mean) * (len(part) / total)
+            count = total
+    if count < 2:
+        raise errors.ArgumentValueError(f"data: expected at least two examples, got {count}.")
+    scale = (count / weight) ** 2  # of the squares, in units of the mean weight of an example
+    variance = scale * spread / (count - 1)
+    square = scale * mean.square().sum() - variance / count
+    return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
+
+
+Solver = Literal["cg", "kfac", "ekfac"]
+
+
+@validation.explain_arguments
+def influence(
+    loss: Any,
+    params: Tree,
+    train: Any,
+    query: Any,
+    *,
+    solver: Solver | KFACOperator = "ekfac",
+    damping: float,
+    per_token: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    tol: float | None = None,
+    **options: Any,
+) -> Tensor:
+    r"""The influence of each training example on the loss of each query.
+
+        s_nq = d loss(params(e), query q) / d e  at e = 0
+             = -grad loss(query q)^T (G + damping I)^-1 grad loss(example n)
+        s_ntq, the same of the loss of token t alone        s_nq = sum_t s_ntq
+
+    where params(e) minimizes the mean loss of the training data plus e loss(example n), with its weight
+    in that mean as `hoglib.per_example_gradients` has it, plus
+    damping/2 |params|^2, and G is the Gauss-Newton matrix of the training data. A positive score: more
+    weight on the example raises the loss of the query. To leave an example out is e = -1/N, so that the
+    loss of the query changes by about -s_nq / N.
+
+    Where params are DTensors, train is the part of each process, whose rows it gets, and query the same
+    in all; ``out`` and query=None are refused. Each holds params, and the gradients of queries, whole.
+
+    Args:
+        loss: From `hoglib.functional_loss`.
+        params: The parameters as they were trained, a dict of tensors by name.
+        train: The training data: a batch, or a DataLoader or another re-iterable of batches, in a fixed
+            order.
+        query: The queries, as train. None for the training examples themselves: the self-influence
+            s_nn of each, at most 0, without the other scores.
+        solver: How the inverse is applied: "cg", exactly, by conjugate gradients; "kfac" or "ekfac", by
+            a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks; or such an operator,
+            of the training data, whose factors are computed once for many calls.
+        damping: As above: the weight decay that the parameters were trained with, or more.
+        per_token: Whether the scores are those of the tokens of language models (of the positions of
+            any cross-entropy that has some), at the place of the logits that predict them; 0 where the
+            target is ignored. For each query it takes a Jacobian-vector product of the logits, which
+            exist as a whole. All batches have one length.
+        out: The path of a ``.npy`` file for the scores, which are then a memory map, of float32 at
+            least. Rows are written in order, and the same call goes on after those that an earlier one
+            wrote, in batches of any size; beside the file, ``<out>.call`` tells the same call (by
+            hashes of params, data and queries), and keeps the factors. Of a given operator keep its
+            ``state_dict()``, because factors that are drawn again are other ones. Needs NumPy.
+        tol: Of "cg", as of `LinearOperator.solve`.
+        **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
+            the factors of wide outputs are drawn) and progress=True, which counts batches, too; of a
+            given operator progress alone.
+    Returns:
+        The scores [train, query], with per_token [train, tokens, query], or [train] for query=None, in
+        the order of the data.
+    Raises:
+        ArgumentTypeError: for an option that the operator does not have.
+        ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, for
+            batch norm in train mode, tol with another solver than "cg", an operator on other
+            parameters, an `out` of another call, and with per_token losses without tokens.
+        OutputError: for an `out` that cannot be written, before anything is computed.
+        NonFiniteError: for an example whose gradient is not finite.
+    References:
+        Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
+        Grosse et al., Studying Large Language Model Generalization with Influence Functions, 2023,
+        section 3 (ekfac). Bae et al., If Influence Functions Are the Answer, Then What Is the
+        Question?, 2022 (G and damping).
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.fill_(1.0)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> data = torch.tensor([[1.0], [1.0]]), torch.tensor([[0.0], [2.0]])
+        >>> query = torch.ones(1, 1), torch.tensor([[2.0]])
+        >>> hog.influence(loss, params, data, query, damping=0.0, solver="cg")
+        tensor([[ 2.],
+                [-2.]])
+        >>> K = hog.KFACOperator(loss, params, data)
+        >>> hog.influence(loss, params, data, None, damping=0.0, solver=K)
+        tensor([-2., -2.])
+    """
+    shared = Space(params)
+    hashed = out is not None or shared.placement.is_sharded
+    with shared.raise_in_all("influence"):
+        fitted = solver if isinstance(solver, KFACOperator) else None
+        method = "operator" if fitted else validation.choice("solver", solver, get_args(Solver))
+        validation.number("damping", damping, minimum=0)
+        for name, data in (("train", train), ("query", query)):
+            in_fixed_order(name, data)
+        of_factors = ("kind", "generator", "check_deterministic", *KFAC_OPTIONS)
+        names = {"cg": NEWTON_OPTIONS, "operator": ("progress",)}.get(method, of_factors)
+        check_option_names("influence", options, names)
+        if tol is not None and method != "cg":
+            raise errors.ArgumentValueError(
+                f"tol: expected none with solver={solver!r}, which has a closed form, got {tol}; it "
+                "is for solver='cg'."
+            )
+        if validation.boolean("per_token", per_token) and query is None:
+            raise errors.ArgumentValueError(
+                "query: expected queries with per_token=True, got None."
+            )
+        if fitted:
+            _check_same(fitted, shared)
+        if shared.placement.is_sharded and (out is not None or query is None):
+            raise errors.UnsupportedError(
+                "influence: expected queries, and no out=, for params that are DTensors, got "
+                f"{'out=' if query is not None else 'query=None'}; save the rows that each process "
+                "returns, and for self-influence pass some examples at a time as queries."
+            )
+        examples = Examples.of("train", loss, train, hashed)
+        queries = None if query is None else Examples.of("query", loss, query, hashed)
+    if fitted:
+        _warn_of_other_values(fitted, shared)
+    asked = queries and queries.digest, method, float(damping), per_token
+    shared.check_same_call("influence", *asked, what="queries, and options,")
+    w, file = examples.weights, None
+    count, total = shared.all_sum(w.new_tensor([len(w), w.sum()])).tolist()
+    scale = -count / total
+    problem = Problem.of(Policy("influence"), loss, params)
+    own = problem.gathered()
+    with examined_functions("influence", first_order=method != "cg"):
+        space = shared if own is problem else Space(own.params(own.leaves))
+        shape = [len(w), *([] if queries is None else [len(queries.weights)])]
+        if per_token:
+            zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+            first = to_device(as_dict(next(iter(examples.data))), space.device)
+            (slopes,) = _token_slopes(own.loss, space, zero, first, None)
+            shape[1:1] = slopes.shape[1:-1]
+        if out is not None:
+            kept = {k: v for k, v in options.items() if isinstance(v, str | int | float)}
+            file = ScoreFile(Path(out), {
+                "shape": shape, "dtype": "float64" if space.dtype == torch.float64 else "float32",
+                "params": digest([*space.leaves(), *constants_of(loss, space.leaves())]),
+                "training data": examples.digest, "queries": queries and queries.digest,
+                "damping": float(damping),
+                "solver": digest(pytree.leaves(fitted.state_dict())) if fitted else method,
+                "options": {**kept, "tol": tol, "progress": None},
+            })  # fmt: skip
+            if file.done == len(w):
+                return file.scores
+        scores = file.scores if file else torch.empty(shape, dtype=space.dtype, device=space.device)
+        bar = ProgressBar("influence", options.get("progress", False), "batch")
+        if method == "cg":
+            G = GGNOperator(loss, params, train, **options)
+            solve: Callable[[Tensor], Tensor] = partial(G.solve, damping=damping, tol=tol)
+        else:
+            corrected: Any = {"eigenvalue_corrected": method == "ekfac"}
+            K = fitted or KFACOperator(loss, params, train, **corrected, **options)
+            if file and file.factors:
+                K.load_state_dict(file.factors)
+            elif file and not fitted:
+                file.keep(K.state_dict())
+            solve = K.inverse(damping).matvec
+        if own is not problem:
+            solve = partial(_solve_whole, shared, solve)
+        rows: Any = partial(gradient_rows, own.loss, space.params)
+        if queries is not None:
+            D = torch.empty(shape[-1], space.size, dtype=space.dtype, device=space.device)
+            with shared.raise_in_all("influence"):
+                parts = queries.parts(own.loss, space, bar, lambda batch, weights: rows(batch))
+                for at, g in parts:
+                    D[at] = g
+            # conjugate gradients of many columns share the passes over the data
+            for d in D.split(len(D) if method == "cg" else max(1, ROWS_AT_ONCE // space.size)):
+                d.copy_(solve(d.T).T)
+        rows = partial(_token_slopes, own.loss, space, D) if per_token else rows
+        for at, g in examples.parts(own.loss, space, bar, rows, file.done if file else 0):
+            if queries is None:  # as a query an example has no weight
+                slopes = (g * solve(g.T).T).sum(1) / w.where(w > 0, 1)[at].to(g)
+            else:
+                slopes = g if per_token else g @ D.T
+            if slopes.shape[1:] != scores.shape[1:]:
+                raise errors.ArgumentValueError(
+                    f"train: expected {shape[1:-1]} positions in each batch with per_token=True, as in "
+                    f"the first, got {list(slopes.shape[1:-1])}; pad all to one length."
+                )
+            scores[at] = scale * slopes
+    return scores
+
+
+def _solve_whole(shared: Space, solve: Callable[[Tensor], Tensor], columns: Tensor) -> Tensor:
+    """The solution for whole columns [P, k], the same in all processes, by that for their parts."""
+    parts = shared.add_rows(columns.T * shared.placement.weight)
+    return shared.whole_rows(solve(parts.T).T).T
+
+
+class Examples(NamedTuple):
+    """Training examples or queries, counted in a pass over the data."""
+
+    name: str
+    data: Iterable[Any]  # batches
+    weights: Tensor  # in the mean, [N]
+    digest: str  # the same in batches of any size
+
+    @classmethod
+    def of(cls, name: str, loss: Any, data: Any, hashed: bool) -> "Examples":
+        batches, weights, found = [data] if is_batch(data) else data, [], []
+        for batch in map(as_dict, batches):
+            count, counts = number_of_examples(batch), example_counts(loss, batch)
+            ones = torch.ones(count, dtype=torch.float64, device="cpu")
+            weights.append(ones if counts is None else counts)
+            rows = (pytree.rows(batch, count, n, n + 1) for n in range(count if hashed else 0))
+            found += [digest(pytree.tensors(row)) for row in rows]
+        if not weights:
+            raise errors.ArgumentValueError(f"{name}: expected at least one batch, got none.")
+        return cls(name, batches, torch.cat(weights), digest(found))
+
+    def parts(
+        self, loss: Any, space: Space, bar: ProgressBar, compute: Any, done: int = 0
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """compute(batch, weights=) of the examples from number `done` on, and their places."""
+        at = 0
+        with bar.over(self.name, length_hint(self.data) or None):
+            for number, batch in enumerate(map(as_dict, self.data)):
+                count = number_of_examples(batch)
+                first = min(max(done - at, 0), count)
+                at += first
+                bar.advance(first / count)
+                if first == count:
+                    continue
+                own = to_device(pytree.rows(batch, count, first, count), space.device)
+                check_apart(loss, space.params, own, "influence")
+                w = self.weights[at : at + count - first]
+                for part in compute(own, weights=None if bool((w == 1).all()) else w):
+                    if not bool(part.isfinite().all()):
+                        raise errors.NonFiniteError(
+                            f"{self.name}: expected examples with finite gradients, got one with NaN "
+                            f"or infinity in batch {number}; look for NaN in the data and in the "
+                            "parameters."
+                        )
+                    yield slice(at, at + len(part)), part.to(space.dtype)
+                    at += len(part)
+                    bar.advance(len(part) / count)
+
+
+def _token_slopes(loss: Any, space: Space, D: Tensor, batch: Any, weights: Any) -> Iterable[Tensor]:
+    """The derivatives of the losses of single tokens along d_q, [n, T, Q].
+
+    <d l_n / d f_nt, (J d_q)_nt>        with the logits f_nt of position t, and their Jacobian J
+    """
+    loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
+    with torch.no_grad():
+        f = loss.outputs(space.params, batch) if hasattr(loss, "outputs") else None
+        axis = token_axis(loss, f, batch)
+        (by_logits,) = _by_outputs(f, loss, batch, weights)
+        pairs = (jvp(lambda p: loss.outputs(p, batch), space.params, space.tree(d)) for d in D)
+        return [torch.stack([(by_logits * tangent).sum(axis) for _, tangent in pairs], -1)]
+
+
+def _check_same(K: KFACOperator, space: Space) -> None:
+    """Raise for a matrix on other parameters than a space."""
+    if not K.space.same(space):
+        raise errors.ArgumentValueError(
+            "solver: expected an operator on params, with the same names, shapes, dtypes and "
+            f"placements, got one on {validation.listing(pytree.paths(K.params))} {K.shape}."
+        )
+
+
+def _warn_of_other_values(K: KFACOperator, space: Space) -> None:
+    """Warn of a matrix at other values of the parameters."""
+    K.blocks()  # computed at the first use
+    if K.computed_at not in (None, sums_and_norms(space.leaves())):
+        warn(
+            "influence: expected factors that were computed at these values of params, got a "
+            "KFACOperator that was computed at others; call its `update()` after a change."
+        )

@@ -1,0 +1,1 @@
+"""Kronecker factors: the layers of a run, their factors, the operator."""

@@ -1,0 +1,610 @@
+"""Kronecker-factored approximations of the Gauss-Newton and Fisher matrices, over data."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache, partial
+from math import prod
+from typing import Any, Literal, NamedTuple, Unpack, final, get_args
+
+import torch
+from torch import Generator, Tensor, nn
+
+from hoglib import errors, plotting
+from hoglib._core.messages import validation
+from hoglib._core.problem import Problem, check_option_names
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.fingerprint import Numbers, sums_and_norms
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.algebra.estimates import Estimate
+from hoglib.curvature.algebra.linear_operator import BlockDiagonal
+from hoglib.curvature.algebra.vector_space import Space, Tree, check_named, random_signs
+from hoglib.curvature.batches.data import PassTotals
+from hoglib.curvature.kronecker.kronecker import (
+    BlockLayout,
+    InverseMethod,
+    KroneckerBlock,
+    KroneckerMatrix,
+    KroneckerOperator,
+    by_eigenvectors,
+    leaves_of,
+)
+from hoglib.curvature.kronecker.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
+from hoglib.curvature.kronecker.layer_calls import Region, Role
+from hoglib.curvature.kronecker.model_run import (
+    EXACT_DIAGONAL,
+    FactorOptions,
+    ModelRun,
+    RowOrder,
+    checked_run,
+)
+from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
+from hoglib.curvature.maps.gauss_newton import GaussNewtonKind
+from hoglib.curvature.operators.operators import DatasetOperator, GGNOperator, HessianOperator
+from hoglib.curvature.sums.dataset_sum import DATA_OPTIONS, DataOptions
+from hoglib.curvature.sums.term import Term
+from hoglib.curvature.sums.watchers import Draws
+
+TENSORS = ("A", "G", "values")  # of a block
+FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
+
+
+class _Distances(NamedTuple):
+    ggn: Estimate
+    blocks: Estimate
+    hessian: Estimate
+
+
+class KFACError(_Distances):
+    """Relative distances |K - M| / |M| of an approximation K in the Frobenius norm.
+
+    A tuple of three, with the distances by layer beside them.
+
+    Attributes:
+        ggn: From the Gauss-Newton matrix of all parameters.
+        blocks: From its blocks on the diagonal, which K approximates.
+        hessian: From the Hessian.
+        layers: Of the blocks of each layer from those of the Gauss-Newton matrix, by its name.
+    """
+
+    layers: Mapping[str, Estimate] = {}
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the distances with one standard error, of the whole matrix and of each layer.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.kfac_error(self, ax)
+
+    def to_dataframe(self) -> Any:
+        """The distances by layer as a data frame, with one standard error; needs pandas."""
+        return plotting.frame(
+            {"layer": name, "distance": float(one.value), "error": float(one.error)}
+            for name, one in self.layers.items()
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{100 * float(one.value):.3g} ± {100 * float(one.error):.1g}% from {name}"
+            for name, one in zip(("the GGN", "its blocks", "the Hessian"), self, strict=True)
+        ]
+        return ", ".join(parts)
+
+
+@final
+class KFACOperator(KroneckerOperator, DatasetOperator):
+    r"""A Kronecker-factored approximation of the Gauss-Newton or Fisher matrix over data.
+
+        K = blocks G_l ⊗ A_l on the diagonal, one for each layer l
+        expand    A = mean of a_r a_r^T over rows r       G = sum over r of g_r g_r^T
+        reduce    A = mean of a_n a_n^T over examples     G = sum over examples of g_n g_n^T
+        eigenvalue_corrected    Q_G diag(L) Q_A^T instead, L_ij = sum_n (q_i^T dW_n r_j)^2
+
+    with the inputs a of a layer and the gradients g by its outputs of the columns s of M = sum s s^T,
+    the matrix on the model's outputs: a_r and g_r of each position that shares the weights, a_n their
+    mean over the positions of an example, g_n their sum; dW_n = sum of g_r a_r^T the gradient of an
+    example by the weights. G is a sum over columns and weighted as the matrix of `GGNOperator`; so is A
+    as a mean. Where the data is one example without shared weights, and for linear networks with a
+    squared error, K is the block diagonal of the Gauss-Newton matrix.
+
+    `LinearOperator` describes ``@``, the algebra of operators and the algorithms; here ``inverse``,
+    ``solve``, ``damped``, ``sqrt``, ``map``, ``eigenvalues``, ``logdet``, ``trace`` and ``diagonal``
+    are in closed form. Factors are computed at the first use, and kept: after a step of the parameters
+    call ``update()``. Where params are DTensors, each process gives its own data, and keeps the factors
+    of some of the layers, their eigenvectors and inverses; all make the same calls.
+
+    The layers are found by the torch functions that they call, in any module: linear layers (also
+    LoRA's, attention's projections, those of GPT-2, and products with a matrix), convolutions (each
+    group by itself, also transposed ones), embeddings (always "expand",
+    with a diagonal A; those of positions as one of each example), and layer, group, RMS, instance and
+    (in eval mode) batch norm, PReLU, and parameters of which functions of each element take one number
+    for a feature, or which are copied for each example, whose blocks are exact; with more dimensions
+    than that of features, as of queries, they are embeddings of which all rows are used. Where a weight
+    is a function of each element of a parameter, as W * mask, the block is the exact diagonal. A layer
+    that is called twice, or shares its weight with another, has one block, of the rows of all its
+    calls. At the first batch the gradient that the layers give is compared with autograd's. Any other
+    use of a parameter is refused by name, or with ``unsupported="diagonal"`` the parameter has the
+    exact diagonal of its block, from the gradients of single examples (LSTM and GRU, tied embeddings,
+    parametrized weights, custom Functions): for each column a pass of the model over the examples by
+    themselves, side by side where `torch.func.vmap` can; where an example by itself has other outputs
+    than in its batch, a backward pass of the batch for each. ``print(K)`` names these parameters.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``; of `hoglib.language_model_loss` the logits exist as a whole.
+        params: Where the matrix is taken: a dict of parameters of such layers.
+        data: A batch, or a DataLoader or another re-iterable of batches, as of `hoglib.GGNOperator`.
+        kind: What M is: "exact", the Hessian of the criterion (with a likelihood its Fisher matrix), by
+            a backward pass for each output of an example; "mc", num_samples draws from the likelihood,
+            or, of a criterion without a known one, random sums of the columns; "empirical", the
+            gradients at the targets. "auto" is "exact" up to 100 outputs of an example, and "mc" for
+            more; ``print(K)`` says which.
+        approximation: "expand" or "reduce", as above. They differ for weights that are shared over
+            positions.
+        eigenvalue_corrected: Replace the eigenvalues by the diagonal in the basis of the eigenvectors
+            (EKFAC), in a second pass over the data.
+        joint_bias: A bias is a column of its weight; or else has a block of its own, that of a weight
+            whose input is 1.
+        likelihood: The distribution of the targets, as of `hoglib.FisherOperator`.
+        num_samples: Samples for each example, of kind "mc".
+        generator: Of the seed for these samples; None is torch's global generator.
+        unsupported: "raise" or "diagonal", for parameters that no such layer explains, as above.
+        **options: Those of :class:`~hoglib.curvature.DataOptions`: ``reduction`` ("mean" or "sum", that
+            of the criterion), ``batch_size``, ``micro_batch``, ``check_deterministic``, ``progress``,
+            ``processes``, and ``dtype`` (of flat vectors; factors are in float32 at least).
+    Raises:
+        UnsupportedError: at the first use, for parameters that something else than these layers uses,
+            and for layers that mix examples.
+        ArgumentValueError: for outputs whose rows are no examples, and a criterion that is not convex.
+    References:
+        Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature,
+        2015. Grosse and Martens, A Kronecker-factored Approximate Fisher Matrix for Convolution Layers,
+        2016. Eschenhagen et al., Kronecker-Factored Approximate Curvature for Modern Neural Network
+        Architectures, 2023. George et al., Fast Approximate Natural Gradient Descent in a
+        Kronecker-factored Eigenbasis, 2018.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> K = hog.KFACOperator(loss, params, (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+        >>> K.to_dense()  # 2 (1 + 9) / 2, exact for a linear model
+        tensor([[10.]])
+        >>> K.solve(torch.tensor([1.0]), damping=10.0)
+        tensor([0.0500])
+    """
+
+    _adds_factors = True
+
+    @validation.explain_arguments
+    def __init__(
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        kind: Literal["auto"] | FisherKind = "auto",
+        approximation: Literal["expand", "reduce"] = "expand",
+        eigenvalue_corrected: bool = False,
+        joint_bias: bool = True,
+        likelihood: Any = None,
+        num_samples: int = 1,
+        generator: Generator | None = None,
+        unsupported: Literal["raise", "diagonal"] = "raise",
+        **options: Unpack[DataOptions],
+    ) -> None:
+        validation.choice("approximation", approximation, ("expand", "reduce"))
+        check_option_names("KFACOperator", options, DATA_OPTIONS)
+        reduction = options.get("reduction", "mean")
+        # until the outputs of the first batch are known
+        self._automatic = validation.choice("kind", kind, ("auto", *get_args(FisherKind))) == "auto"
+        given = "exact" if self._automatic else kind
+        metric = FisherMetric(given, likelihood, reduction, num_samples, generator).seeded()
+        # of a language model the logits, whose columns the layers are differentiated by
+        loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
+        plain: Any = {**options, "stand_ins": False}
+        super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain)
+        check_named(params)
+        self._loss, self._data, self._given = loss, data, options
+        joint_bias = validation.boolean("joint_bias", joint_bias)
+        validation.choice("unsupported", unsupported, ("raise", "diagonal"))
+        self._factors = FactorOptions(metric, approximation, joint_bias, unsupported)
+        self._corrected = validation.boolean("eigenvalue_corrected", eigenvalue_corrected)
+        # whether layers have to show the gradients of single examples
+        self.by_example = self._corrected or approximation == "reduce" or unsupported != "raise"
+        # how the calls of layers are read; None until the layers were compared with autograd
+        self.row_order: RowOrder | None = None
+        self._blocks: list[KroneckerBlock] | None = None
+        self._error: KFACError | None = None
+        self.computed_at: Numbers | None = None  # values of the parameters, where they are known
+        self._last: Any = None  # blocks, options and inverse of `precondition_`
+
+    def blocks(self) -> Sequence[KroneckerBlock]:
+        """The blocks, in the order of the parameters; they are computed at the first use. Of processes
+        that share the parameters each has some of them."""
+        return self.update().blocks() if self._blocks is None else self._blocks
+
+    def update(self) -> "KFACOperator":
+        """Compute the factors at the parameters as they are now.
+
+        Returns:
+            The operator.
+        """
+        validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
+        with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
+            factors = FactorSums()
+            weight = self._sum.weight(self._pass(factors))
+            if sum(prod(layout.sizes) for layout in factors.sums) != self.space.size:
+                raise errors.UnsupportedError(
+                    f"{type(self).__name__}: expected a model that uses a parameter in the same way in "
+                    "every batch, got one that calls other layers from batch to batch; leave out those "
+                    "that it does not always call."
+                )
+            self._layouts = layouts = factors.layouts()
+            costs = [sum(n**3 for n in layout.sizes[1:]) for layout in layouts]
+            own = self.space.placement.owned(layouts, costs)
+            factors.sums = {layout: factors.sums[layout] for layout in own}
+            blocks = factors.blocks(weight)
+            if self._corrected:
+                with self.space.raise_in_all(type(self).__name__):
+                    blocks = by_eigenvectors(blocks)
+                blocks = self.corrected(blocks)
+        self._blocks, self._error = blocks, None
+        self.computed_at = sums_and_norms(self.space.leaves())
+        return self
+
+    def corrected(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+        """The diagonal of the matrix in the basis of eigenvectors, in a pass over the data.
+
+        Args:
+            blocks: Of this operator's layers, by their eigenvectors.
+        Returns:
+            The blocks with these eigenvalues; those of norms as they are.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.by_example:  # the order of examples is not known yet
+                self.by_example, self.row_order = True, None
+            sums = EigenvalueSums(self._everywhere(blocks))
+            found = sums.blocks(self._sum.weight(self._pass(sums)))
+            own = {block.layout for block in blocks}
+            return [block for block in found if block.layout in own]
+
+    def _everywhere(self, blocks: Sequence[KroneckerBlock]) -> Sequence[KroneckerBlock]:
+        """These blocks and the eigenvectors of other processes, into whose basis the gradients of the
+        examples of each are rotated."""
+        if not self.space.placement.is_sharded:
+            return blocks
+        shared = FactorSums()
+        kronecker = [layout for layout in self._layouts if layout.role.matrix == "kronecker"]
+        shared.include(kronecker, torch.promote_types(self.dtype, torch.float32), self.device)
+        others = [block for block in blocks if block.layout not in shared.sums]
+        for block in blocks:
+            vectors = shared.sums.get(block.layout, {})
+            for name in vectors.keys() & {"A", "G"}:
+                if (own := getattr(block, name)) is not None:  # as of a diagonal A
+                    vectors[name].copy_(own)
+        self._add_up(shared)
+        for layout, vectors in shared.sums.items():
+            A = vectors["A"]
+            others.append(KroneckerBlock(layout, A if A.dim() == 3 else None, vectors["G"]))
+        return sorted(others, key=lambda block: block.layout.first)
+
+    def _add_up(self, sums: BlockSums) -> None:
+        """The sums over the processes that share the parameters."""
+        if self.space.placement.is_sharded:
+            kind, what = self._factors.metric.kind, "kind, and layers,"
+            self.space.check_same_call("KFACOperator", kind, sums.layouts(), what=what)
+            for x in sums.tensors():
+                x.copy_(self.space.all_sum(x))
+
+    def _pass(self, sums: BlockSums) -> PassTotals:
+        """Add every batch to the sums, in all processes."""
+
+        @cache
+        def total() -> Tensor:
+            dtype = torch.promote_types(self.dtype, torch.float32)
+            for layouts in self._sum.batches.processes.gather(list(sums.sums)):
+                sums.include(layouts, dtype, self.device)
+            return sums.pack().to(self.device)
+
+        read, draws, placement = None, Draws(self._sum.at), self.space.placement
+
+        def visit(term: Term) -> Tensor:
+            nonlocal read
+            draws.start()
+            with term.entered() as problem:
+                share = term.share * problem.placement.weight
+                add = partial(self._add, sums, problem.gathered(), term.piece.number, share, draws)
+                value = problem.placement.mean_of(add) if placement.is_sharded else add()
+                del add  # the whole parameters, before the next batch gathers them
+            term.advance()
+            if self._sum.batches.weight_cancels:
+                read = sums.read()  # with the loss
+            return value
+
+        # the corrected eigenvalues take another pass, which is compared with this one
+        compared = self._given.get("check_deterministic", True) and not placement.is_sharded
+        once = compared and self._blocks is None and not self._corrected
+        also = [draws] if once else []
+        totals = self._sum.fold(visit, total, first_order=True, also=also)
+        if not self._sum.alone:
+            sums.unpack(total())
+        self._add_up(sums)
+        if not sums.finite(read or sums.read()):
+            raise errors.NonFiniteError(
+                f"{type(self).__name__}: expected finite factors, got infinity or NaN, where the "
+                "loss is finite: squares of a layer's inputs or gradients overflow. Scale the inputs, "
+                "or use float64."
+            )
+        return totals
+
+    def _add(
+        self, sums: BlockSums, problem: Problem, number: int, share: float, draws: Draws
+    ) -> Tensor:
+        """Add what a batch of this process has; return its loss."""
+        factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
+        first = self.row_order is None
+        run = ModelRun(problem, self.space, factors, self.row_order)
+        if self._automatic:
+            self._automatic = False
+            if run.outputs_of_an_example() > FEW_OUTPUTS:
+                has_drawn = draws.drawn()
+                sampled = replace(self._factors.metric, kind="mc").seeded()
+                if not has_drawn:  # the seed is no draw of the loss
+                    draws.start()
+                self._factors = replace(self._factors, metric=sampled)
+                factors = replace(factors, metric=sampled.for_batch(number))
+                run = ModelRun(problem, self.space, factors, self.row_order)
+        if run.expanded and first:  # the outputs may not be those of the model
+            run, self.row_order = checked_run(run, self.by_example)
+        value = run.value()
+        # which is refused where it is recorded; a device is waited for at the first batch only
+        if (first or value.device.type == "cpu") and not bool(value.isfinite()):
+            return value
+        if self.row_order is None:
+            run, self.row_order = checked_run(run, self.by_example)
+        elif not first:
+            run.check_if_rows_selected(self.by_example)
+        sums.add(run, share, run.examples)
+        return value
+
+    @contextmanager
+    def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
+        self.blocks()
+        with super()._algorithm(name, *given, **options):
+            yield
+
+    def error(self, num_samples: int = 16, *, generator: Generator | None = None) -> KFACError:
+        r"""How far the approximation is from what it approximates, by products with random vectors.
+
+            |K - M| / |M|, |A|^2 = E|A v|^2 in the Frobenius norm, v of independent signs
+
+        ``print(K)`` shows it afterwards.
+
+        Args:
+            num_samples: Random vectors. Each takes a product of the Gauss-Newton matrix, one of the
+                Hessian, and one for each block.
+            generator: Of the random vectors; None is torch's global generator. Several processes need
+                generators with the same seed.
+        Returns:
+            `KFACError`: relative distances with one standard error each (a jackknife).
+        """
+        validation.at_least("num_samples", num_samples, 1)
+        self.space.refuse_sharded("KFACOperator.error")
+        options: Any = {k: v for k, v in self._given.items() if k != "check_deterministic"}
+        given = (self._loss, self.space.params, self._data)
+        G, H = GGNOperator(*given, **options), HessianOperator(*given, **options)
+        rows = random_signs(self.space, num_samples, generator)
+        ours = self.apply(rows)
+        masks = [_block_mask(block.layout, self.space) for block in self.blocks()]
+        ggn, blocks, hessian = (A.apply(rows) for A in (G, BlockDiagonal(G, masks), H))
+        names = pytree.paths(self.space.params)
+        layers: dict[str, list[Tensor]] = {}
+        for block, mask in zip(self.blocks(), masks, strict=True):
+            name = names[block.layout.first.leaf]
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(mask)
+        self._error = KFACError(
+            *(_relative_error(ours, theirs) for theirs in (ggn, blocks, hessian))
+        )
+        own = {name: sum(parts) for name, parts in layers.items()}
+        self._error.layers = {n: _relative_error(ours * m, blocks * m) for n, m in own.items()}
+        return self._error
+
+    def exact_diagonal(self) -> Tensor:
+        r"""The diagonal of the Gauss-Newton or Fisher matrix that the operator approximates, exactly.
+
+            diag = sum over examples n and columns c of (d s_nc . outputs_n / d params)^2
+
+        Returns:
+            The diagonal [P].
+        """
+        self.space.refuse_sharded("exact_diagonal")
+        with torch.inference_mode(False), torch.no_grad():
+            # in the basis of the parameters themselves
+            squares = self.corrected([block.unrotated() for block in self.blocks()])
+        return KroneckerMatrix(self.space, squares).diagonal()
+
+    @torch.no_grad()
+    def precondition_(
+        self, params: Any, *, damping: float, method: InverseMethod = "exact"
+    ) -> None:
+        r"""Put the preconditioned gradients in the place of the gradients, for any optimizer of torch.
+
+            p.grad <- (K + damping I)^-1 p.grad
+
+        The inverse is kept until ``update()``, or until another damping. It is linear: gradients may be
+        those of a loss that a scaler multiplied. Clip gradients after it.
+
+        Args:
+            params: The model, or its parameters by name. Those that the operator is not of keep their
+                gradients.
+            damping: What is added to the diagonal, as of ``inverse``.
+            method: As of ``inverse``.
+        Raises:
+            ArgumentValueError: for parameters that are not those of the operator, and gradients that
+                are missing or sparse.
+            NonFiniteError: for a gradient that is not finite.
+        Example:
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+            >>> batch = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [6.0]])
+            >>> K = hog.KFACOperator(loss, params, batch)
+            >>> loss(params, batch).backward()
+            >>> K.precondition_(model, damping=1e-6)
+            >>> torch.optim.SGD(model.parameters(), lr=1.0).step()
+            >>> model.weight  # one step is enough for a quadratic loss
+            Parameter containing:
+            tensor([[3.0000]], requires_grad=True)
+        """
+        given = dict(params.named_parameters()) if isinstance(params, nn.Module) else params
+        names = list(self.space.params)
+        lacking = [n for n in names if n not in given] if isinstance(given, Mapping) else names
+        if lacking:
+            raise errors.ArgumentValueError(
+                "params: expected the model, or a dict with the parameters of the operator, got "
+                f"{type(params).__name__} without {validation.listing(lacking)}."
+            )
+        grads: dict[str, Any] = {name: given[name].grad for name in names}
+        for what, layout in (("missing", None), ("sparse", torch.sparse_coo)):
+            wrong = [n for n, g in grads.items() if getattr(g, "layout", None) == layout]
+            if wrong:
+                raise errors.ArgumentValueError(
+                    f"params: expected dense gradients, got {what} ones of {validation.listing(wrong)};"
+                    " call it after `backward()`, with an operator of parameters that have them."
+                )
+        own = self.space.params
+        if other := [n for n in names if given[n].data_ptr() != own[n].data_ptr()]:
+            warn(
+                "precondition_: expected the tensors that the operator was made of, whose values "
+                f"`update()` reads, got others of {validation.listing(other)}; after "
+                "`load_state_dict(assign=True)` or `model.to(...)` make a new operator."
+            )
+        rows, rebuild = self.space.rows(grads, "grad")
+        with self.space.raise_in_all("precondition_"):
+            validation.finite(
+                "grad", rows, "Lower the learning rate, or skip this step.", late=True
+            )
+        blocks, options = self.blocks(), (damping, method)
+        if self._last is None or self._last[0] is not blocks or self._last[1] != options:
+            self._last = blocks, options, self.inverse(damping, method=method)
+        for name, step in rebuild(self._last[2].apply(rows)).items():
+            grads[name].copy_(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The factors, where params are DTensors those of this process, in a form that `torch.save` and
+        ``torch.load(weights_only=True)`` take.
+
+        Returns:
+            A dict for `load_state_dict`.
+        """
+        names = pytree.paths(self.space.params)
+        blocks = [
+            {**saved_layout(block.layout, names), **{key: getattr(block, key) for key in TENSORS}}
+            for block in self.blocks()
+        ]
+        return {"options": self._saved_options(), "blocks": blocks}
+
+    def _saved_options(self) -> dict[str, Any]:
+        return {
+            "kind": self._factors.metric.kind,
+            "approximation": self._factors.approximation,
+            "eigenvalue_corrected": self._corrected,
+            "joint_bias": self._factors.joint_bias,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the factors of `state_dict`; nothing is computed.
+
+        Args:
+            state_dict: Of an operator with the same options, on parameters of the same names and
+                shapes.
+        Raises:
+            ArgumentValueError: for other options or parameters.
+        """
+        if not isinstance(state_dict, Mapping) or {"options", "blocks"} - state_dict.keys():
+            raise errors.ArgumentTypeError(
+                "state_dict: expected that of a KFACOperator, with 'options' and 'blocks', got "
+                f"{validation.describe(state_dict)}."
+            )
+        wanted = self._saved_options()
+        # before the first batch it is not chosen
+        wanted |= {"kind": state_dict["options"].get("kind")} if self._automatic else {}
+        if state_dict["options"] != wanted:
+            raise errors.ArgumentValueError(
+                f"state_dict: expected that of an operator with {wanted}, got one with "
+                f"{state_dict['options']}."
+            )
+        names = pytree.paths(self.space.params)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        blocks = []
+        try:
+            for one in state_dict["blocks"]:
+                given = [one[key] for key in TENSORS]
+                tensors: Any = [None if x is None else x.to(self.device, dtype) for x in given]
+                blocks.append(KroneckerBlock(layout_of(one, names), *tensors))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise errors.ArgumentTypeError(
+                "state_dict: expected blocks as `KFACOperator.state_dict()` has them, got others "
+                f"({type(error).__name__}: {error})."
+            ) from error
+        covered = nothing = torch.zeros(self.space.size, dtype=self.dtype, device=self.device)
+        with suppress(RuntimeError, IndexError):  # of other shapes
+            covered = sum((_block_mask(block.layout, self.space) for block in blocks), nothing)
+        if not bool((self.space.all_sum(covered) == 1).all()):
+            raise errors.ArgumentValueError(
+                "state_dict: expected blocks that are every parameter once, got others; it is of "
+                "params of other names or shapes."
+            )
+        self._blocks, self._error, self.computed_at = blocks, None, None
+
+    def __repr__(self) -> str:
+        kind = "" if self._automatic else f", kind={self._factors.metric.kind!r}"
+        own = [block.layout for block in self._blocks or ()]
+        names = pytree.paths(self.space.params)
+        exact = [names[one.first.leaf] for one in own if one.role.name == EXACT_DIAGONAL]
+        if exact:
+            kind += f", exact diagonals of {validation.listing(exact, len(exact))}"
+        text = f"{super().__repr__()[:-1]}{kind})"
+        return text if self._error is None else f"{text[:-1]}, {self._error})"
+
+
+def saved_layout(layout: BlockLayout, names: list[str]) -> dict[str, Any]:
+    """A layout in plain numbers and names, to be saved."""
+
+    def place(region: Region | None) -> Any:
+        return None if region is None else (names[region.leaf], region.start, region.stop)
+
+    return {"role": tuple(layout.role), "weight": place(layout.weight), "bias": place(layout.bias)}
+
+
+def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
+    """The layout that was saved; raises ArgumentValueError for parameters of other names."""
+    regions: list[Region | None] = []
+    for place in (saved["weight"], saved["bias"]):
+        if place is not None and place[0] not in names:
+            raise errors.ArgumentValueError(
+                f"state_dict: expected the parameters {validation.listing(names)}, got {place[0]!r}; "
+                "it is of other params."
+            )
+        regions.append(None if place is None else Region(names.index(place[0]), *place[1:]))
+    return BlockLayout(Role(*saved["role"]), *regions)
+
+
+def _block_mask(layout: BlockLayout, space: Space) -> Tensor:
+    """1 at the parameters of a block, and 0 elsewhere, [P]."""
+    row = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
+    layout.scatter(row.new_ones(1, *layout.sizes), leaves_of(space, row))
+    return row[0]
+
+
+def _relative_error(ours: Tensor, theirs: Tensor) -> Estimate:
+    """|K - M| / |M| from products with random vectors, with its standard error by the jackknife."""
+    off, size = (ours - theirs).square().sum(1).double(), theirs.square().sum(1).double()
+    count, value = len(off), (off.sum() / size.sum()).sqrt()
+    without = ((off.sum() - off) / (size.sum() - size)).sqrt()
+    error = ((count - 1) / count * (without - without.mean()).square().sum()).sqrt()
+    error = error if count > 1 else torch.full_like(value, torch.inf)
+    return Estimate(value.to(ours.dtype), error.to(ours.dtype))

@@ -1,0 +1,624 @@
+"""Which layers use which parameters in a run of an unmodified model, with their inputs and outputs.
+
+    s_r = W a_r + b        for rows r: examples, and the positions of each that share the weights
+
+A `TorchFunctionMode` sees every torch call that a parameter, or some of its rows, is an argument of:
+linear maps, convolutions, embeddings, normalization and functions of each element are recorded,
+whatever module they stand in; what else uses a parameter is noted, to be refused by name.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
+from itertools import chain, product
+from types import EllipsisType, FunctionType
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+from torch.overrides import TorchFunctionMode
+
+from hoglib._core.substrate.autograd import Vector
+from hoglib._core.torch_api.torch_internals import storage_id
+from hoglib.errors import UnsupportedError
+from hoglib.stand_ins.mode import in_module, without_override_check
+
+
+class Region(NamedTuple):
+    """Rows start to stop of a parameter, which is the leaf of that number."""
+
+    leaf: int
+    start: int
+    stop: int
+
+    @staticmethod
+    def of_all(number: int, leaf: Tensor) -> "Region":
+        """All rows of a leaf."""
+        return Region(number, 0, len(leaf) if leaf.dim() else 1)
+
+
+class Role(NamedTuple):
+    """What a call does with its weight.
+
+    matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for
+    those whose weight is a function of each element of the parameter. groups, out, into: of a weight
+    that is `groups` matrices [out, into]. transposed: whether each is [into / kernel, out, kernel].
+    """
+
+    name: str
+    matrix: str
+    groups: int = 1
+    out: int = 1
+    into: int = 1
+    transposed: bool = False
+    kernel: int = 1
+
+    def matrices(self, stored: Tensor) -> Tensor:
+        """Weights as they are stored, [k, ...], as [k, groups, out, into]."""
+        if not self.transposed:
+            return stored.reshape(-1, self.groups, self.out, self.into)
+        parts = self.groups, self.into // self.kernel, self.out, self.kernel
+        return stored.reshape(-1, *parts).transpose(2, 3).flatten(3)
+
+    def stored(self, V: Tensor) -> Tensor:
+        """The inverse, [k, numbers]."""
+        if self.transposed:
+            V = V.unflatten(-1, (-1, self.kernel)).transpose(2, 3)
+        return V.flatten(1)
+
+
+@final
+class LayerCall:
+    """One call of a layer: what it computed with, and where its output is in the graph."""
+
+    def __init__(
+        self,
+        role: Role,
+        weight: Region | None,
+        bias: Region | None,
+        x: Tensor,
+        output: Tensor,
+        rows_of_inputs: Callable[[Tensor], Tensor],
+        rows_of_outputs: Callable[[Tensor], Tensor],
+        weight_gradients: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.role, self.weight, self.bias = role, weight, bias
+        # where gradients arrive; to hold the output itself would keep its memory
+        self.edge: GradientEdge = get_gradient_edge(output)
+        self.shape, self.device = output.shape, output.device
+        self.time_first = False  # whether rows are ordered by position before example
+        self._x, self._version = x.detach(), x._version
+        self._rows_of_inputs = rows_of_inputs
+        self._weight_gradients = weight_gradients
+        self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
+        self.scale = 1.0  # of the weight by the parameter
+        self.slope: Tensor | None = None  # the same, [numbers], of an elementwise one
+
+    def inputs(self) -> Tensor:
+        """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
+        the normalized inputs [1, rows, into]."""
+        self._check_unchanged()
+        rows = self._rows_of_inputs(self._x)
+        return rows if self.scale == 1 else rows * self.scale
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self.shape.numel() // (self.role.groups * self.role.out)
+
+    def has_patches(self) -> bool:
+        """Whether `inputs` are copies that are larger than what the layer was given."""
+        return self._weight_gradients is not None
+
+    def weight_gradients(self, g: Tensor, start: int, stop: int) -> Tensor:
+        """Of a convolution and some examples, which its batch consists of: the gradients by the weight
+        [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
+        self._check_unchanged()
+        assert self._weight_gradients is not None
+        return self._weight_gradients(self._x[start:stop], g[start:stop]) * self.scale
+
+    def by_example(self, rows: Tensor, examples: int) -> Tensor:
+        """Rows [..., all, features] as [..., examples, positions, features]."""
+        if rows.shape[-2] % examples:
+            raise UnsupportedError(unlike_rows(self, examples))
+        if self.time_first:
+            return rows.unflatten(-2, (-1, examples)).transpose(-3, -2)
+        return rows.unflatten(-2, (examples, -1))
+
+    def rounding(self, g: Tensor) -> Tensor:
+        """The size of what a gradient by the parameters is a sum of: |g| |a|, a bound."""
+        if self.role.matrix == "diagonal":
+            a = self.inputs()
+        elif self._x.is_floating_point() or self._x.is_complex():
+            a = self._x
+        else:
+            a = self._x.new_ones((), dtype=g.dtype)
+        size = torch.linalg.vector_norm(a.to(g.dtype))
+        return torch.linalg.vector_norm(g) * (size + 1)
+
+    def _check_unchanged(self) -> None:
+        if self._x._version != self._version:
+            raise UnsupportedError(
+                f"model: expected the inputs of {self.role.name} to stay as they are, got an operation "
+                "that changes them in place afterwards; use one that makes a new tensor."
+            )
+
+
+def unlike_rows(call: LayerCall, examples: int) -> str:
+    """The error for a layer that is given some of the examples."""
+    return (
+        f"model: expected layers with as many rows of each of the {examples} examples, got "
+        f"{call.role.name} with outputs {tuple(call.shape)}, as of an expert that is given some of "
+        "them. Leave its parameters out, or use approximation='expand' with eigenvalue_corrected=False."
+    )
+
+
+class Use(NamedTuple):
+    """How a tensor follows from a leaf: as rows of it, or as a function of each of their elements."""
+
+    region: Region
+    tensor: Tensor  # kept alive, so that its id stays its own
+    slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
+    calls: Sequence[LayerCall] = ()  # its uses as data, dropped where a layer takes it as a weight
+
+
+@final
+class LayerRecorder(TorchFunctionMode):
+    """Inside, the calls that use the leaves are recorded."""
+
+    def __init__(self, leaves: Vector, examples: int = 1) -> None:
+        super().__init__()
+        self.examples = examples  # above 1, the batch of embeddings that are computed once for all
+        self.expanded = False  # whether there was one
+        self.selects = False  # whether rows were chosen or sorted, maybe by the values of the batch
+        self.calls: list[LayerCall] = []
+        self.other_uses: dict[int, str] = {}  # the leaves that are used otherwise, and by what
+        self._leaves = leaves
+        self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._derived: dict[int, Use] = {}
+
+    def use(self, tensor: Any) -> Use | None:
+        """How a tensor follows from the leaves; None where it does not."""
+        number = self._numbers.get(id(tensor))
+        if number is None:
+            return self._derived.get(id(tensor))
+        return Use(Region.of_all(number, self._leaves[number]), self._leaves[number])
+
+    def region(self, tensor: Any) -> Region | None:
+        """The rows of a leaf that it follows from."""
+        use = self.use(tensor)
+        return None if use is None else use.region
+
+    def regions(self, weight: Any, bias: Any) -> tuple[Region | None, Region | None]:
+        return self.region(weight), self.region(bias)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.selects = self.selects or _selects_rows(func, args)
+        layer = LAYERS.get(func)
+        if layer is None and func not in POINTWISE and isinstance(func, FunctionType):
+            # functions of torch in Python, as multi_head_attention_forward, hide the calls that they
+            # make
+            inside = without_override_check(func, _NAMES)
+            if inside is not None:
+                with self:
+                    return inside(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") in CASTS:  # the others say a shape or a dtype
+            args = args[:1]
+        used = self._used(args, kwargs)
+        if not used:
+            return result
+        calls: list[LayerCall] = []
+        if func in POINTWISE:
+            calls = self._pointwise(func, args, kwargs, result)
+        # what runs under no_grad is no use of a parameter
+        elif layer is not None and result.requires_grad:
+            if func is F.embedding and self.examples > 1 and args:
+                args, result = self._of_each_example(args, result)
+            calls = self._rescaled(layer(self, result, *args, **kwargs), used)
+        known = {region for call in calls for region in (call.weight, call.bias)}
+        for use in used:  # what is taken as a parameter is no data
+            if use.region in known:
+                self.calls = [call for call in self.calls if call not in use.calls]
+        given = {use.region for use in used if not use.calls}
+        # else a parameter is used in a way that no rule explains
+        if id(result) in self._derived or (calls and given <= known):
+            self.calls += calls
+        else:
+            self._record_view_or_use(func, used, result)
+        return result
+
+    def _pointwise(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> list[LayerCall]:
+        """The calls of a function of each element, or of one that copies: for each parameter, by its
+        derivative there. A result of its size is a function of it, where the others are constants."""
+        name = func.__name__.strip("_")
+        uses = {i: use for i, x in enumerate(args) if (use := self.use(x)) is not None}
+        uses = {i: use for i, use in uses.items() if not use.calls} or uses
+        others = [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in uses]
+        calls: list[LayerCall] = []
+        for i, use in uses.items() if result.requires_grad else ():
+            shape = args[i].shape
+            slope = None if use.slope is None else use.slope.view(shape)
+            # casts, copies and sums have the slope 1
+            if name not in CASTS and (name not in ADDS or "alpha" in kwargs):
+                here = _slope(func, args, kwargs, i, result)
+                slope = here if slope is None else here * slope
+            alike, own = result.numel() == shape.numel(), []
+            if (others or name in COPIES) and not (use.calls and alike):
+                own = _broadcast_calls(use.region, shape, slope, result)
+            if alike and len(uses) == 1 and not any(x.requires_grad for x in others):
+                flat = None if slope is None else slope.expand(result.shape).reshape(-1)
+                self._derived[id(result)] = Use(use.region, result, flat, [*use.calls, *own])
+            calls += own
+        return calls
+
+    def _rescaled(self, call: LayerCall | None, used: Sequence[Use]) -> list[LayerCall]:
+        """The call of a layer whose weight is a function of each element of a parameter; none where the
+        layer has no rule for that."""
+        if call is None:
+            return []
+        uses = {use.region: use for use in used if use.region in (call.weight, call.bias)}
+        slope = uses[call.weight].slope if call.weight else None
+        differs = slope is not None and not bool((slope == slope[0]).all())
+        known = slope is None or call.role.name != "embedding"
+        known = known and (call.role.matrix == "kronecker" or not differs)
+        if differs and known:
+            call.slope, call.role = slope, call.role._replace(matrix="elementwise")
+        elif slope is not None:
+            call.scale = float(slope[0])
+        return [call] if known and not (call.bias and uses[call.bias].slope is not None) else []
+
+    def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
+        """Indices [1, T] or [T], as of positions, and their rows, once for each example: the gradients
+        by the rows are then those of an example."""
+        indices, *rest = args
+        if indices.dim() == 1 and len(indices) != self.examples:
+            indices, result = indices.unsqueeze(0), result.unsqueeze(0)
+        if indices.dim() < 2 or len(indices) != 1:
+            return args, result
+        self.expanded = True
+        each = (self.examples, *indices.shape[1:])
+        return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
+
+    def _used(self, args: Any, kwargs: Any) -> list[Use]:
+        given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
+        return [use for part in chain(*given) if (use := self.use(part)) is not None]
+
+    def _record_view_or_use(self, func: Any, used: Sequence[Use], result: Any) -> None:
+        """Keep views of whole rows, in their order; note another use of a parameter."""
+        parts = result if isinstance(result, list | tuple) else [result]
+        for use, part in product(used, parts):
+            if not (isinstance(part, Tensor) and part.requires_grad) or self.use(part):
+                continue
+            view = _view_of_rows(use, part)
+            if view is not None:
+                self._derived[id(part)] = view
+            elif not use.calls:
+                name = getattr(func, "__name__", str(func)) + in_module()
+                self.other_uses.setdefault(use.region.leaf, name)
+
+
+ROW_SELECTING = frozenset({
+    "argsort", "flip", "gather", "index_add", "index_copy", "index_put", "index_select",
+    "masked_scatter", "masked_select", "nonzero", "repeat_interleave", "roll", "scatter",
+    "scatter_add", "scatter_reduce", "sort", "take", "take_along_dim", "topk", "unique",
+})  # fmt: skip
+PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays and lists choose
+
+
+def _selects_rows(func: Any, args: Any) -> bool:
+    """Whether a torch call can give rows in another order, or some of them only."""
+    name = getattr(func, "__name__", "")
+    if name in ("__getitem__", "__setitem__"):
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return not all(part is None or isinstance(part, PLAIN_INDICES) for part in index)
+    return name.rstrip("_") in ROW_SELECTING
+
+
+def _view_of_rows(use: Use, part: Tensor) -> Use | None:
+    """A view that consists of whole rows."""
+    (leaf, first, stop), whole, slope, calls = use
+    row, at = whole.numel() // max(stop - first, 1), part.storage_offset() - whole.storage_offset()
+    same = storage_id(part) == storage_id(whole)
+    flat = part.is_contiguous() and whole.is_contiguous()
+    ordered = same and (flat or part.stride() == whole.stride())
+    if not (ordered and row and part.numel() % row == 0 == at % row):
+        return None
+    first, count = first + at // row, part.numel() // row
+    slope = None if slope is None else slope[at : at + part.numel()]
+    return Use(Region(leaf, first, first + count), part, slope, calls)
+
+
+def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
+    """d result / d argument i, element by element."""
+    # most are products, whose slope is the other factor: no backward
+    if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
+        return args[1 - i].detach()
+    given = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    given[i] = given[i].expand(result.shape).requires_grad_()
+    with torch.enable_grad():
+        y = func(*given, **kwargs)
+    return torch.autograd.grad(y, given[i], torch.ones_like(y))[0]
+
+
+def _broadcast_calls(
+    region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
+) -> list[LayerCall]:
+    """The call of a parameter that is broadcast or copied to the output, with this derivative. With one
+    dimension it has a number for each feature; with more, the last one are features, and the others
+    are positions, as of an embedding that is called with all of them."""
+    full = (*(1,) * (output.dim() - len(shape)), *shape)
+    sizes = [(of // own, own) for of, own in zip(output.shape, full, strict=True)]
+    wide = [own for own in full if own > 1]
+    features = wide[-1] if wide else 1
+    order = [*range(0, 2 * len(sizes), 2), *range(1, 2 * len(sizes), 2)]
+
+    def rows(t: Tensor) -> Tensor:
+        t = t.reshape([n for pair in sizes for n in pair]).permute(order)
+        return t.reshape(1, -1, features)
+
+    if len(wide) < 2:
+        role = Role("add" if slope is None else "mul", "diagonal", 1, features, features)
+        weight, bias = (None, region) if slope is None else (region, None)
+        x = output.new_ones(()) if slope is None else slope
+        shape = output.shape
+        return [LayerCall(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)]
+    positions = shape.numel() // features
+    at = torch.arange(positions, device=output.device)
+    role = Role("embedding", "kronecker", 1, features, positions, transposed=True)
+    count = output.numel() // shape.numel()
+    # every position of each example, once
+    indices = lambda x: x.repeat(count).view(1, -1, 1)  # noqa: E731
+    scaled = rows if slope is None else lambda t: rows(t * slope)
+    return [LayerCall(role, region, None, at, output, indices, scaled)]
+
+
+def _flatten_rows(x: Tensor) -> Tensor:
+    """The rows of the last dimension, [1, rows, features]."""
+    return x.reshape(1, -1, x.shape[-1])
+
+
+def _linear(
+    tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> LayerCall:
+    role = Role("linear", "kronecker", 1, *weight.shape)
+    return LayerCall(role, *tape.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
+
+
+def _addmm(
+    tape: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> LayerCall | None:
+    """input + mat1 mat2, as the layers of GPT-2 compute it."""
+    if beta != 1 or alpha != 1 or input.dim() != 1 or tape.region(mat1) is not None:
+        return None
+    role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
+    return LayerCall(role, *tape.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows)
+
+
+def _matmul(tape: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
+    """input other, with a matrix as a parameter."""
+    use = tape.use(input)
+    if tape.use(other) is None or (use and not use.calls) or other.dim() != 2:
+        return None
+    role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
+    return LayerCall(role, tape.region(other), None, input, output, _flatten_rows, _flatten_rows)
+
+
+def _convolution(
+    tape: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> LayerCall:
+    spatial, kernel = weight.dim() - 2, weight.shape[2:]
+    stride, dilation = _each(stride, spatial), _each(dilation, spatial)
+    if isinstance(padding, str):
+        same = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        total = same if padding == "same" else [0] * spatial
+        pads = [(both // 2, both - both // 2) for both in total]
+    else:
+        pads = [(p, p) for p in _each(padding, spatial)]
+
+    patches = lambda x: _patches(x, kernel, stride, dilation, pads, groups)  # noqa: E731
+
+    def weight_gradients(x: Tensor, gradient: Tensor) -> Tensor:
+        x = F.pad(x, [p for pair in reversed(pads) for p in pair]).to(gradient)
+        of = (conv1d_weight, conv2d_weight, conv3d_weight)[spatial - 1]
+
+        def one(x: Tensor, g: Tensor) -> Tensor:
+            # torch sums these gradients over a batch: one example at a time, side by side by vmap
+            return of(x[None], weight.shape, g[None], stride, 0, dilation, groups)
+
+        return torch.func.vmap(one)(x, gradient).reshape(len(x), groups, -1, into)
+
+    into = weight.shape[1] * kernel.numel()
+    role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
+    direct = weight_gradients if input.dim() == spatial + 2 else None
+    rows = partial(_channel_rows, spatial=spatial, groups=groups)
+    return LayerCall(role, *tape.regions(weight, bias), input, output, patches, rows, direct)
+
+
+def _conv_transpose(
+    tape: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> LayerCall:
+    """The convolution, by the mirrored kernel, of inputs with zeros between them."""
+    dims, kernel = weight.dim() - 2, weight.shape[2:]
+    stride, dilation = _each(stride, dims), _each(dilation, dims)
+    more = zip(_each(padding, dims), _each(output_padding, dims), dilation, kernel, strict=True)
+    pads = [(d * (k - 1) - p, d * (k - 1) - p + o) for p, o, d, k in more]
+
+    ones = (1,) * dims
+    patches = lambda x: _patches(x, kernel, ones, dilation, pads, groups, stride)  # noqa: E731
+    into = weight.shape[0] // groups * kernel.numel()
+    name = f"conv_transpose{dims}d"
+    role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
+    rows = partial(_channel_rows, spatial=dims, groups=groups)
+    return LayerCall(role, *tape.regions(weight, bias), input, output, patches, rows)
+
+
+def _patches(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    pads: Any,
+    groups: int,
+    gaps: Sequence[int] = (),
+) -> Tensor:
+    """What each position sees, [groups, N positions, channels of one kernel...]. gaps: of a
+    mirrored kernel, the distances between inputs, with zeros there."""
+    spatial = len(kernel)
+    x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+    if gaps:
+        given, sizes = (x, [(n - 1) * s + 1 for n, s in zip(x.shape[2:], gaps, strict=True)])
+        x = x.new_zeros(*x.shape[:2], *sizes)
+        x[(slice(None), slice(None), *(slice(None, None, s) for s in gaps))] = given
+    x = F.pad(x, [p for pair in reversed(pads) for p in pair])
+    for d, k in enumerate(kernel):
+        x = x.unfold(2 + d, dilation[d] * (k - 1) + 1, stride[d])[..., :: dilation[d]]
+    x = x.flip([*range(-spatial, 0)]) if gaps else x
+    x = x.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, 2 + spatial)
+    return x.reshape(groups, x.shape[1 : 2 + spatial].numel(), -1)
+
+
+def _channel_rows(gradient: Tensor, spatial: int, groups: int) -> Tensor:
+    """The rows [groups, N positions, channels] of a tensor like the output."""
+    g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
+    g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
+    return g.reshape(groups, -1, g.shape[-1])
+
+
+def _each(value: Any, count: int) -> tuple[int, ...]:
+    value = (value,) if isinstance(value, int) else tuple(value)
+    return value * count if len(value) == 1 else value
+
+
+def _embedding(
+    tape: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> LayerCall | None:
+    if scale_grad_by_freq:
+        return None
+    padding = -1 if padding_idx is None else padding_idx % weight.shape[0]
+
+    def indices(x: Tensor) -> Tensor:
+        x = x.reshape(1, -1, 1)
+        return torch.where(x == padding, -1, x)  # whose gradient torch leaves out
+
+    role = Role("embedding", "kronecker", 1, weight.shape[1], weight.shape[0], transposed=True)
+    return LayerCall(role, tape.region(weight), None, input, output, indices, _flatten_rows)
+
+
+def _diagonal(name: str, parameter: Tensor) -> Role:
+    return Role(name, "diagonal", 1, parameter.numel(), parameter.numel())
+
+
+def _prelu(tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -> LayerCall | None:
+    """max(0, x) + weight min(0, x)."""
+    rows = _channels if weight.numel() > 1 and input.dim() > 1 else lambda x: x.reshape(1, -1, 1)
+    region, role = tape.region(weight), _diagonal("prelu", weight)
+    if region is None:
+        return None
+    return LayerCall(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
+
+
+def _normalization(
+    function: Callable[..., Tensor], rows_of: Callable[[dict[str, Any]], Callable[[Tensor], Tensor]]
+) -> Callable[..., LayerCall | None]:
+    """Of a layer that normalizes, scales by weight and shifts by bias.
+
+    rows_of: how the rows of a tensor like the output follow from the other arguments.
+    """
+    known = signature(function)
+
+    def layer(tape: LayerRecorder, output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        bound = known.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        x, weight, bias = given.pop("input"), given.pop("weight"), given.pop("bias", None)
+        if weight is None and bias is None:
+            return None
+        if given.get("training") or given.get("use_input_stats"):
+            given.update(running_mean=None, running_var=None)  # they have moved already
+        normalized, rows = partial(function, **given), rows_of(given)
+        role = _diagonal(function.__name__, weight if bias is None else bias)
+        places = tape.regions(weight, bias)
+        return LayerCall(role, *places, x, output, lambda x: rows(normalized(x)), rows)
+
+    return layer
+
+
+def _last_dimensions(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Of a norm over the last dimensions."""
+    count = len(given["normalized_shape"])
+    return lambda x: x.flatten(-count).reshape(1, -1, x.shape[-count:].numel())
+
+
+def _channels(x: Tensor) -> Tensor:
+    return _flatten_rows(x.movedim(1, -1))
+
+
+LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    torch.conv1d: _convolution, torch.conv2d: _convolution, torch.conv3d: _convolution,
+    F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
+    torch.conv_transpose1d: _conv_transpose, torch.conv_transpose2d: _conv_transpose,
+    torch.conv_transpose3d: _conv_transpose,
+    F.embedding: _embedding,
+    **{norm: _normalization(norm, _last_dimensions) for norm in (F.layer_norm, F.rms_norm)},
+    **{
+        norm: _normalization(norm, lambda given: _channels)
+        for norm in (F.group_norm, F.batch_norm, F.instance_norm)
+    },
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    torch.prelu: _prelu,
+}  # fmt: skip
+COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
+CASTS = COPIES | {"bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as"}
+ADDS = {"add", "add_", "iadd", "radd"}  # whose derivative is 1, as that of copies and casts
+_SLOPED = {
+    "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
+    "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",
+    "softplus", "sqrt", "square", "sub", "tanh", "true_divide", "truediv", "where",
+}  # fmt: skip
+POINTWISE = {
+    getattr(owner, form)
+    for name in CASTS | ADDS | _SLOPED
+    for owner in (torch, Tensor, F)
+    for form in (name, f"__{name}__")
+    if hasattr(owner, form)
+}
+_NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})

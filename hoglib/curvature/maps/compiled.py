@@ -1,0 +1,187 @@
+"""Products with curvature matrices as compiled graphs, which are found again from call to call.
+
+The product of a curvature matrix with one vector is captured as it runs in eager mode. Where several
+vectors are multiplied at one point, the graph is evaluated partially: what does not depend on the
+vector runs once,
+
+    (v, point) -> (value, M v)    becomes    point -> (value, residuals), (v, point, residuals) -> M v
+
+as the graph of a gradient is kept between products in eager mode.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+
+from hoglib._core.messages.closures import name_of
+from hoglib._core.problem import Policy, Problem
+from hoglib._core.runtime.ambient import AMBIENT, inside
+from hoglib._core.substrate.autograd import Vector, at_even
+from hoglib.capture.api import Compiled
+from hoglib.capture.capturing import CacheSlot
+from hoglib.capture.passes import VIEWS, functionalized
+from hoglib.capture.runners import make_runner
+from hoglib.curvature.maps.linear_map import CurvatureKind, LinearMap
+from hoglib.ring import ring
+
+Run = Callable[..., Any]
+
+
+def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) -> LinearMap:
+    """The matrix at the leaves of a problem, as compiled graphs, for one vector or for `several`."""
+    policy = problem.policy
+    name = f"{policy.caller} of {name_of(problem.loss)}"
+    backend: Any = policy.backend
+    if several and not policy.create_graph:
+        backend = PartialEval(len(problem.leaves), policy.backend, name)
+    body = partial(_product, kind, problem.loss, problem.structure, policy)
+    place = CacheSlot.of(problem.loss, name, kind, policy, problem.structure)
+    compiled = Compiled(body, backend=backend, name=name, place=place, precheck=body)
+    residuals, unused = Residuals(), None
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        nonlocal unused
+        try:
+            # ambient: a graph is called with tensors only, and a backend of one point would be compiled
+            # anew at each
+            with inside(residuals=residuals), torch.set_grad_enabled(policy.create_graph):
+                # new tensors: one that is both vector and parameter would be one input of the graph
+                # with even offsets, since a graph does not ask for them again
+                fresh = [at_even(v.view_as(v)) for v in vector]
+                value, product, unused = compiled(fresh, problem.leaves, problem.args)
+        finally:
+            if not keep_graph:
+                residuals.clear()
+        return value, product
+
+    return LinearMap(apply, residuals.bytes, lambda: unused)
+
+
+def _product(
+    kind: CurvatureKind,
+    loss: Any,
+    structure: Any,
+    policy: Policy,
+    vector: Vector,
+    leaves: Vector,
+    args: Any,
+) -> tuple[Tensor, Vector, tuple[int, ...] | None]:
+    """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss; and the leaves that the
+    loss does not depend on."""
+    around = ring(policy, loss, examine=False)
+    with around as blocks:
+        problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
+        # as for several vectors: in reverse mode, whose graphs are the smaller ones
+        point = kind.linearize(problem, True)
+        around.note_gradient(point.gradient)
+        value, product = point.apply(vector, False)
+    if not policy.create_graph:
+        value, product = value.detach(), [part.detach() for part in product]
+    return value, product, point.unused()
+
+
+def linearizer(kind: CurvatureKind, captured: bool) -> Callable[[Problem, bool], LinearMap]:
+    """`kind.linearize`, by compiled graphs where the whole is captured."""
+    return partial(compiled_linear_map, kind) if captured else kind.linearize
+
+
+@final
+class Residuals:
+    """The outputs of the graph that runs once, and the inputs for which it ran."""
+
+    def __init__(self) -> None:
+        self._inputs: list[Tensor] = []
+        self._outputs: list[Tensor] = []
+
+    def of(self, inputs: list[Tensor], run_once: Run) -> list[Tensor]:
+        """run_once(*inputs), computed anew for other tensors only."""
+        if len(inputs) != len(self._inputs) or not all(map(is_, inputs, self._inputs)):
+            self._inputs, self._outputs = inputs, list(run_once(*inputs))
+        return self._outputs
+
+    def clear(self) -> None:
+        self._inputs, self._outputs = [], []
+
+    def bytes(self) -> int:
+        """The memory that the outputs hold, without that of the inputs."""
+        inputs = {x.untyped_storage().data_ptr() for x in self._inputs}
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self._outputs}
+        return sum(x.nbytes() for pointer, x in storages.items() if pointer not in inputs)
+
+
+@final
+@dataclass(unsafe_hash=True)
+class PartialEval:
+    """A backend of `hoglib.compile` for functions whose first `count` tensors are the vector."""
+
+    count: int
+    backend: str
+    name: str
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
+        count = self.count
+        # the two parts are told by what a node reads, which says nothing of writes in place
+        module = functionalized(module, inputs)
+        given = module.graph.find_nodes(op="placeholder")
+        outputs: Any = module.graph.output_node().args[0]
+        depends = set(given[:count])
+        for node in module.graph.nodes:
+            if node.op == "call_function" and not depends.isdisjoint(node.all_input_nodes):
+                depends.add(node)
+        values = [x for x in outputs if x not in depends]
+        products = [x for x in outputs if x in depends]
+        residuals = _saved_nodes(module.graph, depends)
+        run_once = self._made(_part(module, given[count:], [*values, *residuals]), inputs[count:])
+        with torch.no_grad():
+            # an example of the residuals, with whose shapes the second part is compiled
+            found = [x.detach() for x in run_once(*inputs[count:])[len(values) :]]
+        run_each = self._made(_part(module, [*given, *residuals], products), [*inputs, *found])
+
+        def run(*tensors: Tensor) -> list[Any]:
+            found = (AMBIENT.residuals or Residuals()).of(list(tensors[count:]), run_once)
+            once = iter(found[: len(values)])
+            each = iter(run_each(*tensors, *found[len(values) :]))
+            return [next(each) if x in depends else next(once) for x in outputs]
+
+        return run
+
+    def _made(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Run:
+        if not any(node.op == "call_function" for node in graph.graph.nodes):
+            return graph.forward
+        return make_runner(graph, inputs, self.backend, self.name).run
+
+
+def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
+    """What the nodes that depend on the vector use of the others; views are made anew."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        for x in node.all_input_nodes if node in depends else ():
+            # a view is made again at no cost: what is kept is the tensor that it is of
+            while x.target in VIEWS and x not in depends:
+                x = x.all_input_nodes[0]
+            if x.op == "call_function" and x not in depends:
+                found[x] = None
+    return list(found)
+
+
+def _part(module: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
+    """The graph that computes the outputs from the inputs, which may be inner nodes."""
+    needed = {x for x in outputs if isinstance(x, fx.Node)} - set(inputs)
+    for node in reversed(module.graph.nodes):
+        if node in needed:
+            needed.update(x for x in node.all_input_nodes if x not in inputs)
+    part = fx.Graph()
+    places: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        places[node] = part.placeholder(node.name)
+        places[node].meta.update(node.meta)
+    for node in module.graph.nodes:
+        if node in needed:
+            places[node] = part.node_copy(node, places.__getitem__)
+    part.output([places[x] if isinstance(x, fx.Node) else x for x in outputs])
+    return fx.GraphModule(module, part)

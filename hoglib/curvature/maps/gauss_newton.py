@@ -1,0 +1,360 @@
+"""J^T M J v: generalised Gauss-Newton and Fisher matrices at one point.
+
+J is the Jacobian of a model's outputs by its parameters, M a symmetric matrix on the outputs: the
+Hessian of the criterion, or the Fisher matrix of the distribution that the outputs parametrise.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import CheckpointError
+
+from hoglib import errors
+from hoglib._core.messages import validation
+from hoglib._core.numerics import finite_differences
+from hoglib._core.numerics.finite_differences import directional_derivative
+from hoglib._core.problem import Policy, Problem
+from hoglib._core.substrate.autograd import (
+    Vector,
+    check_uses_given_params,
+    fresh_leaves,
+    materialize_grads,
+    no_forward_mode,
+    vjp,
+    without_graph,
+)
+from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_bytes, graph_summary
+from hoglib._core.torch_api import pytree, torch_forward_mode, torch_internals
+from hoglib.curvature.maps.jacobian_product import (
+    TransposedJacobian,
+    are_adjoint,
+    detached,
+    with_graph,
+)
+from hoglib.curvature.maps.likelihood import Counting
+from hoglib.curvature.maps.linear_map import (
+    DIFFERENCES,
+    CurvatureKind,
+    LinearMap,
+    forward_over_reverse,
+    in_double,
+    reverse_over_reverse,
+)
+
+APART = (
+    "For a model that returns its loss write `hoglib.functional_loss(model, criterion, forward=lambda "
+    "model, batch: model(...).logits)`, or for a language model `hoglib.language_model_loss(model)`."
+)
+GaussNewtonMode = Literal["auto", "forward", "reverse", "finite-differences"]
+MetricMap = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
+
+
+class OutputMetric(ABC):
+    """The matrix M on the outputs, before its point is given; equal and hashed as `CurvatureKind`."""
+
+    seed: int | None = None  # of the random numbers, where the same are drawn at each product
+
+    @property
+    def random(self) -> bool:
+        """Whether random numbers are drawn for each batch."""
+        return False
+
+    @property
+    def counting(self) -> Counting:
+        """What the mean of M over a batch counts."""
+        return "criterion"
+
+    @abstractmethod
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
+        """M at these outputs."""
+
+    def for_batch(self, number: int) -> "OutputMetric":
+        """The metric for a batch of that number, which decides its random numbers."""
+        return self
+
+
+def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
+    if hessian.gradient is not None and hessian.gradient.has_no_graph:
+        raise errors.ArgumentValueError(
+            f"{policy.caller}: expected a criterion that is not linear in the model's outputs, got "
+            f"one whose gradient does not depend on them, so that the matrix is zero. {APART}"
+        )
+
+
+@final
+@dataclass(frozen=True)
+class CriterionHessian(OutputMetric):
+    """M = d^2 criterion / d outputs^2."""
+
+    def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
+        policy, inside = composite.policy, torch_internals.transforms_active()
+        closed_form = getattr(composite.loss, "gauss_newton", None)
+        if closed_form is not None:  # the loss has the product in closed form
+            product = closed_form(composite.with_values(outputs), composite.batch)
+            if not (policy.create_graph or inside):
+                product = torch.no_grad()(product)
+            return lambda u, keep_graph: product(u)
+        if composite.mode == DIFFERENCES:
+            if not inside:
+                # criteria that autograd cannot differentiate twice are what this mode is for
+                with suppress(errors.NoSecondDerivative):
+                    _refuse_linear(reverse_over_reverse(composite.criterion_at(outputs)), policy)
+            gradient = finite_differences.gradient_function(composite.criterion)
+            return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
+        # autograd.grad does not see the levels of torch.func
+        linearize = forward_over_reverse if inside else reverse_over_reverse
+        hessian = linearize(composite.criterion_at(outputs))
+        _refuse_linear(hessian, policy)
+        return lambda u, keep_graph: hessian.apply(u, keep_graph)[1]
+
+
+@final
+@dataclass(frozen=True)
+class GaussNewtonKind(CurvatureKind):
+    """J^T M J, with the metric M on the outputs."""
+
+    mode: str = "auto"
+    metric: OutputMetric = CriterionHessian()
+
+    def __post_init__(self) -> None:
+        validation.choice("mode", self.mode, get_args(GaussNewtonMode))
+
+    def for_batch(self, number: int) -> "GaussNewtonKind":
+        metric = self.metric.for_batch(number)
+        return self if metric is self.metric else replace(self, metric=metric)
+
+    def linearize(self, problem: Problem, several: bool) -> LinearMap:
+        if self.mode == DIFFERENCES:
+            return in_double(lambda wide: differences_of_outputs(wide, self.metric), problem)
+        composite = CompositeLoss(problem, self.metric, self.mode)
+        if torch_internals.transforms_active():
+            return by_torch_func(composite)
+        # blocks that are compiled have backward passes only, as products with several vectors
+        several = several or problem.policy.compiles_blocks
+        if self.mode == "reverse" or (self.mode == "auto" and several):
+            return double_reverse(composite)
+        forward = forward_then_reverse(composite)
+        if self.mode == "forward":
+            return forward
+
+        def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+            try:
+                return forward.apply(vector, keep_graph)
+            except errors.UnsupportedError:  # an operation has no forward mode
+                return double_reverse(composite).apply(vector, keep_graph)
+
+        return LinearMap(apply)
+
+    def check_loss(self, loss: Any, what: str = "loss") -> Any:
+        for part in ("outputs", "criterion"):
+            if not callable(getattr(loss, part, None)):
+                raise errors.ArgumentTypeError(
+                    "loss: expected one from `hoglib.functional_loss(model, criterion)`, or an object "
+                    "with .outputs(params, batch) and .criterion(outputs, batch), because the model's "
+                    f"outputs are needed by themselves; got {validation.describe(loss)}."
+                )
+        if not getattr(loss, "separates_outputs", True):
+            raise errors.ArgumentValueError(
+                "loss: expected outputs and criterion apart, got a model that computes its own loss. "
+                + APART
+            )
+        return loss
+
+
+class CompositeLoss:
+    """A loss as criterion(outputs(leaves)) at one batch, with the metric on its outputs."""
+
+    def __init__(self, problem: Problem, metric: OutputMetric, mode: str) -> None:
+        self.problem, self.mode, self.metric = problem, mode, metric
+        self.loss, self.policy, self.leaves = problem.loss, problem.policy, problem.leaves
+        (self.batch,) = problem.args
+        self._last: Any = None  # the outputs as the model gave them last, in their structure
+
+    def outputs(self, leaves: Vector) -> Vector:
+        """The floating-point tensors among the outputs; the others are constants."""
+        batch = self.batch
+        if self.mode == DIFFERENCES:  # which run the model several times: it may change it in place
+            batch = pytree.map_tensors(torch.clone, batch)
+        self._last = self.loss.outputs(self.problem.params(leaves), batch)
+        found = filter(pytree.is_float, pytree.leaves(self._last))
+        return [validation.real("loss.outputs(params, batch)", y) for y in found]
+
+    def detached_outputs(self, leaves: Vector) -> Vector:
+        """The same without a graph."""
+        found: Vector = []
+
+        def run() -> Tensor:
+            found[:] = self.outputs(leaves)
+            check_depends(found)
+            return found[0]
+
+        without_graph(run)
+        return [y.detach() for y in found]
+
+    def with_values(self, values: Any) -> Any:
+        """The last outputs in their structure, with other values for the floating-point tensors."""
+        return pytree.filled(self._last, values)
+
+    def criterion(self, *values: Tensor) -> Tensor:
+        """The loss, of the floating-point tensors among the outputs."""
+        # copies: a criterion may work in place, which leaves of a graph do not allow
+        value = self.loss.criterion(self.with_values([y.clone() for y in values]), self.batch)
+        return validation.scalar("criterion(outputs, targets)", value)
+
+    def criterion_at(self, outputs: Vector) -> Problem:
+        """The criterion as a problem of its own, at outputs."""
+        structure = pytree.flatten(outputs)[1]
+        return Problem(self.policy, lambda values: self.criterion(*values), structure, outputs, ())
+
+    def with_value(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What a function returns, of which the first are outputs, and their loss, the mean over the
+        processes that share the parameters."""
+        found: tuple[Any, ...] = ()
+
+        def value() -> Tensor:
+            nonlocal found
+            found = run()
+            if self.policy.create_graph:
+                return self.criterion(*found[0])
+            return without_graph(lambda: self.criterion(*found[0]))
+
+        of_all = self.problem.placement.mean_of(value)  # which sets found
+        return (*found, of_all)
+
+    def checked_outputs(self, p: Vector, twice: bool = True) -> tuple[Any, ...]:
+        """The outputs at copies of the leaves, and their loss."""
+        return self.with_value(lambda: (self.checked(self.outputs(p), twice),))
+
+    def checked(self, outputs: Vector, twice: bool = True) -> Vector:
+        """The outputs; raises for those without a second derivative, or with a part of it.
+
+        twice: whether they are differentiated twice.
+        """
+        ys = with_graph(outputs)
+        check_depends(ys)
+        graph = graph_summary(ys)
+        if twice:
+            check_custom_functions(graph, self.policy.caller)
+        if not self.policy.create_graph:
+            # the product would lack a part, without an error
+            check_uses_given_params(graph, self.leaves, self.policy.caller)
+        return outputs
+
+
+def double_reverse(composite: CompositeLoss) -> LinearMap:
+    """J v = d <J^T u, v> / d u, without forward mode; the graphs are kept between products."""
+    caller, create_graph = composite.policy.caller, composite.policy.create_graph
+    loss, placement = composite.problem.loss, composite.problem.placement
+    p = fresh_leaves(composite.leaves, create_graph)
+    outputs, value = composite.checked_outputs(p)
+    jacobian = TransposedJacobian(outputs, p, caller)
+    metric = composite.metric.at(composite, outputs)
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        tangents = jacobian.jvp(vector, keep_graph, create_graph)
+        weighted = metric(tangents, keep_graph)
+        product = transposed_product(outputs, p, weighted, composite.policy, keep_graph)
+        # J v is read from the graph of J^T u, J^T u from that of the model: a part that one of them
+        # lost shows
+        sides = (vector, product), (tangents, weighted)
+        if not are_adjoint(loss, *sides, jacobian.parts, placement):
+            raise detached(caller)
+        return value, product
+
+    return LinearMap(apply, lambda: graph_bytes(jacobian.parts), lambda: jacobian.unused)
+
+
+def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
+    """J^T (M (J v)), J v in forward mode with the outputs; nothing is kept between products."""
+    caller, create_graph = composite.policy.caller, composite.policy.create_graph
+    loss, placement = composite.problem.loss, composite.problem.placement
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        p = fresh_leaves(composite.leaves, create_graph)
+
+        def run() -> Any:
+            with torch_forward_mode.one_thread_in_forward_mode(caller), forward_ad.dual_level():
+                duals = [forward_ad.make_dual(x, v) for x, v in zip(p, vector, strict=True)]
+                pairs = [forward_ad.unpack_dual(y) for y in composite.outputs(duals)]
+                outputs = [y for y, _ in pairs]
+                tangents = [torch.zeros_like(y) if t is None else t for y, t in pairs]
+            return composite.checked(outputs), tangents
+
+        try:
+            outputs, tangents, value = composite.with_value(run)
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            raise no_forward_mode(f"{caller}(mode='forward')", error) from error
+        if not create_graph:
+            tangents = [t.detach() for t in tangents]
+        weighted = composite.metric.at(composite, outputs)(tangents, False)
+        try:
+            product = transposed_product(outputs, p, weighted, composite.policy, False)
+        except CheckpointError as error:  # what is recomputed has no tangents
+            raise errors.UnsupportedError(
+                f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
+                "mode='reverse'."
+            ) from error
+        sides = (vector, product), (tangents, weighted)
+        if not are_adjoint(loss, *sides, with_graph(outputs), placement):
+            raise errors.UnsupportedError(
+                f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
+                "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "
+                "torch's gradient is by convention not the derivative (padding_idx). Use "
+                "mode='reverse'."
+            )
+        return value, product
+
+    return LinearMap(apply)
+
+
+def by_torch_func(composite: CompositeLoss) -> LinearMap:
+    """J^T M J v by torch.func, inside of its transforms."""
+
+    def f(*p: Tensor) -> tuple[Tensor, ...]:
+        return tuple(composite.outputs(list(p)))
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        outputs, transpose = torch.func.vjp(f, *composite.leaves)[:2]
+        with torch_forward_mode.one_thread_in_forward_mode(composite.policy.caller):
+            tangents = torch.func.jvp(f, tuple(composite.leaves), tuple(vector))[1]
+        weighted = composite.metric.at(composite, list(outputs))(list(tangents), False)
+        return composite.criterion(*outputs), list(transpose(tuple(weighted)))
+
+    return LinearMap(apply)
+
+
+def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
+    """J v by central differences of the outputs, J^T by ordinary backward."""
+    composite, leaves = CompositeLoss(problem, metric, DIFFERENCES), problem.leaves
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        f = composite.detached_outputs
+        tangents = directional_derivative(f, leaves, vector, problem.placement)
+        p = fresh_leaves(leaves, False)
+        outputs, value = composite.checked_outputs(p)
+        weighted = composite.metric.at(composite, [y.detach() for y in outputs])(tangents, False)
+        return value, transposed_product(outputs, p, weighted, composite.policy, False)
+
+    return LinearMap(apply)
+
+
+def transposed_product(outputs: Vector, p: Vector, u: Vector, policy: Policy, keep: bool) -> Vector:
+    """J^T u, of the outputs that depend on the leaves."""
+    parts = vjp(outputs, p, u, policy.caller, keep, policy.create_graph)
+    return materialize_grads(parts, p)
+
+
+def check_depends(ys: Vector) -> None:
+    if not ys:
+        raise errors.NoSecondDerivative(
+            "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "
+            "look for .detach(), .item(), .data or a torch.no_grad() in the model, for a loss that "
+            "uses the model's own parameters instead of the params it is given, and for outputs in an "
+            "object of your own class (give a tensor, a tuple or a dict, for instance by forward=)."
+        )

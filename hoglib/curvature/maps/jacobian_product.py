@@ -1,0 +1,402 @@
+"""J v: a function of tensors and its derivative along a vector, in forward mode or by two backwards."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from math import isfinite
+from typing import Any, Literal, TypeVar, Unpack, final
+
+import torch
+from torch import Tensor
+
+from hoglib import errors
+from hoglib._core.messages import validation
+from hoglib._core.numerics.tolerances import TOLERANCES
+from hoglib._core.numerics.trust import found_once
+from hoglib._core.problem import Options, Policy, Problem
+from hoglib._core.substrate.autograd import (
+    Vector,
+    clone_inference_tensors,
+    fresh_leaves,
+    materialize_grads,
+    no_forward_mode,
+    vjp,
+)
+from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary, half_dtypes
+from hoglib._core.substrate.placement import WHOLE, Placement, refuse_sharded
+from hoglib._core.torch_api import function_watch, pytree, torch_forward_mode, torch_internals
+from hoglib._core.torch_api.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
+from hoglib.capture.within import when_compiled, within_compile
+from hoglib.ring import ring, run, warn_if_derivatives_not_finite
+from hoglib.stand_ins.mode import run_operator
+from hoglib.verification.function_rules import offers_jvp
+from hoglib.verification.subject import is_users
+
+Tree = Any
+T = TypeVar("T")  # a tensor, or a pytree of them
+FORWARD, REVERSE = "forward", "reverse"
+CALLER = "jvp"
+OPERATOR = "JacobianOperator"  # which has no modes
+
+
+def _like_jvp(value: Any, *given: Any) -> Any:
+    return value, pytree.map(torch.clone, value)
+
+
+@when_compiled(
+    within_compile(
+        _like_jvp, lambda primals, tangents: primals if type(primals) is tuple else (primals,)
+    )
+)
+def jvp(
+    func: Callable[..., T],
+    primals: Tree,
+    tangents: Tree,
+    *,
+    mode: Literal["auto", "forward", "reverse"] = "auto",
+    **options: Unpack[Options],
+) -> tuple[T, T]:
+    r"""The value of a function and its derivative along a vector.
+
+        y = func(*primals)        t = J v = d/de func(*(primals + e v)) at e = 0,  v = tangents
+
+    One run of func computes both. Both can be differentiated by the parameters of the modules that func
+    calls, and by primals and tangents, where gradients are enabled; under no_grad they have no graph.
+    The derivative of t by parameters is reverse mode over forward mode, wrong without an error in
+    torch's own layer norm, batch norm and others; ``stand_ins`` replaces them.
+
+    A loss that takes t for a constant, as those of MeanFlow and of continuous consistency models do,
+    uses ``t.detach()``. What func computes under ``no_grad`` is a constant, as it is for backward.
+
+    The inputs are not changed, nor are buffers: the running statistics of a batch norm in training mode
+    stay as they are. It works under no_grad and inference_mode, inside of itself and inside torch.func
+    transforms.
+
+    Args:
+        func: The function ``func(*primals)``, or an `nn.Module`, that returns a tensor or a pytree of
+            tensors.
+        primals: Where the derivative is taken: a tuple of the arguments of func, or its one argument.
+            Each argument is a pytree of floating-point tensors. What is no such tensor (a class, a
+            mask) is a constant, which func reaches by itself: ``lambda x, t: model(x, t, labels)``.
+        tangents: The vector v, with the structure, shapes and dtypes of primals.
+        mode: "forward" runs func once with tangents, and needs a forward-mode rule for every operation.
+            "reverse" differentiates J^T u by u, and needs a double backward instead. "auto" is
+            "forward", or "reverse" in a second run of func where that is not possible: for a custom
+            Function without a jvp, a checkpoint, or while another thread is in forward mode, of which
+            torch has one for the process. Inside torch.func transforms it is "forward".
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it. The backward of a
+            compiled call is a second graph, in which func runs again; `hoglib.compiled_loss` of a loss
+            that calls this function compiles both as one.
+    Returns:
+        The pair (y, t), in the order of `torch.func.jvp`; t has the structure of y. An integer tensor
+        has a tangent of zeros.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for primals, tangents or a value of the wrong kind,
+            naming the leaf.
+        NoSecondDerivative: where the value does not depend on primals, or a custom Function's backward
+            has lost its graph, which "reverse" differentiates.
+        UnsupportedError: where torch has no derivative of an operation.
+    References:
+        Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
+        Baydin, Pearlmutter, Radul and Siskind, Automatic Differentiation in Machine Learning: a Survey,
+        2018.
+        Geng, Deng, Bai, Kolter and He, Mean Flows for One-step Generative Modeling, 2025, algorithm 1.
+    Example:
+        >>> x, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
+        >>> hog.jvp(lambda x: x[0] ** 2 * x, x, v)
+        (tensor([1., 2.]), tensor([3., 4.]))
+        >>> u = nn.Bilinear(2, 1, 2)  # a velocity u(z, t), and its derivative along (v, 1)
+        >>> z, t = torch.randn(5, 2), torch.rand(5, 1)
+        >>> value, dudt = hog.jvp(u, (z, t), (torch.ones_like(z), torch.ones_like(t)))
+        >>> dudt.shape, dudt.requires_grad
+        (torch.Size([5, 2]), True)
+    """
+    validation.function("func", func)
+    validation.choice("mode", mode, ("auto", FORWARD, REVERSE))
+    policy = Policy.of(CALLER, options)
+    leaves, structure = _check_primals(primals)
+    vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
+    if policy.compiles:
+        # new tensors: one that is both primal and tangent would be one input of the graph
+        leaves, vector = clone_inference_tensors((leaves, [v.view_as(v) for v in vector]))
+    pushed = partial(_value_and_tangent, torch_internals.uncompiled(func), structure, mode, policy)
+    return run(policy, func, pushed, (structure, mode, policy), leaves, vector)
+
+
+def _check_primals(primals: Tree) -> tuple[Vector, Any]:
+    """The leaves and the structure of primals, all of which can be differentiated by."""
+    leaves, structure = pytree.flatten(primals)
+    if not leaves:
+        raise errors.ArgumentValueError(
+            "primals: expected at least one tensor, got none; pass the arguments of func that it is "
+            "to be differentiated by."
+        )
+    refuse_sharded(CALLER, leaves, "primals")
+    for name, leaf in zip(pytree.paths(primals), leaves, strict=True):
+        if not pytree.is_float(leaf):
+            raise errors.ArgumentTypeError(
+                f"{validation.leaf_name('primals', name)}: expected a floating-point or complex "
+                f"tensor, got {validation.describe(leaf)}, which has no derivatives; let func reach it "
+                "by itself, `lambda x: model(x, labels)`, or make it one (`torch.tensor(0.5)`)."
+            )
+    return leaves, structure
+
+
+def _value_and_tangent(
+    func: Any, structure: Any, mode: str, policy: Policy, leaves: Vector, vector: Vector
+) -> tuple[Tree, Tree]:
+    """The value and the tangent in eager mode, in their structure."""
+    inside = torch_internals.transforms_active()
+    create_graph = torch.is_grad_enabled() or inside
+    # asked before and after: another thread may enter or leave forward mode in between
+    elsewhere = torch_forward_mode.forward_mode_elsewhere()
+    active = torch_internals.forward_mode_active()
+    if active and not (inside or elsewhere or torch_forward_mode.forward_mode_elsewhere()):
+        raise errors.UnsupportedError(
+            f"{CALLER}: expected to run outside of torch.autograd.forward_ad.dual_level, which cannot "
+            f"be nested, got a call inside; use hoglib.{CALLER} or torch.func.jvp for the outer one."
+        )
+    if mode == REVERSE and inside:
+        raise errors.UnsupportedError(
+            f"{CALLER}: expected mode='auto' or '{FORWARD}' inside torch.func transforms, got "
+            f"'{REVERSE}', which they do not see."
+        )
+    of_value: Any = None
+
+    def function(*own: Tensor) -> Vector:
+        """The tensors that func returns."""
+        nonlocal of_value
+        args = pytree.unflatten(own, structure)
+        value = func(*args) if type(args) is tuple else func(args)
+        found, of_value = pytree.flatten(value)
+        if not found or not all(isinstance(y, Tensor) for y in found):
+            other = next((y for y in found if not isinstance(y, Tensor)), value)
+            raise errors.ArgumentTypeError(
+                "func(*primals): expected a tensor, or a tuple, list or dict of tensors, got "
+                f"{validation.describe(other)}"
+                + ("" if other is value else " among them")
+                + "; return the tensors alone."
+            )
+        return found
+
+    with ring(policy, func, buffers=True):
+        leaves, vector = clone_inference_tensors((leaves, vector))
+        found: tuple[Vector, Vector] | None = None
+        if mode != REVERSE:
+            try:
+                found = by_forward(function, leaves, vector)
+            except (RuntimeError, NotImplementedError, AssertionError) as error:
+                reason = no_forward_mode(f"{CALLER}(mode='{FORWARD}')", error)
+                if not isinstance(reason, errors.UnsupportedError) or mode == FORWARD or inside:
+                    raise reason from error
+                # until torch 2.13 the hooks of a checkpoint that raised live as long as the error
+                del reason
+        if found is None:
+            found = by_reverse(function, leaves, vector, create_graph)
+    if not inside:
+        torch_internals.unwrap_kept(func)
+
+        def total(*own: Tensor) -> Tensor:
+            floats = filter(pytree.is_float, function(*own))
+            return pytree.sum_scalars([y.real.sum() for y in floats])
+
+        problem = Problem(policy, func, structure, leaves, ())
+        floats = filter(pytree.is_float, found[1])
+        warn_if_derivatives_not_finite(problem, found[0][0], floats, total)
+    parts = found if create_graph else ([x.detach() for x in part] for part in found)
+    value, tangent = (pytree.unflatten(part, of_value) for part in parts)
+    return value, tangent
+
+
+def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tuple[Vector, Vector]:
+    """One run with tangents: the values and the tangents."""
+
+    def checked(*own: Tensor) -> tuple[Tensor, ...]:
+        values = f(*own)
+        if not any(map(torch_internals.has_tangent, values)):
+            raise _independent_error()
+        return tuple(values)
+
+    # beneath the stand-ins, which functions of hoglib suspend only where they are the innermost mode
+    stand_ins = ActiveStandIns()
+    with (
+        torch_forward_mode.one_thread_in_forward_mode(CALLER),
+        without_stand_ins(),
+        torch_forward_mode.NoGradStopsForwardAD(_refuse_checkpoint, run_operator),
+        stand_ins.resume(),
+        function_watch.watching_functions(_refuse_own_jvp),
+    ):
+        # copies, because an operation in place changes both
+        primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
+        values, found = torch.func.jvp(checked, tuple(primals), tuple(tangents))[:2]
+    return list(values), list(found)
+
+
+def _refuse_checkpoint() -> None:
+    raise errors.UnsupportedError(
+        f"{CALLER}(mode='{FORWARD}'): expected no torch.utils.checkpoint in func, got one, which would "
+        f"run again without tangents in backward; use mode='{REVERSE}' or hoglib.ops.remat."
+    )
+
+
+def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
+    """Raise for a Function of the user's with a jvp of its own under two levels of forward mode."""
+    function, args, by = torch_internals.outside_transforms(function, args)
+    if function is torch_internals.SAVES_INPUTS:
+        _refuse_checkpoint()
+    if (
+        torch_internals.forward_levels() > 1
+        and any(by)
+        and is_users(function)
+        and offers_jvp(function)
+    ):
+        name = function.__qualname__
+        raise errors.UnsupportedError(
+            f"{CALLER}(mode='{FORWARD}'): expected Functions without a jvp of their own under two "
+            f"levels of forward mode, got {name}: torch takes the second derivative of {name}.jvp for "
+            f"zero, without an error. Use mode='{REVERSE}' for the outer one."
+        )
+
+
+def by_reverse(
+    function: Callable[..., Vector], leaves: Vector, vector: Vector, create_graph: bool
+) -> tuple[Vector, Vector]:
+    """The same by J^T u and its derivative by u: two backward passes, no forward mode."""
+    with without_stand_ins():
+        p = fresh_leaves(leaves, create_graph)
+    values = function(*p)
+    ys = with_graph(values)
+    if not ys:
+        raise _independent_error()
+    graph = graph_summary(ys)
+    check_custom_functions(graph, CALLER)
+    by_others = len(graph.leaves) > len(graph.reached(p))
+    create_graph = create_graph and (by_others or any(v.requires_grad for v in vector))
+    jacobian = TransposedJacobian(values, p, CALLER)
+    if len(jacobian.unused) == len(p):
+        raise _independent_error()
+    tangents = jacobian.jvp(vector, create_graph, create_graph)
+    if not jacobian.agrees(function, vector, tangents):
+        raise detached(CALLER)
+    if not create_graph:  # of the leaves made here
+        values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
+    return values, tangents
+
+
+@final
+class TransposedJacobian:
+    """J^T u as a function of u with a graph of its own, whose derivative along v is J v."""
+
+    def __init__(self, outputs: Vector, p: Vector, caller: str) -> None:
+        self._caller, self._outputs = caller, outputs
+        ys = with_graph(outputs)
+        self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
+        by_u = vjp(ys, p, self._us, caller, create_graph=True)
+        if any(part is not None and not part.requires_grad for part in by_u):
+            raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
+        self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
+        self._used = [i for i, part in enumerate(by_u) if part is not None]
+        self.parts = [part for part in by_u if part is not None]
+
+    def jvp(self, vector: Vector, keep_graph: bool, create_graph: bool) -> Vector:
+        """J v, for each of the outputs; zeros for those that do not depend on the leaves."""
+        given = [vector[i] for i in self._used]
+        left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))
+        found = [next(left) if y.requires_grad else None for y in self._outputs]
+        return materialize_grads(found, self._outputs)
+
+    def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
+        """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
+        along = [part for y, part in zip(self._outputs, tangents, strict=True) if y.requires_grad]
+        given = [vector[i] for i in self._used]
+        return are_adjoint(func, (given, self.parts), (along, self._us), self.parts)
+
+
+def with_graph(outputs: Vector) -> Vector:
+    """The outputs that depend on the leaves."""
+    return [y for y in outputs if y.requires_grad]
+
+
+def _distinct_cotangent(y: Tensor) -> Tensor:
+    """A cotangent: no two elements are equal, since equal ones cancel for a softmax."""
+    weights = torch.linspace(1, 2, max(y.numel(), 1), device=y.device)[: y.numel()]
+    return weights.to(y.dtype).reshape(y.shape)
+
+
+# A Function may give its gradient in float32, whatever it is given; a part that is lost is larger.
+SINGLE = 1e-6
+UNDERFLOW = 1e-30  # sums of products in float32 that are smaller say nothing
+
+
+Pair = tuple[Vector, Vector]  # of an inner product
+
+
+def are_adjoint(
+    func: Any, inputs: Pair, outputs: Pair, graphs: Iterable[Tensor], placement: Placement = WHOLE
+) -> bool:
+    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products, which a device
+    has to wait for: there only the first call of a function at these shapes is checked.
+
+    inputs, outputs: the pairs (v, J^T w) and (J v, w).
+    graphs: tensors whose graph shows the dtypes that J and J^T are computed in.
+    placement: of v and J^T w over processes, which all come to the same answer.
+    """
+    if not value_checks_on():
+        return True
+    sides, (v, Jv) = (inputs, outputs), (inputs[0], outputs[0])
+    if all(x.device.type == "cpu" for x in Jv):
+        return _are_adjoint(sides, placement, graphs)
+    key = ("adjoint", *(x.shape for x in (*v, *Jv)))
+    return found_once(func, key, lambda: _are_adjoint(sides, placement, graphs) or None) or False
+
+
+def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterable[Tensor]) -> bool:
+    dtypes = {x.dtype for side in sides for part in side for x in part}
+    rtol = max(SINGLE, *(TOLERANCES[dtype].rtol for dtype in dtypes))
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    # products of small vectors underflow: these, and what does not agree, once more in float64
+    for wide in (False, True):
+        # of each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
+        sums = torch.zeros(2, 4, dtype=torch.float64, device="cpu")
+        for row, side in enumerate(sides):
+            for i, (a, b) in enumerate(zip(*side, strict=True)):
+                a, b = a.detach().conj(), b.detach()
+                if wide:
+                    a, b = (x.to(torch.promote_types(x.dtype, torch.float64)) for x in (a, b))
+                squares = [(x.conj() * x).real.sum() for x in (a, b)]
+                found = [(a * b).real.sum(), (a * b).abs().sum(), *squares]
+                share = placement.weight if row else placement.copy_share(i)
+                sums[row] += share * sums.new_tensor([float(x) for x in found])
+        sums = placement.sum(sums)
+        lhs, rhs = sums[:, 0].tolist()
+        size = float(sums[:, 1].sum())
+        lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()
+        if not isfinite(lhs + rhs):
+            return True  # a value that is not finite is reported elsewhere
+        # below the smallest normal number there are few digits, or none
+        least = 1e3 * torch.finfo(torch.float32).tiny * float(sums[:, 2:].sqrt().sum())
+        agreed = abs(lhs - rhs) <= rtol * size + 100 * eps * max(lengths) + least
+        if agreed and (wide or size > UNDERFLOW):
+            return True
+    # what rounds to half precision inside; whether its derivatives are right is examined elsewhere
+    half = half_dtypes(graphs)
+    return abs(lhs - rhs) <= max((TOLERANCES[dtype].rtol for dtype in half), default=0.0) * size
+
+
+def detached(caller: str) -> Exception:
+    where = f"{caller}(mode='reverse')"
+    instead = "mode='forward', where there is one, does not need that graph, if they have a jvp"
+    if caller == OPERATOR:
+        where, instead = f"{caller} @ v", "J.T @ u does not need that graph"
+    return errors.NoSecondDerivative(
+        f"{where}: expected a backward that can be differentiated, got one whose "
+        "gradient has lost its graph: it runs under no_grad, detaches, or leaves torch. "
+        f"`hoglib.verify` of the custom Functions in the model names the line; {instead}."
+    )
+
+
+def _independent_error() -> Exception:
+    return errors.NoSecondDerivative(
+        "func(*primals): expected a value that depends on primals, got one that does not. Look for "
+        ".detach(), .item(), .data or torch.no_grad() in func, and for a func that uses other tensors "
+        "than those it is given, such as the model's own parameters."
+    )

@@ -1,0 +1,485 @@
+"""Curvature matrices at a point: their products with vectors, and whole matrices of small networks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from hoglib._core.messages import validation
+from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
+from hoglib._core.substrate.autograd import (
+    Gradient,
+    clone_inference_tensors,
+    dense,
+    materialize_grads,
+    vjp,
+)
+from hoglib._core.substrate.placement import refuse_sharded
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib.capture.within import when_compiled, within_compile
+from hoglib.curvature.algebra.vector_space import Blocks, Tree, groups_of
+from hoglib.curvature.maps.compiled import linearizer
+from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
+from hoglib.curvature.maps.gauss_newton import GaussNewtonKind, GaussNewtonMode
+from hoglib.curvature.maps.linear_map import (
+    DIFFERENCES,
+    CurvatureKind,
+    HessianKind,
+    HessianMode,
+    LinearMap,
+    apply_block,
+)
+from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.ring import ring, warn_if_derivatives_not_finite
+
+T = TypeVar("T")  # a pytree of tensors
+Loss = Callable[..., Tensor]
+Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
+
+
+def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> Any:
+    """What a product looks like to torch.compile: a number, and tensors like v."""
+    value, *_ = pytree.tensors(value)
+    return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
+
+
+@when_compiled(within_compile(_like_product, lambda params, v, *args: (params, *args)))
+def hvp(
+    func: Loss,
+    params: T,
+    v: T,
+    *args: Any,
+    mode: HessianMode = "auto",
+    create_graph: bool = False,
+    strict: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Tensor, T]:
+    r"""The value of a scalar function and the product of its Hessian with a vector.
+
+        f = func(params, *args)        H v = d/de grad f(params + e v) at e = 0
+
+    The inputs are not changed, and it works under no_grad and inference_mode. It warns of a custom
+    Function whose forward makes tensors that its backward uses as constants.
+
+    Args:
+        func: The function ``func(params, *args)`` that returns a scalar, for instance from
+            `hoglib.functional_loss`.
+        params: Where the Hessian is taken; any pytree of floating-point tensors.
+        v: The vector, with the structure, shapes and dtypes of params. A block of k vectors has a
+            trailing dimension of k in every leaf; the gradient and its graph are computed once for all.
+        *args: Further arguments of func, such as a batch.
+        mode: "reverse-over-reverse" differentiates the gradient's graph once more.
+            "forward-over-reverse" is `torch.func.jvp` of `torch.func.grad`, which needs a forward-mode
+            rule for every operation. "auto" is the first, or the second inside torch.func transforms,
+            where vmap of the first is wrong through normalisation layers. "finite-differences", for
+            comparison, takes differences of the gradient in float64: ten gradients a vector, accurate
+            to about 1e-9; func has to run in float64.
+        create_graph: Whether value and product can be differentiated again, by params, v or args.
+            Inside torch.func transforms they always can.
+        strict: Raise where a parameter has no second derivative, instead of returning zero
+            (reverse-over-reverse only).
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
+    Returns:
+        The pair (f, H v), in the order of `torch.autograd.functional.hvp`; H v has the structure of v.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for params, v or a value of the wrong kind, naming the
+            leaf.
+        NoSecondDerivative: when the value does not depend on params, or was computed by a custom
+            Function that is `@once_differentiable`.
+        UnsupportedError: where torch has no derivative of an operation.
+    References:
+        Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
+    Example:
+        >>> p, v = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0])
+        >>> hog.hvp(lambda p: p[0] ** 2 * p[1], p, v)
+        (tensor(2.), tensor([4., 2.]))
+    """
+    kind = HessianKind(mode)
+    names = tuple(pytree.paths(params)) if strict else None
+    policy = kind.check_policy(Policy.of("hvp", options, create_graph, names))
+    return _product(kind, func, params, v, args, policy)
+
+
+@when_compiled(within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True))
+def ggn_vp(
+    loss: Any,
+    params: T,
+    v: T,
+    batch: Any,
+    *,
+    mode: GaussNewtonMode = "auto",
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> tuple[Tensor, T]:
+    r"""The value of a loss and the product of its generalised Gauss-Newton matrix with a vector.
+
+        f = criterion(outputs(params))        G v = J^T H J v
+
+    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs. G is
+    positive semi-definite where the criterion is convex in the outputs. It is the Hessian without the
+    term of the outputs' own second derivatives.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors.
+        v: The vector, with the structure, shapes and dtypes of params; a block of k vectors has a
+            trailing dimension of k in every leaf.
+        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        mode: How J v is computed. "forward" runs the model once with tangents, and needs a
+            forward-mode rule for every operation. "reverse" differentiates J^T u by u, needs none, and
+            keeps its graph over a block of vectors. "auto" is "forward" for one vector, and "reverse"
+            for a block or where an operation has no forward mode. "finite-differences" is for
+            comparison, in float64.
+        create_graph: Whether value and product can be differentiated again. Inside torch.func
+            transforms they always can.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
+    Returns:
+        The pair (f, G v); G v has the structure of v.
+    Raises:
+        ArgumentTypeError: for a loss without ``outputs`` and ``criterion``, and for params, v or a
+            value of the wrong kind.
+        NoSecondDerivative: where the outputs do not depend on params, or lose their graph.
+        UnsupportedError: where torch has no derivative of an operation.
+    References:
+        Schraudolph, Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent, 2002.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> batch = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> value, Gv = hog.ggn_vp(loss, params, {"weight": torch.ones(1, 1)}, batch)
+        >>> Gv["weight"]  # 2 (1 + 9) / 2
+        tensor([[10.]])
+    """
+    kind = GaussNewtonKind(mode)
+    policy = kind.check_policy(Policy.of("ggn_vp", options, create_graph))
+    return _product(kind, loss, params, v, (batch,), policy)
+
+
+@when_compiled(within_compile(_like_product, lambda params, v, batch: (params, batch), apart=True))
+def fisher_vp(
+    loss: Any,
+    params: T,
+    v: T,
+    batch: Any,
+    *,
+    kind: FisherKind = "exact",
+    likelihood: Any = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    num_samples: int = 1,
+    generator: torch.Generator | None = None,
+    mode: GaussNewtonMode = "auto",
+    **options: Unpack[Options],
+) -> tuple[Tensor, T]:
+    r"""The value of a loss and the product of its Fisher information matrix with a vector.
+
+        exact      F = 1/N sum_n J_n^T Cov(d log p / d outputs) J_n
+        mc         F = 1/N sum_n g_n g_n^T,  g_n = d -log p(y_n | outputs_n) / d params,
+                   averaged over num_samples draws of y_n ~ p(. | outputs_n)
+        empirical  F = 1/N sum_n g_n g_n^T,  g_n = d loss_n / d params at the batch's own targets
+
+    An example n, for mc and empirical, is an entry of the leading dimension of the outputs.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors.
+        v: The vector, with the structure, shapes and dtypes of params; a block of k vectors has a
+            trailing dimension of k in every leaf.
+        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        kind: "exact", "mc" or "empirical", as above.
+        likelihood: The distribution p that the outputs parametrise: a function from outputs to a
+            `torch.distributions.Distribution`, whose batch_shape has the terms of the loss; or
+            "categorical" (logits, their classes in dimension 1 or the last, as the targets' shape
+            says), "bernoulli" (logits), "gaussian" (unit variance) or "poisson" (log rates). None
+            takes the one that belongs to the criterion, where that is one of torch's (cross entropy,
+            mean square, ...).
+        reduction: Whether the loss is the "mean" of its terms or their "sum" (then without 1/N).
+        num_samples: Draws for each example, of kind "mc".
+        generator: Of these draws; None is torch's global generator.
+        mode: How J v is computed: "auto", "forward", "reverse" or "finite-differences", which
+            `hoglib.ggn_vp` describes.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it.
+    Returns:
+        The pair (f, F v), f the loss; F v has the structure of v.
+    Raises:
+        ArgumentTypeError: for a loss without ``outputs`` and ``criterion``.
+        ArgumentValueError: where no likelihood is given and the criterion does not determine one.
+        NonFiniteError: for outputs that are not finite.
+        UnsupportedError: for "exact" where torch has no KL divergence of the distribution, or one whose
+            second derivative is not the Fisher matrix.
+    References:
+        Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, sections 5 and 11.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> batch = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> value, Fv = hog.fisher_vp(loss, params, {"weight": torch.ones(1, 1)}, batch)
+        >>> Fv["weight"]  # the Gauss-Newton matrix: a Gaussian of variance 1/2
+        tensor([[10.]])
+    """
+    metric = FisherMetric(kind, likelihood, reduction, num_samples, generator)
+    matrix = GaussNewtonKind(mode, metric)
+    policy = matrix.check_policy(Policy.of("fisher_vp", options))
+    return _product(matrix, loss, params, v, (batch,), policy)
+
+
+def _product(
+    kind: CurvatureKind, func: Any, params: Any, v: Any, args: tuple[Any, ...], policy: Policy
+) -> tuple[Tensor, Any]:
+    """The value, and the product of a matrix with v or with each vector of a block."""
+    kind.check_loss(func, "func")
+    if torch_internals.transforms_active():
+        # whatever differentiates the product from outside needs its graph
+        policy = policy._replace(create_graph=True)
+    problem = Problem.of(policy, func, params, *args)
+    flat = pytree.leaves(params), problem.structure
+    vector, block = validation.vectors("v", v, params, flat=flat)
+    if problem.placement.is_sharded:
+        _refuse_sharded(policy, func)
+    around = ring(policy, func, placement=problem.placement, around_graph=True)
+    with around as blocks:
+        entered, vector = problem.entered(blocks), clone_inference_tensors(vector)
+        vector = entered.placement.local_vector("v", vector)
+        columns = vector[0].shape[-1] if block else 1
+        # before anything is gathered, in one all-reduce: processes that differ all raise
+        entered.placement.check_agreement(policy.caller, columns, vector, entered.leaves)
+        point = linearizer(kind, around.captures)(entered, block)
+        around.note_gradient(point.gradient)
+        value, product = apply_block(point, vector, block)
+    if not problem.placement.is_sharded:
+        # the search runs the loss again, for which it would need the other processes
+        warn_if_derivatives_not_finite(problem, value, product)
+    if kind.mode == DIFFERENCES:
+        # they were computed in float64
+        product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
+    if not policy.create_graph:
+        value, product = value.detach().clone(), [part.detach() for part in product]
+    return value, problem.tree(product)
+
+
+def _refuse_sharded(policy: Policy, func: Any) -> None:
+    """Raise for options and functions that DTensors among the parameters do not go with."""
+    validation.refuse_transforms(policy.caller, "products of DTensors are taken outside of them.")
+    for name, given in (("create_graph", policy.create_graph), ("compile", policy.backend)):
+        if given:
+            raise UnsupportedError(
+                f"{policy.caller}({name}={given!r}): expected parameters that this process holds "
+                f"whole, got DTensors, whose products have no graph and are not captured; leave {name} "
+                "out."
+            )
+    refuse_wrapped_calls(policy.caller, func)
+
+
+def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
+    """The same of a matrix: its blocks, for each two leaves."""
+
+    def row(p: Tensor) -> Any:
+        return pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)
+
+    return pytree.map(row, params)
+
+
+@overload
+def hessian(
+    func: Callable[..., Tensor],
+    params: Tensor,
+    *args: Any,
+    blocks: Blocks = None,
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def hessian(
+    func: Callable[..., Tensor],
+    params: dict[str, Tensor],
+    *args: Any,
+    blocks: Blocks = None,
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> dict[str, dict[str, Tensor]]: ...
+@overload
+def hessian(
+    func: Callable[..., Tensor],
+    params: Tree,
+    *args: Any,
+    blocks: Blocks = None,
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> Tree: ...
+@when_compiled(within_compile(_like_hessian))
+def hessian(
+    func: Callable[..., Tensor],
+    params: Tree,
+    *args: Any,
+    blocks: Blocks = None,
+    create_graph: bool = False,
+    **options: Unpack[Options],
+) -> Tree:
+    r"""The Hessian of a scalar function, in the layout of `torch.func.hessian`.
+
+        H[a][b][i, j] = d^2 func(params, *args) / d params[a][i] d params[b][j]
+
+    It is computed row by row, reverse-over-reverse: P backward passes for P numbers in params, and P^2
+    numbers of memory. (`torch.func.hessian` batches the rows with vmap, which is silently wrong in the
+    rows of a LayerNorm's weight.) Inside torch.func transforms it is `jacfwd(grad)`. The inputs are not
+    changed, and it works under no_grad and inference_mode.
+
+    Args:
+        func: The function ``func(params, *args)`` that returns a scalar.
+        params: Where the Hessian is taken; any pytree of real floating-point tensors.
+        *args: Further arguments of func, such as a batch.
+        blocks: Compute only the blocks on the diagonal, of params that are a dict by qualified name.
+            "parameter" is one block for each tensor, "module" one for the parameters of each module; a
+            function of the name returns the block that it belongs to; a list of lists of names is the
+            blocks themselves. H[a] then has the names that share a block with a.
+        create_graph: Whether H can be differentiated again.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it. Compiled, what all
+            rows share runs once; not with create_graph.
+    Returns:
+        H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
+        tensor.
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for params, blocks or a value of the wrong kind.
+        NoSecondDerivative: when the value does not depend on params, or its gradient lost its graph.
+        UnsupportedError: where torch has no derivative of an operation.
+    Shape:
+        - ``H[a][b]``: that of ``params[a]`` followed by that of ``params[b]``
+    Example:
+        >>> hog.hessian(lambda p: p[0] ** 2 * p[1], torch.tensor([1.0, 2.0]))
+        tensor([[4., 2.],
+                [2., 0.]])
+    """
+    validation.function("func", func)
+    policy = Policy.of("hessian", options, create_graph)
+    problem = _real_problem(policy, func, params, args)
+    if policy.compiles and create_graph:
+        raise ArgumentValueError(
+            "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
+        )
+    return _matrix(HessianKind(), problem, params, blocks)
+
+
+def ggn(
+    loss: Any, params: Tree, batch: Any, *, blocks: Blocks = None, **options: Unpack[Options]
+) -> Tree:
+    r"""The generalised Gauss-Newton matrix, in the layout of `hessian`.
+
+        G = J^T H J
+
+    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs. It
+    takes one product for each number in params; the graph of the outputs is kept between them.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of real floating-point tensors.
+        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        blocks: Compute only the blocks on the diagonal: "parameter", "module", a function of a
+            qualified name that returns its block, or a list of lists of names.
+        **options: How the loss is evaluated, as :class:`hoglib.Options` describes it.
+    Returns:
+        G: for params a dict, a dict of dicts; ``G[a][b]`` has the shape of ``params[a]`` followed by
+        that of ``params[b]``.
+    Raises:
+        ArgumentTypeError: for a loss without ``outputs`` and ``criterion``, and for params of the wrong
+            kind.
+        NoSecondDerivative: where the outputs do not depend on params, or lose their graph.
+        UnsupportedError: where torch has no derivative of an operation.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> G = hog.curvature.ggn(loss, params, (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+        >>> G["weight"]["weight"].item()  # 2 (1 + 9) / 2
+        10.0
+    """
+    kind = GaussNewtonKind()
+    kind.check_loss(loss)
+    policy = Policy.of("ggn", options)
+    return _matrix(kind, _real_problem(policy, loss, params, (batch,)), params, blocks)
+
+
+def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]) -> Problem:
+    refuse_sharded(policy.caller, pytree.leaves(params))
+    problem = Problem.of(policy, func, params, *args)
+    for leaf in problem.leaves:
+        validation.real("params", leaf)
+    return problem
+
+
+def _matrix(kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks) -> Tree:
+    """The matrix in the structure of params, twice; with blocks as a dict of dicts."""
+    groups = groups_of(blocks, params)
+    around = ring(problem.policy, problem.loss, around_graph=True)
+    value = problem.leaves[0].new_zeros(())
+    with around as recomputed:
+        entered = problem.entered(recomputed)
+        if torch_internals.transforms_active() and isinstance(kind, HessianKind):
+            # vmap of reverse over reverse is silently wrong through normalization layers
+            numbers = tuple(range(len(entered.leaves)))
+            full = torch.func.jacfwd(torch.func.grad(entered, numbers), numbers)(*entered.leaves)
+            entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
+        else:
+            point = linearizer(kind, around.captures)(entered, True)
+            around.note_gradient(point.gradient)
+            if point.gradient is None:
+                entries = _by_products(point, entered.leaves, groups)
+            else:  # of a Hessian that is not captured
+                value = point.gradient.value
+                entries = _by_rows(point.gradient, problem.policy, groups)
+    warn_if_derivatives_not_finite(problem, value, entries.values())
+    names, every = pytree.paths(params), range(len(problem.leaves))
+    if blocks is None:
+        form = problem.structure
+        rows = [[entries[a, b] for b in every] for a in every]
+        return pytree.unflatten([pytree.unflatten(row, form) for row in rows], form)
+    return {names[a]: {names[b]: entries[a, b] for b in every if (a, b) in entries} for a in every}
+
+
+def _by_rows(gradient: Gradient, policy: Policy, groups: list[list[int]]) -> Entries:
+    """H[a][b] = d (df/dp_a) / dp_b for each pair of leaves in a group, one backward pass a row, of the
+    gradient by p_a alone and to the leaves of its group alone."""
+    _, p, grads, graph = gradient
+    entries: Entries = {}
+    # of one part of the gradient at a time: a product of the whole costs all leaves for each row
+    for group in groups:
+        columns = [p[b] for b in group]
+        for a in group:
+            part = grads[a]
+            # that of an embedding may be sparse
+            part = None if part is None else dense(part)
+            with graph.backward_modes():
+                how = policy.caller, True, policy.create_graph, graph
+                rows = [vjp([part], columns, [unit], *how) for unit in _unit_vectors(p[a])]
+            for b, *found in zip(group, *rows, strict=True):
+                shape = p[a].shape + p[b].shape
+                rows_of_b = materialize_grads(found, [p[b]] * len(found))
+                block = torch.stack(rows_of_b) if rows_of_b else p[a].new_zeros(shape)
+                entries[a, b] = block.reshape(shape)
+    return entries
+
+
+def _by_products(point: LinearMap, leaves: list[Tensor], groups: list[list[int]]) -> Entries:
+    """M[a][b] = (M e_b)[a] for each pair of leaves in a group, one product a column."""
+    entries: Entries = {}
+    zeros = [leaf.new_zeros(leaf.shape) for leaf in leaves]
+    for group in groups:
+        for b in group:
+            vectors = ([*zeros[:b], unit, *zeros[b + 1 :]] for unit in _unit_vectors(leaves[b]))
+            products = [point.apply(vector, True)[1] for vector in vectors]
+            for a in group:
+                columns = [product[a] for product in products]
+                shape = leaves[a].shape + leaves[b].shape
+                block = torch.stack(columns, -1) if columns else leaves[a].new_zeros(shape)
+                entries[a, b] = block.reshape(shape).detach()
+    return entries
+
+
+def _unit_vectors(leaf: Tensor) -> Iterable[Tensor]:
+    """The unit vectors like a leaf."""
+    for j in range(leaf.numel()):
+        # contiguous, as view(-1) needs it: zeros_like keeps the strides of a transposed leaf
+        unit = leaf.new_zeros(leaf.shape)
+        unit.view(-1)[j] = 1
+        yield unit

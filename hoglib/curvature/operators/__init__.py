@@ -1,0 +1,1 @@
+"""The operators over data: Hessian, Gauss-Newton, Fisher, Jacobian."""

@@ -1,0 +1,216 @@
+"""The Jacobian of a model's outputs over data, by its parameters, as a linear operator."""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core.messages import validation
+from hoglib._core.modules.swap import keep_swapped, reapply
+from hoglib._core.substrate.autograd import Vector, fresh_leaves, grad_enabled
+from hoglib._core.substrate.gradient_graph import graph_bytes
+from hoglib._core.substrate.placement import refuse_sharded
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.algebra.linear_operator import RectangularOperator
+from hoglib.curvature.algebra.vector_space import Space, Tree
+from hoglib.curvature.batches.data import Processes, in_fixed_order
+from hoglib.curvature.maps.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
+from hoglib.curvature.maps.jacobian_product import OPERATOR as NAME
+from hoglib.curvature.maps.jacobian_product import TransposedJacobian, detached, with_graph
+from hoglib.curvature.sums.dataset_sum import DatasetSum, split_options
+from hoglib.curvature.sums.term import Term
+from hoglib.errors import ArgumentValueError
+from hoglib.functional import functional_loss
+
+OPTIONS = ("stand_ins", "remat", "check_deterministic", "progress", "memory_limit")
+
+
+@final
+class JacobianOperator(RectangularOperator):
+    r"""The Jacobian of a model's outputs over data, by its parameters.
+
+        J = d outputs(params, data) / d params        [M, P], the outputs of one batch after the other
+
+        J @ v, J.T @ u        products with vectors on the parameters, and on the outputs
+        J.T @ J               an operator on the parameters: the Gauss-Newton matrix of half the sum of
+                              squares
+        J @ J.T               one on the outputs: the empirical neural tangent kernel
+        J @ S @ J.T           the covariance of linearised outputs, S that of the parameters
+
+    Vectors on the parameters are flat [P] or like params, vectors on the outputs flat [M] or like the
+    outputs of all examples [N, ...], where the outputs of a batch are one tensor; of a product with a
+    flat vector the form is flat, too. J v is the derivative of J^T u by u, so that it takes two
+    backward passes; the graph of a single batch is kept between products.
+
+    Args:
+        func: A loss from `hoglib.functional_loss`, whose outputs are taken; a module, which is called
+            on each batch (a tuple is its arguments, a mapping its keywords); or a function
+            ``func(params, batch)``. It returns a tensor or a pytree of tensors.
+        params: Where the Jacobian is taken; any pytree of floating-point tensors. They are read at
+            every product.
+        data: A batch, or a DataLoader or another re-iterable of batches, in a fixed order.
+        **options: ``check_deterministic``, ``progress``, ``memory_limit``, ``stand_ins`` and ``remat``,
+            of :class:`~hoglib.curvature.OperatorOptions`.
+    Raises:
+        ArgumentTypeError: for a func that is none of these, and for options that it does not have.
+        ArgumentValueError: for no batches, and for a DataLoader that shuffles.
+        NoSecondDerivative: at J @ v, for a custom Function whose backward has lost its graph.
+        NondeterministicError: for outputs or batches that change from pass to pass.
+        NonFiniteError: for outputs and products that are not finite.
+    References:
+        Jacot, Gabriel and Hongler, Neural Tangent Kernel: Convergence and Generalization in Neural
+        Networks, 2018. Novak, Sohl-Dickstein and Schoenholz, Fast Finite Width Neural Tangent Kernel,
+        2022 (products of Jacobians).
+    Example:
+        >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
+        >>> J = hog.JacobianOperator(lambda p, x: x @ p, torch.ones(2), x)
+        >>> J @ torch.tensor([1.0, 0.0])
+        tensor([1., 0.])
+        >>> (J @ J.T).to_dense()
+        tensor([[5., 2.],
+                [2., 1.]])
+    """
+
+    def __init__(self, func: Any, params: Tree, data: Any, **options: Any) -> None:
+        policy, of_data = split_options(NAME, options, OPTIONS)
+        in_fixed_order("data", data)
+        refuse_sharded(NAME, pytree.leaves(params))
+        super().__init__(Space(params), of_data.progress)
+        outputs = _Outputs(func)
+        policy.check_blocks(outputs)
+        summed = replace(of_data, reduction="sum", batch_size=_unit_weight)
+        at = Term(policy, outputs, self.space, self._bar, self.space.placement)
+        alone = Processes(NAME, None, data)
+        self._sum = DatasetSum(at, data, summed, alone, fixed_batches=True)
+        self._limit = of_data.memory_limit
+
+    @cached_property
+    def target(self) -> Space:
+        """The vector space of the outputs, whose sizes take a pass over the data at the first use."""
+        found: list[Vector] = []
+        nothing = torch.zeros(1, 0, dtype=self.dtype, device=self.device)
+
+        def visit(term: Term) -> Tensor:
+            with term.entered() as problem:
+                composite = CompositeLoss(problem, CriterionHessian(), "reverse")
+                outputs = composite.detached_outputs(problem.leaves)
+                found.append([y.to("meta") for y in outputs])
+                return composite.criterion(*outputs)
+
+        with torch.inference_mode(False):
+            self._sum.fold(visit, nothing, first_order=True)
+        every = [y for outputs in found for y in outputs]
+        one_of_each = len(every) == len(found) and all(y.dim() for y in every)
+        alike = one_of_each and len({y.shape[1:] for y in every}) == 1
+        whole = torch.cat(every if alike else [y.flatten() for y in every])  # without memory
+        like = torch.zeros((), dtype=whole.dtype, device=self.device)
+        return Space(like.expand(whole.shape), of="outputs")
+
+    def _products(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, self.target, transposed=False)
+
+    def _transposed_products(self, rows: Tensor) -> Tensor:
+        return self._multiply(rows, self.space, transposed=True)
+
+    def _multiply(self, rows: Tensor, into: Space, transposed: bool) -> Tensor:
+        validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
+        start, sums = 0, self._sum
+        total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
+        # a point that was kept for J^T u has no derivative of it by u, which J v is
+        if not (transposed or sums.kept is None or sums.kept.jacobian):
+            sums.kept = None
+        kept: _Point | None = None
+
+        def visit(term: Term) -> Tensor:
+            nonlocal start, kept
+            point = sums.kept or _Point(term, not transposed)
+            keep = sums.kept is not None or (
+                sums.batches.weight_cancels and 0 < point.held_bytes() <= self._limit
+            )
+            kept = point if keep else None
+            # outputs of one batch follow those of another, so that batches need an order
+            stop = start + sum(point.sizes)
+            with grad_enabled(), reapply(point.patches):
+                for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
+                    keep_graph = keep or j < len(rows)
+                    if transposed:
+                        parts = point.vjp(row[start:stop], keep_graph)
+                        self.space.add(product, parts, 1.0, first=start == 0)
+                    else:
+                        vector = self.space.split(row.contiguous())
+                        product[start:stop] = point.jvp(vector, keep_graph)
+                    term.advance()
+            start = stop
+            return point.value
+
+        with self._bar.over("@", len(rows)):
+            sums.fold(visit, total, rows, first_order=True)
+        sums.kept = kept
+        if start != self.target.size:
+            raise ArgumentValueError(
+                f"data: expected {self.target.size} outputs as at the first pass, got {start}; make a "
+                "new operator of other data."
+            )
+        self._refuse_not_finite(rows, total, into, "the outputs are")
+        return total
+
+
+# no lambda, which an operator could not be pickled with
+def _unit_weight(batch: Any) -> float:
+    return 1.0
+
+
+@final
+class _Outputs:
+    """Outputs as a loss, their mean square, by which passes over the data are compared."""
+
+    def __init__(self, func: Any) -> None:
+        if isinstance(func, nn.Module):
+            func = functional_loss(func)
+        func = func.with_logits() if hasattr(func, "with_logits") else func
+        self.model = getattr(func, "model", None)
+        self.outputs = validation.function("func", getattr(func, "outputs", func))
+
+    def __call__(self, params: Tree, batch: Any) -> Tensor:
+        return self.criterion(self.outputs(params, batch), batch)
+
+    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+        every = [y.reshape(-1) for y in pytree.leaves(outputs) if pytree.is_float(y)]
+        return torch.cat(every).square().sum() / max(sum(map(len, every)), 1)
+
+
+@final
+class _Point:
+    """The outputs at a batch, with their graph."""
+
+    def __init__(self, term: Term, for_tangents: bool) -> None:
+        self.term = term
+        with term.ring(around_graph=True) as blocks, keep_swapped() as patches:
+            problem = term.problem().entered(blocks)
+            self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
+            self._p = fresh_leaves(problem.leaves, False)
+            self._outputs, self.value = self._composite.checked_outputs(self._p, for_tangents)
+            self.sizes = [y.numel() for y in self._outputs]
+            # which products with u do not need, nor a backward that can be differentiated
+            self.jacobian: Any = for_tangents and TransposedJacobian(self._outputs, self._p, NAME)
+            # of the model during forward, for what backward recomputes
+            self.patches = patches.values()
+
+    def held_bytes(self) -> int:
+        """Of the graph, while it is kept."""
+        return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._outputs))
+
+    def jvp(self, vector: Vector, keep_graph: bool) -> Tensor:
+        """J v, flat."""
+        tangents: Vector = self.jacobian.jvp(vector, keep_graph, False)
+        if not self.jacobian.agrees(self._composite.loss, vector, tangents):
+            raise detached(NAME)
+        return torch.cat([t.flatten() for t in tangents])
+
+    def vjp(self, u: Tensor, keep_graph: bool) -> Vector:
+        """J^T u, of a flat u."""
+        parts = zip(u.split(self.sizes), self._outputs, strict=True)
+        us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]
+        return transposed_product(self._outputs, self._p, us, self._composite.policy, keep_graph)

@@ -1,0 +1,565 @@
+"""The Hessian, Gauss-Newton and Fisher matrices of a loss over data, as linear operators; and the
+spectrum of a Hessian in one object: both ends, the trace, the density."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Unpack, final
+
+import torch
+from torch import Tensor
+
+from hoglib import plotting
+from hoglib._core.messages import validation
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.modules.swap import PatchState, keep_swapped, reapply
+from hoglib._core.numerics.finite_differences import to_double
+from hoglib._core.problem import Policy, refuse_wrapped_calls
+from hoglib._core.runtime.logger import LOGGER
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.algebra.estimates import SpectralDensity
+from hoglib.curvature.algebra.linear_operator import LinearOperator
+from hoglib.curvature.algebra.vector_space import Space, Tree
+from hoglib.curvature.batches.data import Processes
+from hoglib.curvature.maps.compiled import linearizer
+from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
+from hoglib.curvature.maps.gauss_newton import GaussNewtonKind, GaussNewtonMode
+from hoglib.curvature.maps.linear_map import CurvatureKind, HessianKind, HessianMode, LinearMap
+from hoglib.curvature.sums.dataset_sum import (
+    CheckedDataOptions,
+    DatasetSum,
+    OperatorOptions,
+    split_options,
+)
+from hoglib.curvature.sums.term import Term
+from hoglib.curvature.sums.watchers import Symmetry
+from hoglib.errors import ArgumentValueError, ConvergenceError, UnsupportedError
+from hoglib.verification.precision import HalfWatch
+
+
+class DatasetOperator(LinearOperator):
+    """A kind of matrix, of a loss over data: the weighted mean, or the sum, of those of its batches.
+
+        A v = sum_b n_b A_b v / sum_b n_b        A v = sum_b A_b v
+
+    `LinearOperator` describes products, algebra and algorithms.
+    """
+
+    _adds_factors = False  # of all processes, instead of products
+
+    def __init__(
+        self, loss: Any, params: Tree, data: Any, kind: CurvatureKind, options: Mapping[str, Any]
+    ) -> None:
+        name = type(self).__name__
+        policy, of_data = split_options(name, options)
+        kind.check_policy(policy)
+        sharing = Processes(name, of_data.processes, data)
+        # the first process shows the bar for all
+        super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
+        kind.check_loss(loss)
+        if self.space.placement.is_sharded:
+            # samples may differ between processes for factors, which are added up; not for products, of
+            # which processes hold copies
+            _check_sharded(policy, loss, kind.random and not self._adds_factors, of_data)
+        policy.check_blocks(loss)
+        at = Term(policy, loss, self.space, self._bar, self.space.placement)
+        wide = self.space.precision in (torch.float64, torch.float32)
+        compared = of_data.check_deterministic and wide
+        self._symmetry = Symmetry(at) if compared else None
+        self._sum = DatasetSum(
+            at,
+            data,
+            of_data,
+            sharing,
+            fixed_batches=kind.random,
+            metric=kind.metric,
+            further=[self._symmetry] if self._symmetry else (),
+        )
+        self._kind, self._memory_limit = kind, of_data.memory_limit
+
+    def value(self) -> Tensor:
+        """The loss over the data, a scalar tensor."""
+        return self._sum.value()
+
+    def gradient(self) -> tuple[Tensor, Tree]:
+        """The loss over the data and its gradient, in the structure of params."""
+        return self._sum.gradient()
+
+    @contextmanager
+    def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
+        with super()._algorithm(name, *given, **options), self._sum.require_constant_state(name):
+            yield
+
+    def _products(self, rows: Tensor) -> Tensor:
+        validation.refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
+        # of several processes one may have no batch, and adds zeros
+        make = torch.empty if self._sum.alone else torch.zeros
+        total = make(rows.shape, dtype=self.dtype, device=self.device)
+        kept: _KeptProduct | None = None
+
+        def visit(term: Term) -> Tensor:
+            nonlocal kept
+            kept = self._sum.kept
+            if kept is None:
+                value, kept = self._add_batch(rows, total, term)
+                return value
+            with grad_enabled(), reapply(kept.patches):
+                return self._apply(kept.point, rows, total, term, keep=True)
+
+        with self._bar.over("@", len(rows)):
+            totals = self._sum.fold(visit, total, rows)
+        self._sum.kept = kept
+        weight = self._sum.weight(totals)
+        if weight != 1:
+            total /= weight
+        self._refuse_not_finite(rows, total, self.space, "the loss is", self._sum.whole)
+        if self._symmetry:
+            self._symmetry.compare(rows, total, self._half_precision, self._products_in_double)
+        return total
+
+    def _add_batch(
+        self, rows: Tensor, total: Tensor, term: Term
+    ) -> tuple[Tensor, "_KeptProduct | None"]:
+        """Add share times the products of the rows at one batch to total; return the loss there, and
+        what to keep."""
+        kind = self._kind.for_batch(term.piece.number)
+        single = self._sum.batches.single and not term.placement.is_sharded
+        context = term.ring(around_graph=True)
+        # the patch is that of the ring, and one of its own where a captured ring has none
+        with context as blocks, keep_swapped() as patches:
+            problem = term.problem().entered(blocks)
+            # a compiled map shows only afterwards what it holds
+            several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
+            point = linearizer(kind, context.captures)(problem, several)
+            context.note_gradient(point.gradient)
+            keep = single and (several if context.captures else self._fits_in_memory(point))
+            value = self._apply(point, rows, total, term, keep)
+            keep = keep and (not context.captures or self._fits_in_memory(point))
+            patch_state = patches.values()
+        self._sum.unused.note(point.unused())
+        if not keep:
+            return value, None
+        kept = _KeptProduct(point, term, patch_state)
+        return self._sum.losses.before_keeping(term, value), kept
+
+    def _half_precision(self) -> torch.dtype | None:
+        """The dtype of half precision that the loss or its gradient computes in, if any."""
+        with HalfWatch() as watch:
+            self._sum.gradient()
+        return watch.dtype
+
+    def _products_in_double(self, rows: Tensor) -> Tensor | None:
+        """The products of rows at the first batch in float64, each at a graph of its own; None if there
+        are none."""
+        if not self._sum.whole:
+            return None
+        products = []
+        try:
+            with preserve_random_state():
+                term = next(self._sum.terms())
+            for row in rows:
+                with term.ring(around_graph=True) as blocks:
+                    problem = term.problem().entered(blocks).in_double()
+                    # by its number, with the samples that the products in question had
+                    point = self._kind.for_batch(term.piece.number).linearize(problem, True)
+                    _, product = point.apply(to_double(self.space.split(row)), False)
+                products.append(torch.cat([x.detach().reshape(-1) for x in product]))
+        except Exception as error:  # of code that is bound to another dtype
+            LOGGER.debug("%s: no products in float64: %s", type(self).__name__, error)
+            return None
+        return torch.stack(products)
+
+    def _fits_in_memory(self, point: LinearMap) -> bool:
+        """Whether there is something to keep between products, and memory for it."""
+        return 0 < point.held_bytes() <= self._memory_limit
+
+    def _apply(
+        self, point: LinearMap, rows: Tensor, total: Tensor, term: Term, keep: bool
+    ) -> Tensor:
+        """Add share times the products of the rows to total; the first ones are written instead.
+
+        keep: whether the graph is kept after the last one.
+        """
+        value = torch.zeros(())
+        row: Tensor | None = None
+        for j, (given, sums) in enumerate(zip(rows, total, strict=True)):
+            if not given.is_contiguous():  # matrix products with those take half as long again
+                row = torch.empty_like(given) if row is None else row
+                given = row.copy_(given)
+            value, product = point.apply(self.space.split(given), keep or j + 1 < len(rows))
+            self.space.add(sums, product, term.share, term.first)
+            term.advance()
+        return value
+
+
+def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedDataOptions) -> None:
+    """Raise for options that do not go with parameters which processes share."""
+    reasons = {
+        "processes": (
+            options.processes is not None,
+            "each process takes part anyway, with the batches that it is given; leave it out",
+        ),
+        "reduction": (
+            options.reduction == "sum",
+            "processes of a mesh may have the same examples, which a sum would count twice; use "
+            "'mean', and multiply by the number of examples",
+        ),
+        "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
+        "compile": (policy.compiles, "gathers are not captured; leave it out"),
+        # tensor-parallel processes have the same batch, and of some parameters products of their own
+        "kind": (random, "samples would differ between copies of a parameter; use 'exact'"),
+    }
+    for option, (given, reason) in reasons.items():
+        if given:
+            raise UnsupportedError(
+                f"{policy.caller}({option}=...): expected parameters that this process holds whole, "
+                f"got DTensors: {reason}."
+            )
+    refuse_wrapped_calls(policy.caller, loss)
+
+
+class _KeptProduct(NamedTuple):
+    """The matrix at the only batch, whose graph is kept between products."""
+
+    point: LinearMap
+    term: Term
+    patches: PatchState  # of the model during forward, for what backward recomputes
+
+
+@final
+class HessianOperator(DatasetOperator):
+    r"""The Hessian of a loss over data.
+
+        H = sum_b n_b d^2 loss(params, batch_b) / d params^2 / sum_b n_b        reduction="mean"
+        H = sum_b d^2 loss(params, batch_b) / d params^2                        reduction="sum"
+
+    with n_b the number of examples in a batch, so that a smaller last batch has its right weight.
+    `LinearOperator` describes ``@``, the algebra of operators, and ``to_dense``, ``to_scipy``,
+    ``solve``, ``eigsh``, ``trace``, ``diagonal`` and ``spectral_density``. It also raises
+    what `hoglib.hvp` raises.
+
+    Args:
+        loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
+            `hoglib.functional_loss`.
+        params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
+            product, so that an optimizer's steps in between count.
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
+            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+            device of params.
+        mode: How H v is computed: "reverse-over-reverse", "forward-over-reverse", "auto" or
+            "finite-differences", which `hoglib.hvp` describes.
+        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
+            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``stand_ins``, ``remat`` and ``compile``.
+    Raises:
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+            processes.
+        NonFiniteError: for losses and products that are not finite.
+        NondeterministicError: for a loss that changes from pass to pass.
+        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
+            and where one of them failed.
+    Example:
+        >>> H = hog.HessianOperator(lambda p, x: (x @ p).square().mean(), torch.ones(2), torch.eye(2))
+        >>> H @ torch.tensor([1.0, 2.0])
+        tensor([1., 2.])
+        >>> H.trace()
+        tensor(2.)
+    """
+
+    @validation.explain_arguments
+    def __init__(
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        mode: HessianMode = "auto",
+        **options: Unpack[OperatorOptions],
+    ) -> None:
+        super().__init__(loss, params, data, HessianKind(mode), options)
+
+
+@final
+class GGNOperator(DatasetOperator):
+    r"""The generalised Gauss-Newton matrix of a loss over data.
+
+        G = sum_b n_b J_b^T H_b J_b / sum_b n_b        reduction="mean"
+        G = sum_b J_b^T H_b J_b                        reduction="sum"
+
+    with J_b the Jacobian of the outputs at a batch by params, H_b the Hessian of the criterion by the
+    outputs, and n_b the number of examples. It is positive semi-definite where the criterion is convex
+    in the outputs; for others (a Gaussian with a learned variance, mixtures, cosine) `FisherOperator`
+    with ``likelihood=`` is. `LinearOperator` describes ``@``, the algebra of operators and the
+    algorithms. It also raises what `hoglib.ggn_vp` raises.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
+            product, so that an optimizer's steps in between count.
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
+            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+            device of params.
+        mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
+            or "finite-differences", which `hoglib.ggn_vp` describes.
+        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
+            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``stand_ins``, ``remat`` and ``compile``.
+    Raises:
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+            processes.
+        NonFiniteError: for losses and products that are not finite.
+        NondeterministicError: for a loss that changes from pass to pass.
+        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
+            and where one of them failed.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> G = hog.GGNOperator(loss, params, (torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)))
+        >>> G.to_dense()  # 2 (1 + 9) / 2
+        tensor([[10.]])
+    """
+
+    @validation.explain_arguments
+    def __init__(
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        mode: GaussNewtonMode = "auto",
+        **options: Unpack[OperatorOptions],
+    ) -> None:
+        super().__init__(loss, params, data, GaussNewtonKind(mode), options)
+
+
+@final
+class FisherOperator(DatasetOperator):
+    r"""The Fisher information matrix of a model over data.
+
+        F = sum_b n_b F_b / sum_b n_b        reduction="mean"
+        F = sum_b F_b                        reduction="sum"
+
+    with F_b the matrix of a batch, as `hoglib.fisher_vp` describes it, and n_b the number of examples.
+    `LinearOperator` describes ``@``, the algebra of operators and the algorithms. It also raises what
+    `hoglib.fisher_vp` raises.
+
+    Args:
+        loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
+            ``criterion(outputs, batch)``.
+        params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
+            product, so that an optimizer's steps in between count.
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
+            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+            device of params.
+        kind: "exact", "mc" (from samples of the likelihood) or "empirical" (from the targets).
+        likelihood: The distribution that the outputs parametrise: a function from outputs to a
+            `torch.distributions.Distribution`, or "categorical" (logits), "bernoulli" (logits),
+            "gaussian" (unit variance) or "poisson" (log rates). None takes the one that belongs to the
+            criterion.
+        num_samples: Samples for each example, of kind "mc".
+        generator: Of a seed for these samples, which is drawn once: every product has the same
+            samples. A batch has those of its number, in whatever process. None is torch's global
+            generator.
+        mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
+            or "finite-differences", which `hoglib.ggn_vp` describes.
+        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
+            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``stand_ins``, ``remat`` and ``compile``.
+    Raises:
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+            processes.
+        NonFiniteError: for losses and products that are not finite.
+        NondeterministicError: for a loss that changes from pass to pass.
+        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
+            and where one of them failed.
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+        >>> data = torch.tensor([[1.0], [3.0]]), torch.zeros(2, 1)
+        >>> hog.FisherOperator(loss, params, data, likelihood="gaussian").to_dense()  # (1 + 9) / 2
+        tensor([[5.]])
+    """
+
+    @validation.explain_arguments
+    def __init__(
+        self,
+        loss: Any,
+        params: Tree,
+        data: Any,
+        *,
+        kind: FisherKind = "exact",
+        likelihood: Any = None,
+        num_samples: int = 1,
+        generator: torch.Generator | None = None,
+        mode: GaussNewtonMode = "auto",
+        **options: Unpack[OperatorOptions],
+    ) -> None:
+        reduction = options.get("reduction", "mean")
+        metric = FisherMetric(kind, likelihood, reduction, num_samples, generator).seeded()
+        super().__init__(loss, params, data, GaussNewtonKind(mode, metric), options)
+
+
+class Spectrum(NamedTuple):
+    """The eigenvalues of a Hessian, as far as products with vectors determine them.
+
+    Attributes:
+        size: Number of parameters P, and so of eigenvalues.
+        smallest: The k smallest eigenvalues [k], ascending.
+        largest: The k largest eigenvalues [k], ascending.
+        trace: Estimate of the trace, and its standard error.
+        negative: Estimate of the fraction of eigenvalues below ``below``, and its standard error.
+        below: Threshold for negative eigenvalues: minus a thousandth of the largest magnitude, which
+            is zero up to rounding.
+        density: Density of all eigenvalues.
+        products: Number of products with the Hessian that were computed.
+    """
+
+    size: int
+    smallest: Tensor
+    largest: Tensor
+    trace: tuple[float, float]
+    negative: tuple[float, float]
+    below: float
+    density: SpectralDensity
+    products: int
+
+    def __repr__(self) -> str:
+        low, high = float(self.smallest[0]), float(self.largest[-1])
+        return (
+            f"Spectrum({self.size} eigenvalues from {low:.4g} to {high:.4g}, trace "
+            f"{self.trace[0]:.4g} ± {self.trace[1]:.2g}, {self.products} products)"
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the density with one standard error, and the eigenvalues at both ends as ticks.
+
+        Args:
+            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.spectrum(self, ax)
+
+    def summary(self) -> str:
+        """Return the eigenvalues, the trace and the negative fraction as four lines of text."""
+        lines = {
+            "largest": _format_values(reversed(self.largest.tolist())),
+            "smallest": _format_values(self.smallest.tolist()),
+            "trace": f"{self.trace[0]:.4g} ± {self.trace[1]:.2g}",
+            "negative": f"{100 * self.negative[0]:.2g}% ± {100 * self.negative[1]:.1g}% of them are "
+            f"below {self.below:.2g}",
+        }
+        return "\n".join(f"  {name:9} {text}" for name, text in lines.items())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return numbers and lists only, for JSON."""
+        curve = {
+            name: getattr(self.density, name) for name in ("grid", "density", "error", "width")
+        }
+        found: dict[str, Any] = pytree.map_tensors(Tensor.tolist, {**self._asdict(), **curve})
+        return found
+
+
+def hessian_spectrum(
+    loss: Any,
+    params: Any,
+    batch: Any,
+    *,
+    k: int = 5,
+    num_samples: int = 10,
+    steps: int = 80,
+    generator: torch.Generator | None = None,
+    max_iter: int | None = None,
+    **options: Unpack[OperatorOptions],
+) -> Spectrum:
+    r"""Estimate the spectrum of the Hessian of a loss from matrix-vector products.
+
+        H = d^2 loss(params, batch) / d params^2
+
+    The k eigenvalues of each end come from :meth:`HessianOperator.eigsh`; the density of all
+    eigenvalues, and with it the trace and the negative fraction, from ``spectral_density``. Where
+    ``eigsh`` does not converge, a warning says so, and the ends are the outermost nodes of the density.
+
+    Args:
+        loss: Scalar function ``loss(params, batch)``.
+        params: Parameters with P entries in total, a tree of tensors.
+        batch: Data of the loss: one batch or batches, as for :class:`HessianOperator`; None for a
+            loss that needs none, which is called as ``loss(params, None)``.
+        k: Number of eigenvalues of each end, at most P / 2.
+        num_samples: Number of random vectors for the density.
+        steps: Lanczos steps for each random vector, of one product each.
+        generator: Generator of the random vectors. Default: a new one, seeded with
+            ``torch.initial_seed()``.
+        max_iter: Largest number of restarts of ``eigsh``. Default: that of ``eigsh``.
+        **options: Those of :class:`HessianOperator`, such as progress and processes.
+    Returns:
+        A :class:`Spectrum`.
+    Raises:
+        ArgumentValueError: for k beyond P / 2.
+        ConvergenceError: where ``eigsh`` does not converge and the density has fewer than 2 k nodes.
+    Example:
+        >>> spectrum = hog.curvature.hessian_spectrum(
+        ...     lambda p, _: (torch.tensor([1.0, 2.0, 3.0, 4.0]) * p.square()).sum() / 2,
+        ...     torch.zeros(4), None, k=1, num_samples=2, steps=4)
+        >>> round(float(spectrum.smallest), 3), round(float(spectrum.largest), 3)
+        (1.0, 4.0)
+        >>> spectrum.size
+        4
+    """
+    if batch is None:  # operators need data to iterate over
+        loss, batch = partial(without_batch, loss), ()
+    operator = HessianOperator(loss, params, batch, **options)
+    size = operator.shape[0]
+    if 2 * validation.at_least("k", k, 1) > size:
+        raise ArgumentValueError(
+            f"k: expected at most {size // 2}, half of the {size} parameters, got {k}; give fewer."
+        )
+    # a new one: torch's own random numbers stay as they are
+    generator = generator or torch.Generator().manual_seed(torch.initial_seed())
+    failed: Exception | None = None
+    try:
+        pairs = operator.eigsh(2 * k, which="BE", max_iter=max_iter, generator=generator)
+        ends = pairs.values.cpu()
+    except ConvergenceError as error:
+        failed = error
+    density = operator.spectral_density(num_samples, steps=steps, generator=generator)
+    if failed is not None:
+        ends = _outermost_nodes(density, k, failed)
+    mean, deviation = density.average(lambda x: x)
+    below = -1e-3 * float(ends.abs().max())
+    negative = density.average(lambda x: (x < below).to(x))
+    trace = size * float(mean), size * float(deviation)
+    share = float(negative[0]), float(negative[1])
+    return Spectrum(size, ends[:k], ends[k:], trace, share, below, density, operator.count)
+
+
+def without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
+    return loss(params, None)
+
+
+def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Tensor:
+    """The k outermost Lanczos nodes of each end, which lie inside the spectrum."""
+    # where a Krylov space ended, the rest of T is zero and gives nodes of no weight
+    real_nodes = density.weights > torch.finfo(density.weights.dtype).eps
+    rows = [nodes[real] for nodes, real in zip(density.nodes, real_nodes, strict=True)]
+    if min(map(len, rows)) < 2 * k:
+        raise failed
+    warn(
+        f"{failed} The ends of the spectrum are taken from the Lanczos steps of its density, which "
+        "reach them from inside."
+    )
+    low = min(rows, key=lambda nodes: float(nodes[0]))
+    high = max(rows, key=lambda nodes: float(nodes[-1]))
+    return torch.cat([low[:k], high[-k:]])
+
+
+def _format_values(values: Any) -> str:
+    return "  ".join(f"{value:.4g}" for value in values)

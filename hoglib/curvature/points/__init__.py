@@ -1,0 +1,1 @@
+"""Derivatives of a function by the coordinates of many points: Laplacians, directions, mixed ones."""

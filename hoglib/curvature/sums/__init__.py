@@ -1,0 +1,1 @@
+"""A loss over data, summed up batch by batch, and what watches a pass."""

@@ -1,0 +1,616 @@
+"""What looks on at a pass over data: each watcher compares one thing, and raises or warns.
+
+Every product computes the loss of each batch anyway. If the matrix changes from pass to pass, it has no
+eigenvalues, and no solver converges. If batches are weighted by a wrong number of examples, the result
+belongs to another loss. The data and the options decide which watchers a pass has.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import fsum, isfinite
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from hoglib._core.messages.validation import listing
+from hoglib._core.modules import module_kinds
+from hoglib._core.modules.state import generator_state, line_that_draws
+from hoglib._core.numerics.trust import DERIVATIVES, agree, found_once
+from hoglib._core.runtime.device_reads import DeviceRead
+from hoglib._core.runtime.source_location import warn
+from hoglib._core.substrate import autograd
+from hoglib._core.substrate.fingerprint import checksum_of_tensors
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import tensors_in
+from hoglib.curvature.batches.data import (
+    Batches,
+    PassTotals,
+    constants_of,
+    leading_dimension,
+    numbers_of,
+)
+from hoglib.curvature.maps import likelihood as likelihoods
+from hoglib.curvature.sums.term import Term
+from hoglib.errors import ArgumentValueError, NondeterministicError, NonFiniteError
+from hoglib.ring import ring
+
+DROPOUTS = (module_kinds.DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+IGNORED = -100  # the label that torch's `cross_entropy` leaves out of its mean
+# the loss of a batch in one pass, and its fingerprint
+BatchRecord = tuple[float, tuple[float, ...]]
+
+
+class Watcher:
+    """Looks on at a pass over data; each method does nothing unless a subclass needs it.
+
+    at: the loss, at no batch.
+    """
+
+    first_pass_only = False  # whether it is left out after a pass that succeeded
+
+    def __init__(self, at: Term) -> None:
+        self.at = at
+
+    def before(self, changed: bool) -> None:
+        """A pass begins. changed: whether parameters, buffers or modes did, since the last one."""
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        """The loss at a batch of this process was computed."""
+
+    def totals(self) -> Mapping[str, float]:
+        """What the other processes are told: fields of PassTotals."""
+        return {}
+
+    def after(self, totals: PassTotals) -> None:
+        """All batches, of all processes, were seen."""
+
+
+class Losses(Watcher):
+    """Records the losses of a pass, which have to be finite.
+
+    A loss on the CPU is read at once, one on a device when the next batch was computed.
+    """
+
+    def __init__(self, at: Term) -> None:
+        super().__init__(at)
+        self.dtype = at.space.dtype  # of the last loss
+        self._now: list[BatchRecord] = []  # of the current pass
+        self._pending: Callable[[], None] | None = None  # the last batch, which is read later
+
+    def before(self, changed: bool) -> None:
+        self._now, self._pending = [], None
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        read = DeviceRead(torch.stack([x.double() for x in self._numbers(term, value)]))
+        self.read_last()
+        self._pending = partial(self._arrived, read, term, value)
+        self.dtype = value.dtype
+        if value.device.type == "cpu":
+            self.read_last()
+
+    def losses(self) -> list[float]:
+        """The losses of this pass."""
+        self.read_last()
+        return [loss for loss, _ in self._now]
+
+    def read_last(self) -> None:
+        """Read the last loss, if it was not."""
+        if (arrived := self._pending) is not None:
+            self._pending = None
+            arrived()
+
+    def before_keeping(self, term: Term, value: Tensor) -> Tensor:
+        """The loss, before its graph is kept."""
+        return value
+
+    def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
+        return [value]
+
+    def _arrived(self, read: DeviceRead, term: Term, value: Tensor) -> None:
+        number, *found = read.numbers().tolist()
+        if not isfinite(number):
+            raise NonFiniteError(
+                f"loss: expected a finite number, got {number} at batch {len(self._now)}"
+                + (", which holds NaN or infinity itself" if _not_finite(term.batch) else "")
+                + ". Look for NaN in the data and in the parameters, and for overflow."
+            )
+        known = term.piece.known
+        self._now.append((number, tuple(found) if known is None else known))
+
+
+@final
+class Determinism(Losses):
+    """Compares the losses and the batches of each pass with those of the first.
+
+    fixed_batches: batches must keep their order. shared: several processes share the data; total losses
+    are then compared with the tolerance of the parameters' dtype.
+    """
+
+    _total: float | None = None  # the loss over all of the data, of all processes
+
+    def __init__(self, at: Term, fixed_batches: bool, shared: bool) -> None:
+        super().__init__(at)
+        self._fixed_batches, self._shared = fixed_batches, shared
+        self._first: list[BatchRecord] = []  # of the first pass at these parameters
+
+    def before(self, changed: bool) -> None:
+        super().before(changed)
+        if changed:
+            self._first, self._total = [], None
+
+    def after(self, totals: PassTotals) -> None:
+        """Compare the mean loss over all data."""
+        self.read_last()
+        self._first = self._first or self._now
+        total = totals.loss / totals.weight
+        dtype = self.at.space.dtype if self._shared else self.dtype
+        if self._total is None or totals.changed:  # in another process, maybe
+            self._total = total
+        elif not close(self._total, total, dtype, [totals.largest]):
+            raise NondeterministicError(
+                f"data: expected the same loss at every pass, got {self._total:.8g} and then "
+                f"{total:.8g}: {self._cause_in_data()}"
+            )
+
+    def before_keeping(self, term: Term, value: Tensor) -> Tensor:
+        """The loss of the only batch, computed again and compared, before its graph is kept; unless an
+        earlier pass has compared it.
+
+        No later pass will: a kept graph holds the random numbers that were drawn.
+        """
+        if self._first:
+            return value
+        self.saw(term, value)
+        self.read_last()
+        self._first, self._now = self._now, []
+        return term.value()
+
+    def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
+        numbers = [] if term.piece.known is not None else numbers_of(term.piece.batch)
+        return [value] + [x.to(value.device) for x in numbers]
+
+    def _arrived(self, read: DeviceRead, term: Term, value: Tensor) -> None:
+        """Raise where the same batch as in the first pass has another loss."""
+        super()._arrived(read, term, value)
+        k = len(self._now) - 1
+        if k >= len(self._first):
+            return
+        (was, before), (now, after) = self._first[k], self._now[k]
+        if before != after and self._fixed_batches:
+            raise NondeterministicError(
+                f"data: expected the same batches at every pass, got another one for batch {k}: "
+                "samples of kind='mc' are drawn for each batch by its number, and outputs are stacked "
+                "in this order. Use a loader with shuffle=False, or kind='exact'."
+            )
+        if before == after and not close(was, now, value.dtype):
+            cause = random_cause(term) or (
+                "the model or the criterion draws random numbers outside of torch, or changes a state "
+                "of its own. Look for noise and counters in forward, and call model.eval(); or allow "
+                "it by check_deterministic=False."
+            )
+            raise NondeterministicError(
+                f"loss: expected the same value for the same batch, got {was:.8g} and then {now:.8g} "
+                f"at batch {k}: {cause}"
+            )
+
+    def _cause_in_data(self) -> str:
+        model = getattr(self.at.loss, "model", None)
+        random = random_modules(model)
+        if random:  # shuffled batches differ too, but eval mode may be all that is missing
+            return random
+        before, after = ([record for _, record in own] for own in (self._first, self._now))
+        lengths = {len(numbers) for numbers in (*before, *after)}
+        sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # sums, in any order
+        totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
+        pairs = zip(totals, ([x[i] for x in before] for i in sums), strict=True)
+        same = all(close(*total, torch.float32, size) for total, size in pairs)
+        if same and len(before) == len(after):
+            norms = in_training(model, lambda m: isinstance(m, module_kinds.BATCH_NORMS))
+            return (
+                "the batches hold the same examples, shuffled, and the loss depends on which examples "
+                f"share a batch{' (' + ', '.join(norms) + ' in train mode)' if norms else ''}. Use a "
+                "loader with shuffle=False, or call model.eval()."
+            )
+        return (
+            "the data differs from pass to pass. Look for random augmentation, a sampler, or "
+            "shuffle=True with drop_last=True; turn them off, or pass a list of fixed batches."
+        )
+
+
+def _not_finite(batch: Any) -> bool:
+    floats = (x for _, x in tensors_in("", batch) if x.is_floating_point())
+    return not all(bool(x.isfinite().all()) for x in floats)
+
+
+@final
+class Symmetry(Watcher):
+    """Warns if the first two products show that the matrix is not symmetric: v.Aw != w.Av.
+
+    A wrong or partly detached backward makes most Hessians asymmetric. The check costs two inner
+    products, once; each loss is warned of once.
+    """
+
+    _first: Sequence[tuple[Tensor, Tensor]] = ()
+    _done = False
+
+    def before(self, changed: bool) -> None:
+        if changed:  # and the matrix with it
+            self._first, self._done = (), False
+
+    def after(self, totals: PassTotals) -> None:
+        self.before(bool(totals.changed))
+
+    def compare(
+        self,
+        rows: Tensor,
+        products: Tensor,
+        half: Callable[[], torch.dtype | None],
+        in_double: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """Compare the first two vectors and products, of one call or of two that follow each other.
+
+        half: finds the dtype of half precision that the loss computes in, if any. in_double: computes
+        the products in float64, as those in float32 may be rounding, for instance if a classifier fits
+        all examples. Both are called only if the matrix is not symmetric to its dtype's rounding.
+        """
+        name, loss, space = self.at.policy.caller, self.at.loss, self.at.space
+        key = ("symmetric", name)
+        known = rows.device.type != "cpu" and found_once(loss, key, lambda: None)
+        self._done = self._done or bool(known)
+        if self._done:
+            return
+        pairs = [*self._first, *list(zip(rows, products, strict=True))[:2]]
+        if len(pairs) < 2:
+            # copies, because the tensors belong to the caller
+            self._first = [(v.clone(), Av.clone()) for v, Av in pairs]
+            return
+        (v, Av), (w, Aw), *_ = pairs
+        self._first, self._done = (), True
+        gap, size = space.asymmetry(v, Av, w, Aw)
+        if not space.exceeds(gap, size, space.precision):
+            found_once(loss, key, lambda: True)
+        elif (dtype := half()) is None or space.exceeds(gap, size, dtype):
+            if (
+                rows.dtype == torch.float32
+                and (exact := in_double(torch.stack([v, w]))) is not None
+            ):
+                rounding = space.asymmetry(v.double(), exact[0], w.double(), exact[1])
+                if not space.exceeds(*rounding, torch.float32):
+                    return
+            own = object()  # the first operator of a loss that finds it warns
+            if found_once(loss, ("asymmetry", name), lambda: own) is not own:
+                return
+            warn(
+                f"{name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
+                f"{gap / size:.1g} of their size. A backward in the loss is not the derivative of its "
+                "forward, or cannot be differentiated: `hoglib.verify` of its custom Functions names "
+                "it, and mode='finite-differences' computes the product to compare with. Or the loss "
+                "draws random numbers, as dropout does in train mode."
+            )
+
+
+def criterion_denominator(loss: Any, batch: Any) -> float:
+    """What the mean of the criterion divides by, where that is known."""
+    counts = likelihoods.example_counts(loss, batch)
+    return leading_dimension(batch) if counts is None else float(counts.sum())
+
+
+def _wrong_denominator(name: str, advice: str) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"{name}: expected a loss that is the mean over the examples of a batch, got "
+        "one whose mean divides by another number: class weights, a mask, or labels that are "
+        f"ignored. Batches weighted by their examples are not the mean over the data; {advice}."
+    )
+
+
+@final
+class ExampleCounts(Watcher):
+    """Raises if the matrix has one term per example, but the mean of the loss another denominator."""
+
+    _ratio: float | None = None  # criterion's count / weight, at the first batch
+
+    def __init__(self, at: Term, advice: str) -> None:
+        super().__init__(at)
+        self._advice = advice
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        ratio = criterion_denominator(term.loss, term.batch) / term.piece.weight
+        self._ratio = ratio if self._ratio is None else self._ratio
+        if abs(ratio - self._ratio) > 1e-9 * self._ratio:
+            raise _wrong_denominator(self.at.policy.caller, self._advice)
+
+
+@final
+class Denominators(Watcher):
+    """Raises for a loss with another denominator than the weight of the batch.
+
+    A known criterion gives its denominator. Any other loss is compared with the losses of the two
+    halves of a batch, at the batches 0, 1, 2, 4, 8, ...
+    """
+
+    first_pass_only = True
+    _seen = 0  # batches of this pass
+
+    def before(self, changed: bool) -> None:
+        self._seen = 0
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        number, batch = self._seen, term.batch
+        self._seen += 1
+        if number & (number - 1) or likelihoods.example_counts(term.loss, batch) is not None:
+            return
+
+        def at(seed: int, part: Any) -> Tensor:
+            uncompiled = term.policy._replace(backend="")  # halves have shapes of their own
+            with ring(uncompiled, term.loss, examine=False) as blocks:
+                problem = term.of(part).problem().entered(blocks)
+                leaves = likelihoods.nearby(problem.leaves, seed)
+                return autograd.without_graph(lambda: problem(*leaves))
+
+        if likelihoods.compare_halves(at, batch, value) == "weighted":
+            labels = 'batch["labels"][:, 1:]' if isinstance(batch, Mapping) else "batch[1]"
+            raise _wrong_denominator(
+                self.at.policy.caller,
+                f"give that number of a batch, `batch_size=lambda batch: ({labels} != -100).sum()` for "
+                "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
+                "`batch_size=lambda batch: len(batch[0])` weights batches by their examples",
+            )
+
+
+@final
+class IgnoredLabels(Watcher):
+    """Warns if batches have different numbers of labels per example, some of them ignored."""
+
+    first_pass_only = True
+
+    def before(self, changed: bool) -> None:
+        # labels of each batch, and its weight
+        self._counted: list[tuple[dict[str, tuple[int, bool]], float]] = []
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        if likelihoods.example_counts(term.loss, term.batch) is None:
+            self._counted.append((counted_labels(term.batch), term.piece.weight))
+
+    def after(self, totals: PassTotals) -> None:
+        for name in self._counted[0][0] if self._counted else ():
+            found = [(*counts[name], weight) for counts, weight in self._counted if name in counts]
+            ratios = [kept / weight for kept, _, weight in found]
+            if any(ignored for _, ignored, _ in found) and min(ratios) < max(ratios):
+                warn(
+                    f"{self.at.policy.caller}: expected batches with as many labels for each example, "
+                    f"got {min(ratios):.3g} to {max(ratios):.3g} elements of {name} that are not "
+                    f"{IGNORED}. A mean over these labels, as cross_entropy's, is not that over the "
+                    "data, because batches are weighted by their examples. Pass `batch_size=lambda "
+                    f"batch: ({name} != {IGNORED}).sum()`, or use `hoglib.language_model_loss`, which "
+                    "counts them; for a mean over examples pass `batch_size=` with their number."
+                )
+                return
+
+
+def counted_labels(batch: Any) -> dict[str, tuple[int, bool]]:
+    """For each integer tensor in a batch how many elements are not -100, and whether some are."""
+    found = {}
+    for name, x in tensors_in("batch", batch):
+        if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta":
+            kept = int((x != IGNORED).sum())
+            found[name] = kept, kept < x.numel()
+    return found
+
+
+@final
+class Splits(Watcher):
+    """Compares the loss of a batch with that of its pieces: no layer or criterion mixes examples.
+
+    losses: of the pieces. mean: they are means, not sums. shared: several processes take pieces of the
+    only batch; it is compared at the end, with the totals of all processes.
+    """
+
+    _done = False
+
+    def __init__(self, at: Term, losses: Losses, mean: bool, shared: bool) -> None:
+        super().__init__(at)
+        self._losses, self._mean, self._shared = losses, mean, shared
+        self._shares: list[float] = []  # of the pieces of the current batch
+        self._whole: float | None = None  # the loss of the batch that processes share
+
+    def before(self, changed: bool) -> None:
+        self._shares, self._whole = [], None
+        self._done = self._done and not changed
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        self._shares.append(term.share)
+        if self._done or term.piece.whole is None:
+            return
+        shares, self._shares, whole = self._shares, [], term.of(term.piece.whole)
+        if self._shared:
+            self._whole = float(whole.value())
+        elif whole.batch is not term.batch:
+            parts, loss = totals_of(shares, self._losses.losses()[-len(shares) :]), whole.value()
+            self._compare(float(loss), parts, loss.dtype, lambda: random_cause(whole))
+
+    def totals(self) -> Mapping[str, float]:
+        return {} if self._whole is None else {"whole": self._whole, "shared": True}
+
+    def after(self, totals: PassTotals) -> None:
+        if totals.shared:
+            self._compare(totals.whole, totals, self.at.space.dtype, lambda: "")
+        self._whole, self._done = None, True
+
+    def _compare(
+        self, whole: float, parts: PassTotals, dtype: torch.dtype, cause: Callable[[], str]
+    ) -> None:
+        pieces = parts.loss / parts.weight if self._mean else parts.loss
+        if close(whole, pieces, dtype, [parts.largest]):
+            return
+        if random := cause():
+            raise NondeterministicError(
+                "micro_batch: expected the same loss for a batch and for its pieces, got "
+                f"{whole:.8g} and {pieces:.8g}: {random}"
+            )
+        raise ArgumentValueError(
+            f"{'processes' if parts.shared else 'micro_batch'}: expected a loss that is the "
+            f"{'mean' if self._mean else 'sum'} over examples, got {whole:.8g} for a batch and "
+            f"{pieces:.8g} from its pieces. BatchNorm in train mode mixes examples (call "
+            "model.eval()), a criterion may weight them (give the weight of a batch by "
+            "batch_size=), or its reduction is not that of the operator."
+        )
+
+
+def totals_of(shares: Sequence[float], losses: Sequence[float]) -> PassTotals:
+    """The totals of batches."""
+    total = fsum([share * loss for share, loss in zip(shares, losses, strict=True)])
+    largest = max(map(abs, losses), default=0.0)
+    return PassTotals(pieces=len(shares), weight=fsum(shares), loss=total, largest=largest)
+
+
+@final
+class BatchNorm(Watcher):
+    """Warns, once, of layers that normalise by the batch.
+
+    roots: the modules that the loss calls.
+    """
+
+    first_pass_only = True
+
+    def __init__(self, at: Term, roots: Sequence[nn.Module]) -> None:
+        super().__init__(at)
+        self._roots = roots
+
+    def before(self, changed: bool) -> None:
+        roots, self._roots = self._roots, ()
+        names = {
+            f"{name or 'the model'} ({type(module).__name__})": None
+            for root in roots
+            for name, module in root.named_modules()
+            if isinstance(module, module_kinds.BATCH_NORMS)
+            and (module.training or module.running_mean is None)
+        }
+        if names:
+            warn(
+                f"{self.at.policy.caller}: expected the loss of each example to depend on that example "
+                f"alone, got one that normalises by the batch: {listing(list(names))} in train mode. "
+                "What is computed is that of these batches: it depends on their size, and on which "
+                "examples share one, most of all where the data is sorted. Call model.eval(), or pass "
+                "all of the data as one batch. Where these batches are meant, filter this warning."
+            )
+
+
+@final
+class UnusedLeaves(Watcher):
+    """Warns, once, of parameters that the loss does not depend on at any batch."""
+
+    _unused: frozenset[int] | None = None
+
+    def note(self, unused: tuple[int, ...] | None) -> None:
+        """The unused leaves of a batch, where they are known."""
+        if unused is not None:
+            now = frozenset(unused)
+            self._unused = now if self._unused is None else self._unused & now
+
+    def used(self, pieces: float) -> Tensor:
+        """1 for each leaf that the batches of this process use, of which there are `pieces`."""
+        every = range(len(pytree.leaves(self.at.space.params)))
+        flags = [float(pieces > 0 and i not in (self._unused or ())) for i in every]
+        return torch.tensor(flags, dtype=torch.float32, device="cpu")
+
+    def keep(self, used: Tensor) -> None:
+        """Keep the leaves that no process uses."""
+        if self._unused:
+            self._unused = frozenset(i for i in self._unused if not used[i])
+
+    def after(self, totals: PassTotals) -> None:
+        if self._unused:
+            names = pytree.paths(self.at.space.params)
+            warn(
+                f"{self.at.policy.caller}: the loss does not depend on "
+                f"{', '.join(names[i] for i in sorted(self._unused))}; these rows and columns are "
+                "zero, and the matrix is singular. Leave them out of params."
+            )
+            self._unused = frozenset()
+
+
+@final
+class Draws(Watcher):
+    """Warns if the loss of a batch draws random numbers; for matrices that take one pass only."""
+
+    _drawn: Term | None = None  # the last batch, if one drew random numbers
+
+    def start(self) -> None:
+        """Forget what was drawn so far: it is not part of the loss."""
+        self._state = generator_state(self.at.space.device)
+
+    def drawn(self) -> bool:
+        """Whether random numbers were drawn since the start."""
+        return not torch.equal(self._state, generator_state(self.at.space.device))
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        self._drawn = term if self._drawn or self.drawn() else None
+
+    def after(self, totals: PassTotals) -> None:
+        if self._drawn and (cause := random_cause(self._drawn)):
+            warn(
+                f"{self.at.policy.caller}: expected a loss that is the same at every pass, got one "
+                f"whose factors are those of one draw: {cause}"
+            )
+
+
+@final
+class Agreement(Watcher):
+    """Sends checksums that must be equal in all processes."""
+
+    def __init__(self, at: Term, batches: Batches, seed: int) -> None:
+        super().__init__(at)
+        self._batches, self._seed = batches, seed
+
+    def totals(self) -> Mapping[str, float]:
+        leaves = self.at.space.leaves()
+        constants = constants_of(self.at.loss, leaves)
+        params, model = checksum_of_tensors(leaves), checksum_of_tensors(constants)
+        return {
+            "seed": self._seed,
+            "params": params,
+            "model": model,
+            "data": self._batches.checksum,
+        }
+
+
+def random_cause(term: Term) -> str:
+    """What draws random numbers in a loss, and what to do; "" if nothing does."""
+    modules = random_modules(getattr(term.loss, "model", None))
+    line = None if modules else line_that_draws(term.value, term.space.device)
+    if line is None:
+        return modules
+    return (
+        f"random numbers are drawn at {line}. Pass them in the batch, or turn them off, as "
+        "model.eval() may do; or allow it by check_deterministic=False."
+    )
+
+
+def random_modules(model: Any) -> str:
+    """A sentence on the modules that draw random numbers in train mode; "" for none."""
+    random = in_training(model, _draws_in_training)
+    if not random:
+        return ""
+    return (
+        f"{listing(random)} {'draw' if len(random) > 1 else 'draws'} at random in train mode. "
+        "Call model.eval(), or allow it by check_deterministic=False."
+    )
+
+
+def in_training(model: Any, chosen: Callable[[nn.Module], bool]) -> list[str]:
+    """The modules of a kind that are in train mode."""
+    named = model.named_modules() if isinstance(model, nn.Module) else ()
+    return [f"{name} ({type(m).__name__})" for name, m in named if m.training and chosen(m)]
+
+
+def _draws_in_training(module: nn.Module) -> bool:
+    """Whether a module draws random numbers in train mode."""
+    if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+        return bool(module.dropout)
+    return isinstance(module, DROPOUTS) and getattr(module, "p", None) != 0
+
+
+def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:
+    """Whether two losses of that dtype, made of terms of that size, are the same to rounding."""
+    return agree(a, b, DERIVATIVES, terms=terms, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Optimizers, and what is measured along their steps."""

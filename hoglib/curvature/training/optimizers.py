@@ -1,0 +1,675 @@
+"""Optimizers that are given batches, not gradients: Newton steps with the Gauss-Newton matrix, and
+steps by the inverse of a Kronecker-factored one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from math import inf, nan, sqrt
+from typing import Any, NamedTuple, final, get_args
+
+import torch
+from torch import Tensor
+
+from hoglib import errors
+from hoglib._core.messages import validation
+from hoglib._core.problem import check_option_names
+from hoglib._core.substrate.placement import refuse_sharded
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.algebra.linear_operator import LinearOperator
+from hoglib.curvature.algebra.vector_space import check_named
+from hoglib.curvature.kronecker.kfac_operator import KFACOperator, layout_of, saved_layout
+from hoglib.curvature.kronecker.kronecker import (
+    BlockLayout,
+    InverseMethod,
+    KroneckerBlock,
+    KroneckerMatrix,
+)
+from hoglib.curvature.kronecker.model_run import RowOrder
+from hoglib.curvature.maps.fisher_metric import FisherKind
+from hoglib.curvature.maps.gauss_newton import GaussNewtonKind
+from hoglib.curvature.operators.operators import DatasetOperator, GGNOperator
+from hoglib.curvature.sums.dataset_sum import DATA_OPTIONS, OPERATOR_OPTIONS
+from hoglib.functional import trainable_params
+from hoglib.verification.entry_points import examined_functions
+
+
+class BatchOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer of torch whose steps compute the loss at a batch; `.grad` is not used.
+
+    Args:
+        loss: From `hoglib.functional_loss`.
+        params: A dict of tensors by name; by default all trainable ones of the loss's model.
+        defaults: The options, which ``state_dict()`` contains.
+        options: Of the operator of a step.
+    """
+
+    info: Any = None  # about the last step
+
+    def __init__(
+        self,
+        loss: Any,
+        params: dict[str, Tensor] | None,
+        defaults: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        self._options = options
+        self._loss = GaussNewtonKind().check_loss(loss)
+        self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
+        check_named(self._params)
+        self._trained = [name for name, p in self._params.items() if p.requires_grad]
+        super().__init__(list(self._params.items()), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise for a second group: a step is a step of all parameters.
+
+        Args:
+            param_group: The group.
+        """
+        if self.param_groups:
+            raise errors.ArgumentValueError(
+                "param_groups: expected one group, got a second; the matrix is that of all parameters. "
+                "Give all of them as params."
+            )
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; raise for that of another optimizer, or of other parameters.
+
+        Args:
+            state_dict: From ``state_dict()``.
+        """
+        given = state_dict if isinstance(state_dict, Mapping) else {}
+        group, *_ = given.get("param_groups") or [{}]
+        # torch adds "differentiable" to the defaults when it loads a state, or copies an optimizer
+        lacking = {"state", *self.defaults} - {"differentiable", *given, *group}
+        if lacking:
+            raise errors.ArgumentValueError(
+                f"state_dict: expected that of a {type(self).__name__}, got one without "
+                f"{', '.join(sorted(lacking))}, of another optimizer; start with a fresh state."
+            )
+        state = state_dict["state"].items()
+        saved = {i: own["direction"].shape for i, own in state if "direction" in own}
+        shapes = dict(enumerate(p.shape for p in self._params.values()))
+        if [*shapes] != group["params"] or not saved.items() <= shapes.items():
+            raise errors.ArgumentValueError(
+                f"state_dict: expected that of parameters {validation.listing([*self._params])} of "
+                f"these shapes, got one of {validation.listing(group.get('param_names', []))}, whose "
+                "number or shapes differ; load it beside the model that it was saved with."
+            )
+        super().load_state_dict(state_dict)
+
+    def _batch(self, closure: Any) -> Any:
+        """The batch that a step is given, as it is or by a function."""
+        frozen = [name for name in self._trained if not self._params[name].requires_grad]
+        if frozen:  # a step would move them all the same
+            raise errors.ArgumentValueError(
+                f"params: expected parameters that require gradients, as they did at first, got "
+                f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
+            )
+        batch = closure() if callable(closure) else closure
+        is_loss = callable(closure) and getattr(batch, "requires_grad", False) and batch.dim() == 0
+        if batch is None or is_loss:
+            raise errors.ArgumentTypeError(
+                "step: expected a batch, or a function without arguments that returns one, got "
+                f"{'the loss' if is_loss else None}; the matrix is computed on the batch: "
+                "`optimizer.step((x, y))`."
+            )
+        return batch
+
+    def _data_options(self) -> dict[str, Any]:
+        """The options that another operator over the same data takes."""
+        return {name: value for name, value in self._options.items() if name in DATA_OPTIONS}
+
+    def _seeded(self, seed: int) -> torch.Generator:
+        """A generator, of the CPU so that no device is waited for; other numbers at each step."""
+        return torch.Generator().manual_seed(seed + self.param_groups[0]["steps"])
+
+    def _keep_direction(self, direction: dict[str, Tensor]) -> None:
+        for name, part in direction.items():
+            self.state[self._params[name]]["direction"] = part.clone()
+
+    def _last_direction(self, operator: LinearOperator) -> Tensor | None:
+        """The direction that was kept, as a flat vector; None before the first step."""
+        last = {name: self.state[p].get("direction") for name, p in self._params.items()}
+        return None if any(part is None for part in last.values()) else operator.ravel(last)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: that of torch leaves out the attributes of subclasses."""
+        return {**vars(self), **super().__getstate__()}
+
+    @abstractmethod
+    def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
+        """Take one step; return the loss before it.
+
+        Args:
+            closure: A batch, or a re-iterable of batches, or a function that returns one.
+        """
+
+
+def positive_damping(damping: Any) -> float:
+    if not 0 < validation.number("damping", damping) < inf:
+        text = f"damping: expected a number greater than 0, got {damping}; 1 is usual."
+        raise errors.ArgumentValueError(text)
+    return float(damping)
+
+
+def finite_or_infinite(A: DatasetOperator) -> float:
+    """The loss, or infinity where it overflows, because the step is too long."""
+    try:
+        A.value()
+        return A._sum.number()  # reading the value would stop a device
+    except (errors.NonFiniteError, errors.DistributedError) as error:
+        if "NonFiniteError" in f"{type(error).__name__} {error}":  # in this process, or in another
+            return inf
+        raise
+
+
+RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping (Martens, 2010, section 4.1)
+FARTHEST = 1e8  # by which the damping may differ from the first, either way
+ENOUGH = 1e-2  # of the decrease that the slope predicts
+HALVINGS = 20
+NEWTON_OPTIONS = ("mode", *OPERATOR_OPTIONS)
+
+
+class NewtonStep(NamedTuple):
+    """What a step of `NewtonCG` did.
+
+    Attributes:
+        loss: Before the step.
+        loss_after: After it.
+        ratio: Of the decrease to that of the quadratic model; nan where rounding hides it.
+        damping: With which the step was computed.
+        length: The factor of the direction; 0 where no length lowered the loss.
+        iterations: Of conjugate gradients.
+        products: Of the Gauss-Newton matrix with a vector.
+        values: Evaluations of the loss without a gradient; the gradient was computed once.
+    """
+
+    loss: float
+    loss_after: float
+    ratio: float
+    damping: float
+    length: float
+    iterations: int
+    products: int
+    values: int
+
+
+@final
+class NewtonCG(BatchOptimizer):
+    r"""Damped Newton steps with the Gauss-Newton matrix, by conjugate gradients.
+
+        (G + damping I) d = -g        params <- params + a d
+        m(d) = g^T d + d^T G d / 2        ratio = (f(params + d) - f(params)) / m(d)
+        damping <- 2/3 damping  where ratio > 3/4,  3/2 damping  where ratio < 1/4
+
+    with the loss f at a batch, its gradient g and G as in `hoglib.ggn_vp`. a is the first of lr, lr/2,
+    ... with f(params + a d) <= f + 0.01 a g^T d, at most 20 halvings; where there is none, the
+    parameters stay and the damping rises. The damping stays within a factor of 1e8 of its first value.
+
+    Batches should be large, because a step goes far by what one batch says. The loss must be the same
+    at each evaluation: dropout raises. `.grad` is neither read nor written. ``info`` is the
+    `NewtonStep` of the last step; the state, direction and damping, is in ``state_dict()``.
+
+    Args:
+        loss: From `hoglib.functional_loss`.
+        params: The parameters to optimize, a dict of tensors by name; by default all that
+            `hoglib.trainable_params` of the loss's model returns.
+        lr: The largest length a of a step.
+        damping: The first damping.
+        max_iter: Iterations of `LinearOperator.solve`, at most.
+        stagnation_tol: End these where the quadratic model hardly falls any more; that of
+            `LinearOperator.solve`.
+        warm_start: The part of the last direction from which conjugate gradients start; 0 for none.
+        preconditioner: Of conjugate gradients: "kfac", the damped inverse of a
+            `hoglib.KFACOperator` of the step's batch, kind="mc"; or a function (G, damping) of the
+            matrix that returns one, as `LinearOperator.solve` takes it. Default: none.
+        preconditioner_every: Steps from one preconditioner to the next; a run that is resumed begins
+            with a new one.
+        **options: Of `hoglib.GGNOperator`, such as micro_batch, compile, processes and progress.
+    Raises:
+        NotPositiveDefiniteError: for a G that is not positive definite with the largest damping.
+        ArgumentValueError: for a second parameter group.
+    References:
+        Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.
+        More, The Levenberg-Marquardt Algorithm: Implementation and Theory, 1978.
+        Byrd, Chin, Neveitt and Nocedal, On the Use of Stochastic Hessian Information in Optimization
+        Methods for Machine Learning, 2011 (curvature).
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> optimizer = hog.curvature.NewtonCG(hog.functional_loss(model, F.mse_loss), damping=1e-6)
+        >>> value = optimizer.step((torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [6.0]])))
+        >>> model.weight  # one step is enough for a quadratic loss
+        Parameter containing:
+        tensor([[3.0000]], requires_grad=True)
+    """
+
+    info: NewtonStep | None = None
+
+    def __init__(
+        self,
+        loss: Any,
+        params: dict[str, Tensor] | None = None,
+        *,
+        lr: float = 1.0,
+        damping: float = 1.0,
+        max_iter: int = 250,
+        stagnation_tol: float = 5e-4,
+        warm_start: float = 0.95,
+        preconditioner: str | Callable[[GGNOperator, float], Any] | None = None,
+        preconditioner_every: int = 1,
+        **options: Any,
+    ) -> None:
+        check_option_names("NewtonCG", options, NEWTON_OPTIONS)
+        defaults = {
+            "lr": validation.positive("lr", lr),
+            "damping": positive_damping(damping),
+            "first_damping": float(damping),
+            "max_iter": validation.at_least("max_iter", max_iter, 1),
+            "stagnation_tol": validation.number("stagnation_tol", stagnation_tol, minimum=0),
+            "warm_start": validation.fraction("warm_start", warm_start, usual=0.95),
+            "steps": 0,
+        }
+        if isinstance(preconditioner, str):
+            validation.choice("preconditioner", preconditioner, ["kfac"])
+        elif preconditioner is not None:
+            validation.function("preconditioner", preconditioner)
+        self._preconditioner = preconditioner
+        self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
+        self._last: tuple[int, Any] | None = None  # the step of the last preconditioner, and that
+        self._row_order: RowOrder | None = None  # found at the first step
+        super().__init__(loss, params, defaults, options)
+
+    def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: A batch, or a re-iterable of batches (all of the data), or a function without
+                arguments that returns one, as Lightning's manual optimization passes it.
+            curvature: The batch that G is computed on; the same by default. A part of it makes steps
+                cheaper.
+        Returns:
+            The loss before the step.
+        """
+        with examined_functions("NewtonCG"):
+            return self._step(self._batch(closure), curvature)
+
+    def _step(self, batch: Any, curvature: Any) -> Tensor:
+        group = self.param_groups[0]
+        G = self._matrix(batch)
+        model = G if curvature is None else self._matrix(curvature)
+        precondition = self._prepared(model, batch if curvature is None else curvature)
+        with G._algorithm("step"):  # as a whole, because a device is waited for less often
+            value, gradient = G.gradient()
+            before = G._sum.number()  # reading the value would stop a device
+            g = G.ravel(gradient)
+            start = self._last_direction(G)
+            if start is not None:
+                start = group["warm_start"] * start
+                start = start * (_dot_product(G, g, start) < 0)  # where it descends
+            d, along, dGd, iterations = self._direction(model, g, start, precondition)
+        if G.space.true_in_all(not along and not bool(d.any())):
+            self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
+            return value
+        self.param_groups[0]["steps"] += 1
+        damping, products = group["damping"], model.count
+        after, ratio, length, values = self._search(G, before, d, along, dGd)
+        if ratio > 0.75:
+            self._damp(LOWERED)
+        elif ratio < 0.25 or not length:
+            self._damp(RAISED)
+        self._keep_direction(G.unravel(d))
+        self.info = NewtonStep(before, after, ratio, damping, length, iterations, products, values)
+        return value
+
+    def _matrix(self, batch: Any) -> GGNOperator:
+        """The Gauss-Newton matrix at a batch."""
+        return GGNOperator(self._loss, self._params, batch, **self._options)
+
+    def _prepared(self, G: GGNOperator, batch: Any) -> Any:
+        """The preconditioner of this step: a new one, or one of the last steps."""
+        make, steps = self._preconditioner, self.param_groups[0]["steps"]
+        if make is None:
+            return None
+        if self._last is None or steps - self._last[0] >= self._every:
+            damping = self.param_groups[0]["damping"]
+            if isinstance(make, str):
+                drawn = {"kind": "mc", "generator": self._seeded(0), **self._data_options()}
+                K = KFACOperator(self._loss, self._params, batch, **drawn)
+                K.row_order = self._row_order
+                self._last = steps, K.inverse(damping)
+                self._row_order = K.row_order
+            else:
+                self._last = steps, make(G, damping)
+        return self._last[1]
+
+    def _direction(
+        self, G: GGNOperator, g: Tensor, start: Tensor | None, precondition: Any
+    ) -> tuple[Tensor, float, float, int]:
+        """The direction d, g^T d, d^T G d, and the iterations of conjugate gradients."""
+        group, iterations = self.param_groups[0], 0
+        while True:
+            try:
+                d, info = G.solve(
+                    -g,
+                    damping=group["damping"],
+                    max_iter=group["max_iter"],
+                    x0=start,
+                    stagnation_tol=group["stagnation_tol"],
+                    preconditioner=precondition,
+                    return_info=True,
+                )
+            except errors.NotPositiveDefiniteError:
+                if not self._damp(10):
+                    raise
+                continue
+            iterations += info.iterations
+            slope, dGd = _read_numbers(_dot_product(G, g, d), _dot_product(G, d, G @ d))
+            # a distant start and few iterations may give worse than a start from zero
+            if start is None or slope + dGd / 2 < 0:
+                return d, slope, dGd, iterations
+            start = None
+
+    def _search(
+        self, G: GGNOperator, value: float, d: Tensor, slope: float, dGd: float
+    ) -> tuple[float, float, float, int]:
+        """Search along d; the loss found, the ratio at the first length, the length, evaluations."""
+        before = G.ravel(self._params).clone()
+        length: float = self.param_groups[0]["lr"]
+        model = length * slope + length**2 * dGd / 2
+        # smaller differences of losses are rounding
+        rounding = 10 * torch.finfo(G.dtype).eps * abs(value)
+        ratio = nan
+        for tried in range(1, HALVINGS + 2):
+            self._set_params(G, before + length * d)
+            after = finite_or_infinite(G)
+            if tried == 1 and -model > rounding:
+                ratio = (after - value) / model
+            if after <= value + ENOUGH * length * slope + rounding:
+                return after, ratio, length, tried
+            length /= 2
+        self._set_params(G, before)
+        return value, ratio, 0.0, tried
+
+    @torch.no_grad()
+    def _set_params(self, G: GGNOperator, vector: Tensor) -> None:
+        """Write a flat vector into the parameters."""
+        for name, part in G.unravel(vector).items():
+            self._params[name].copy_(part)
+
+    def _damp(self, factor: float) -> bool:
+        """Multiply the damping by a factor; whether that changed it."""
+        group = self.param_groups[0]
+        first = group["first_damping"]
+        damping = min(max(factor * group["damping"], first / FARTHEST), first * FARTHEST)
+        before, group["damping"] = group["damping"], damping
+        return bool(damping != before)
+
+
+def _dot_product(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
+    return G.space.dots((a[None], b[None]))[0, 0]
+
+
+def _read_numbers(*scalars: Tensor) -> list[float]:
+    """Their values, in one read."""
+    return torch.stack([x.double() for x in scalars]).tolist()
+
+
+OF_FACTORS = ("approximation", "joint_bias", "likelihood", "num_samples", "unsupported")
+KFAC_OPTIONS = (*OF_FACTORS, *(name for name in DATA_OPTIONS if name != "check_deterministic"))
+FACTORS = ("A", "G")
+ADAPT_EVERY, ADAPTED = 5, 0.95**5  # Martens and Grosse, 2015, section 6.5
+INVERSE = ("inverse_A", "inverse_G", "inverse_values")
+
+
+class KFACStep(NamedTuple):
+    """What a step of `KFAC` did.
+
+    Attributes:
+        loss: Before the step.
+        slope: g^T d, the change of the loss to first order along the direction d; negative.
+        length: |v|, of the change of the parameters.
+        damping: After the step.
+        ratio: Of the decrease to that of the quadratic model; nan where it was not computed.
+        products: Of the Gauss-Newton matrix with a vector.
+        values: Evaluations of the loss without a gradient; the gradient was computed once.
+        factor_batches: Batches whose factors were computed, 1 or 0.
+    """
+
+    loss: float
+    slope: float
+    length: float
+    damping: float
+    ratio: float
+    products: int
+    values: int
+    factor_batches: int
+
+
+@final
+class KFAC(BatchOptimizer):
+    r"""Steps by the damped inverse of a Kronecker-factored Gauss-Newton or Fisher matrix.
+
+        A <- decay A + (1 - decay) A_batch, also G                each factors_every steps
+        d = -(G ⊗ A + damping I)^-1 (g + weight_decay params)     the inverse, each inverse_every steps
+        v <- lr (a d + b v)               params <- params + v
+
+    with the gradient g of the loss at a batch and the factors of `hoglib.KFACOperator`. a and b
+    minimize the quadratic model g^T v + v^T (G + damping I) v / 2 of the batch, by two products of its
+    Gauss-Newton matrix G; each five steps the damping is multiplied by 0.95^5 where the loss fell by
+    more than 3/4 of what the model says, and divided by it for less than 1/4. With ``rescale=False``
+    v <- momentum v + lr nu d, nu = min(1, sqrt(kl_clip / (lr^2 |g^T d|))), at a fixed damping.
+
+    The moving averages are divided by 1 - decay^t, and so start with the first batch. The loss must not
+    mix examples: batch norm has to be in eval mode. `.grad` is not used. ``info`` is the `KFACStep` of
+    the last step; ``state_dict()`` has factors, inverses and v, so that a resumed run is the same run.
+
+    Args:
+        loss: From `hoglib.functional_loss`.
+        params: The parameters to optimize, a dict of tensors by name; by default all trainable ones.
+        lr: As above.
+        damping: The first damping, which adapts by a factor of 0.77 in five steps at most: try powers
+            of ten.
+        rescale: Choose the step by the quadratic model, as above.
+        momentum: As above, without rescaling.
+        decay: Of the factors.
+        weight_decay: The factor of the parameters in the gradient.
+        kl_clip: Bound of lr^2 g^T K^-1 g without rescaling, which is twice the change of the outputs'
+            distribution to second order; None for no bound.
+        method: "exact", "pi" or "factors", as of ``KFACOperator.inverse``.
+        factors_every: Steps from one update of the factors to the next.
+        inverse_every: Steps from one inverse to the next.
+        kind: As of `hoglib.KFACOperator`; "mc" takes one backward pass for the factors.
+        seed: Of the draws of kind="mc".
+        **options: Of `hoglib.KFACOperator`, such as approximation, joint_bias, unsupported, processes.
+    Raises:
+        ArgumentTypeError: for an option that there is not.
+        UnsupportedError: for parameters of other layers, as `hoglib.KFACOperator`.
+    References:
+        Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature,
+        2015, sections 6.4, 6.5 and 7. Ba, Grosse and Martens, Distributed Second-order Optimization
+        using Kronecker-factored Approximations, 2017, section 5 (kl_clip).
+    Example:
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> loss = hog.functional_loss(model, F.mse_loss)
+        >>> optimizer = hog.curvature.KFAC(loss, damping=1e-6)
+        >>> value = optimizer.step((torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [6.0]])))
+        >>> model.weight  # one step is enough for a quadratic loss
+        Parameter containing:
+        tensor([[3.0000]], requires_grad=True)
+    """
+
+    info: KFACStep | None = None
+
+    def __init__(
+        self,
+        loss: Any,
+        params: dict[str, Tensor] | None = None,
+        *,
+        lr: float = 1.0,
+        damping: float = 1.0,
+        rescale: bool = True,
+        momentum: float = 0.9,
+        decay: float = 0.95,
+        weight_decay: float = 0.0,
+        kl_clip: float | None = 1e-2,
+        method: InverseMethod = "exact",
+        factors_every: int = 1,
+        inverse_every: int = 1,
+        kind: FisherKind = "mc",
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        check_option_names("KFAC", options, KFAC_OPTIONS)
+        defaults: dict[str, Any] = {
+            "lr": validation.positive("lr", lr),
+            "damping": positive_damping(damping),
+            "rescale": validation.boolean("rescale", rescale),
+            "momentum": validation.fraction("momentum", momentum, below_one=True, usual=0.9),
+            "decay": validation.fraction("decay", decay, below_one=True, usual=0.95),
+            "weight_decay": validation.number("weight_decay", weight_decay, minimum=0),
+            "kl_clip": None if kl_clip is None else validation.positive("kl_clip", kl_clip),
+            "method": validation.choice("method", method, get_args(InverseMethod)),
+            "factors_every": validation.at_least("factors_every", factors_every, 1),
+            "inverse_every": validation.at_least("inverse_every", inverse_every, 1),
+            "seed": validation.at_least("seed", seed, 0),
+            "steps": 0,
+            "averaged": 0,  # batches in the moving averages
+            "layouts": [],
+        }
+        self._row_order: RowOrder | None = None  # found at the first step
+        super().__init__(loss, params, defaults, {**options, "kind": kind})
+        instead = "precondition the gradients of a torch optimizer by `KFACOperator.precondition_`"
+        refuse_sharded("KFAC", self._params.values(), instead=instead)
+
+    def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: A batch, or a re-iterable of batches, or a function without arguments that returns
+                one, as Lightning's manual optimization passes it.
+        Returns:
+            The loss before the step.
+        """
+        with examined_functions("KFAC"):
+            return self._step(self._batch(closure))
+
+    def _step(self, batch: Any) -> Tensor:
+        group = self.param_groups[0]
+        seeded = self._seeded(group["seed"])
+        K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
+        K.row_order = self._row_order
+        value, gradient = K.gradient()
+        with torch.no_grad():
+            g = K.ravel(gradient)
+            new_factors = group["steps"] % group["factors_every"] == 0
+            if new_factors:
+                self._average(K)
+            # layouts are there from the first step on
+            layouts = [layout_of(one, list(self._params)) for one in group["layouts"]]
+            if group["steps"] % group["inverse_every"] == 0:
+                self._invert(K, layouts)
+            inverse = KroneckerMatrix(K.space, [self._inverse_of(layout) for layout in layouts])
+            step, along, model, products = self._move(K, batch, inverse, g)
+            change = K.unravel(step)
+            self._keep_direction(change)
+            for name, part in change.items():
+                self._params[name].add_(part)
+        before, slope, expected, length = _read_numbers(value, along, model, step.norm())
+        ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
+        if adapts:
+            # an operator reads the parameters at each call: this is the loss behind the step
+            ratio = (finite_or_infinite(K) - before) / expected
+            # by how much of the expected decrease there was
+            if ratio > 0.75:
+                group["damping"] *= ADAPTED
+            elif ratio < 0.25:
+                group["damping"] /= ADAPTED
+        self._row_order = K.row_order
+        group["steps"] += 1
+        counts = products, int(adapts), int(new_factors)
+        self.info = KFACStep(before, slope, length, group["damping"], ratio, *counts)
+        return value
+
+    def _average(self, K: KFACOperator) -> None:
+        """Add the factors of a batch to the moving averages."""
+        group = self.param_groups[0]
+        decay, names = group["decay"], pytree.paths(K.space.params)
+        blocks = {block.layout: block for block in K.blocks()}
+        known = {layout_of(one, names) for one in group["layouts"]}
+        if known and known != blocks.keys():
+            raise errors.ArgumentValueError(
+                "step: expected the layers of the first step, got others: the model calls other "
+                "layers, or parts of their weights, from batch to batch. Give only those that it "
+                "always calls."
+            )
+        group["layouts"] = [saved_layout(layout, names) for layout in blocks]
+        for layout, block in blocks.items():
+            store, prefix = self._place(layout)
+            for name in FACTORS:
+                factor = getattr(block, name)
+                before = store.get(prefix + name, torch.zeros_like(factor))
+                store[prefix + name] = decay * before + (1 - decay) * factor
+        group["averaged"] += 1
+
+    def _invert(self, K: KFACOperator, layouts: list[BlockLayout]) -> None:
+        """Compute the damped inverse of the moving averages."""
+        group = self.param_groups[0]
+        averages = KroneckerMatrix(K.space, [self._average_of(layout) for layout in layouts])
+        for block in averages.inverse(group["damping"], method=group["method"]).blocks():
+            store, prefix = self._place(block.layout)
+            for name, tensor in zip(INVERSE, (block.A, block.G, block.values), strict=True):
+                if tensor is not None:
+                    store[prefix + name] = tensor
+
+    def _average_of(self, layout: BlockLayout) -> KroneckerBlock:
+        group, (store, prefix) = self.param_groups[0], self._place(layout)
+        correction = 1 - group["decay"] ** group["averaged"]
+        A, G = (store[prefix + name] / correction for name in FACTORS)
+        if layout.role.matrix != "kronecker":
+            G = torch.ones_like(G)  # no average, but a constant
+        return KroneckerBlock(layout, A, G)
+
+    def _inverse_of(self, layout: BlockLayout) -> KroneckerBlock:
+        store, prefix = self._place(layout)
+        A, G, values = (store.get(prefix + name) for name in INVERSE)
+        return KroneckerBlock(layout, A, G, values)  # type: ignore[arg-type]  # from the first step on
+
+    def _place(self, layout: BlockLayout) -> tuple[dict[str, Any], str]:
+        """The state of the parameter that a block begins with, and a prefix that tells apart the blocks
+        of rows of one parameter."""
+        region = layout.first
+        store = self.state[list(self._params.values())[region.leaf]]
+        return store, f"{region.start}:{region.stop} "
+
+    def _move(
+        self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, g: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """The change of the parameters, the slope along d, what the model expects, and products."""
+        group = self.param_groups[0]
+        if group["weight_decay"]:
+            g = g + group["weight_decay"] * K.ravel(self._params)
+        d = -(inverse @ g)
+        slope = g @ d
+        before = self._last_direction(K)
+        if group["rescale"]:
+            V = d[:, None] if before is None else torch.stack([d, before], 1)
+            step, expected = self._minimizer(batch, V, g)
+            return group["lr"] * step, slope, expected, V.shape[1]
+        if group["kl_clip"] is not None and (size := abs(float(slope))):
+            d = d * min(1.0, sqrt(group["kl_clip"] / (group["lr"] ** 2 * size)))
+        if before is not None:
+            d = d + group["momentum"] * before / group["lr"]
+        return group["lr"] * d, slope, slope * nan, 0
+
+    def _minimizer(self, batch: Any, V: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The minimizer of g^T s + s^T (G + damping I) s / 2 over the columns of V, and the minimum."""
+        group = self.param_groups[0]
+        G = GGNOperator(self._loss, self._params, batch, **self._data_options())
+        shift = group["damping"] + group["weight_decay"]
+        M = (V.T @ (G @ V) + shift * V.T @ V).double()
+        b = -(V.T @ g).double()
+        # columns of any lengths, which may be parallel
+        sizes = M.diagonal().clamp(min=torch.finfo(M.dtype).tiny).sqrt()
+        scaled = M / sizes / sizes[:, None]
+        c = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-6) @ (b / sizes) / sizes
+        return V @ c.to(V), -(b @ c) / 2

@@ -1,0 +1,160 @@
+"""Sharpness without second derivatives: how long a step may be before the loss rises."""
+
+from functools import partial
+from math import inf, isfinite, nan, sqrt
+from typing import Any, NamedTuple, Unpack
+
+import torch
+
+from hoglib import errors
+from hoglib._core.messages import validation
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.operators.operators import HessianOperator, without_batch
+from hoglib.curvature.sums.dataset_sum import OperatorOptions
+from hoglib.curvature.training.optimizers import finite_or_infinite
+from hoglib.verification.entry_points import examined_functions
+
+Tree = Any
+
+
+class CriticalSharpness(NamedTuple):
+    """What `critical_sharpness` found.
+
+    Attributes:
+        value: 2 / step; nan where no step was found.
+        step: The smallest step that raises the loss, up to the tolerance; else the last one tried.
+        passes: Evaluations of the loss.
+        found: Whether the loss falls at a shorter step, rises at a longer one, and both are within the
+            tolerance, by more than the rounding of the loss.
+    """
+
+    value: float
+    step: float
+    passes: int
+    found: bool
+
+
+def critical_sharpness(
+    loss: Any,
+    params: Tree,
+    batch: Any,
+    *,
+    direction: Tree = None,
+    step: float | None = None,
+    tol: float = 0.05,
+    max_passes: int = 20,
+    **options: Unpack[OperatorOptions],
+) -> CriticalSharpness:
+    r"""The sharpness of a loss along a step, by evaluations of the loss alone.
+
+        2 / eta_c        eta_c = min {eta > 0 : loss(params - eta d) > loss(params)}
+
+    Where the loss is quadratic along d it is d^T H d / g^T d, with the gradient g and the Hessian H;
+    for d = g along an eigenvector its eigenvalue, and at most the largest one for any other. Gradient
+    descent with a learning rate above eta_c raises the loss in its next step.
+
+    The search goes from the first step to what the parabola through it predicts, until the crossing is
+    enclosed: mostly four to eight evaluations. Where the loss crosses its value several times along d,
+    a crossing is found, not always the first.
+
+    Args:
+        loss: Scalar function ``loss(params, batch)``.
+        params: Where the sharpness is taken; any pytree of floating-point tensors.
+        batch: One batch or batches, as for :class:`hoglib.HessianOperator`; None for a loss that needs
+            none, which is called as ``loss(params, None)``.
+        direction: d, in the structure of params: the step of an optimizer is ``-lr d``. Default: the
+            gradient.
+        step: Where the search begins, such as the learning rate, or the last result. Default: four
+            times the loss by g^T d, right for a quadratic loss whose minimum is 0.
+        tol: Relative width of the bracket of eta_c.
+        max_passes: Evaluations of the loss at most.
+        **options: Those of :class:`hoglib.HessianOperator`, such as micro_batch and processes.
+    Returns:
+        :class:`CriticalSharpness`.
+    Raises:
+        ArgumentValueError: for a direction that is zero, or along which the loss does not fall:
+            g^T d <= 0.
+        NonFiniteError: for a loss, a gradient or a direction that is not finite at params.
+        NondeterministicError: for a loss that draws random numbers, such as one with dropout.
+    References:
+        Kalra et al., A Scalable Measure of Loss Landscape Curvature for Analyzing the Training Dynamics
+        of LLMs, 2026, arXiv 2601.16979. Cohen et al., Gradient Descent on Neural Networks Typically
+        Occurs at the Edge of Stability, 2021.
+    Example:
+        >>> loss = lambda p, _: (torch.tensor([1.0, 4.0]) * p.square()).sum() / 2
+        >>> found = hog.critical_sharpness(loss, torch.tensor([0.0, 1.0]), None)
+        >>> round(found.value, 1), found.passes, found.found
+        (4.0, 3, True)
+    """
+    start = None if step is None else validation.positive("step", step)
+    validation.fraction("tol", tol, below_one=True, usual=0.05)
+    validation.at_least("max_passes", max_passes, 4)
+    if batch is None:
+        loss, batch = partial(without_batch, loss), ()
+    with examined_functions("critical_sharpness", first_order=True):
+        return _search_critical(loss, params, batch, direction, start, tol, max_passes, options)
+
+
+def _search_critical(
+    loss: Any,
+    params: Tree,
+    batch: Any,
+    direction: Tree,
+    start: float | None,
+    tol: float,
+    max_passes: int,
+    options: Any,
+) -> CriticalSharpness:
+    here = HessianOperator(loss, params, batch, **options)
+    space, (value, gradient) = here.space, here.gradient()
+    g, _ = space.rows(gradient)
+    d, _ = (g, None) if direction is None else space.rows(direction, "direction")
+    if len(d) != 1:
+        raise errors.ArgumentValueError(f"direction: expected one vector, got a block of {len(d)}.")
+    slope = float(space.dots((g, d), dtype=torch.float64))
+    if not isfinite(slope):
+        raise errors.NonFiniteError(f"direction: expected finite numbers, got g^T d = {slope}.")
+    if slope <= 0:
+        raise errors.ArgumentValueError(
+            "direction: expected d whose step, params - eta d, lowers the loss, got g^T d = "
+            f"{slope:.3g}. Of an optimizer pass the parameters before its step minus those after it; "
+            "where the gradient is zero, take `HessianOperator.eigsh`."
+        )
+    before, along = float(here.value()), space.tree(d[0])  # which compares it with the first
+    moved = pytree.map_tensors(lambda p: p.detach().clone(), params)
+    there = HessianOperator(loss, moved, batch, **options)
+    every = [pytree.leaves(tree) for tree in (moved, params, along)]
+    # of the mean slope (f(eta) - f) / eta, which is linear where the loss is quadratic
+    low, at_low, high, at_high, side, passes = 0.0, -slope, inf, inf, 0, 1
+    eta, growth = start or 4 * (abs(before) or 1.0) / slope, 1 + tol / 2
+    while passes < max_passes and high > (1 + tol) * low:
+        with torch.no_grad():
+            for x, p, u in zip(*every, strict=True):
+                x.copy_(p - eta * u)
+        mean, passes = (finite_or_infinite(there) - before) / eta, passes + 1
+        # the Illinois rule: the root would come nearer from one side only
+        if mean > 0:
+            side = max(side, 0) + 1  # how many in turn were too long, or -side too short
+            high, at_high, at_low = eta, mean, at_low / (1 + (side > 1))
+        else:
+            side = min(side, 0) - 1
+            low, at_low, at_high = eta, mean, at_high / (1 + (side < -1))
+        aim = 1 - (1 if side > 0 else -1) * tol / 4
+        by_model = at_high <= 16 * slope and (abs(side) < 3 or high <= 16 * low)
+        if high == inf:
+            root = low * slope / (slope + at_low) if slope + at_low > 0 else inf
+            eta = min(max(aim * root, growth * low), 16 * low)
+            if aim * root < 16 * low:  # where the loss flattens, parabolas end just beyond low
+                growth = min(growth**3, 16)
+        elif low > 0 and not by_model:  # far from a parabola
+            eta = sqrt(low * high)
+        elif low == 0 and side > 3:  # far too long a start: the steps back grow
+            eta = high / 16 ** (side - 3)
+        else:
+            root = low + (high - low) * at_low / (at_low - at_high)
+            eta = min(max(aim * root, (1 + tol / 4) * low, high / 16), high / (1 + tol / 4))
+    # a rounding of the loss moves the crossing by this
+    rounding = 8 * torch.finfo(value.dtype).eps * abs(before) / slope
+    found = high <= (1 + tol) * low and rounding <= tol * low
+    eta = sqrt(low * high) if found else eta
+    return CriticalSharpness(2 / eta if found else nan, eta, passes, found)
