@@ -98,11 +98,15 @@ class InputVJP:
         self.draws: Callable[..., Tensor] | None = None  # replaces random_like in compiled code
         self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
         self._transform_vjp: Callable[[Tensor], tuple[Tensor, ...]] | None = None
-        self.in_transform = torch_internals.transforms_active()  # where everything has a graph
-        if self.in_transform:
+        if torch_internals.transforms_active():
             self._evaluate_in_transform()
         else:
             self._evaluate()
+
+    @property
+    def in_transform(self) -> bool:
+        """Whether it was evaluated inside a transform of torch.func, where everything has a graph."""
+        return self._transform_vjp is not None
 
     def _evaluate(self) -> None:
         """Runs the function at fresh leaves, and raises if its gradient cannot flow."""

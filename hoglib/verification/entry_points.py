@@ -5,7 +5,8 @@
         ...                         # the derivatives that the entry point is for
                                     # at the end it is examined by itself, and a wrong one is reported
 
-A Function is examined once for each kind of arguments. The verdict is kept for the process.
+A Function is examined once for each kind of arguments, at the values that it is applied to and next to
+them, and again when later values are far from these. The verdict is kept for the process.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -39,7 +40,15 @@ from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, Ver
 from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import function_rules
 from hoglib.verification.contract import Snapshot, in_place
-from hoglib.verification.examination import Applied, Verdict, applied, examine, held_kinds
+from hoglib.verification.examination import (
+    Applied,
+    Verdict,
+    applied,
+    examine,
+    held_kinds,
+    outside,
+    ranges_of,
+)
 from hoglib.verification.layouts import layout_of
 from hoglib.verification.subject import Application, application, is_users
 
@@ -236,6 +245,7 @@ class AppliedFunctions:
         self._mutates: dict[Key, str] = {}
         self._mutating: dict[Key, Application] = {}
         self._traced: set[type[Function]] = set()
+        self._moved: set[Key] = set()  # known as right, at other values
         self.parts: set[Key] = set()  # of backwards alone, differentiated twice
 
     @property
@@ -305,6 +315,8 @@ class AppliedFunctions:
         key = function, kinds
         is_right = verdict is not None and not verdict.is_reported
         watched = function in _MUTATING or function in _KEEPING
+        if verdict is not None and is_right and self._has_moved(key, verdict, args):
+            is_right, verdict = False, None
         # nothing is left to find out: it is right, or was seen to be differentiated twice
         if (is_right and not watched) or self.differentiated.get(key) == 2:
             return None
@@ -314,6 +326,21 @@ class AppliedFunctions:
             with as_around():
                 self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
+
+    def _has_moved(self, key: Key, verdict: Verdict, args: Args) -> bool:
+        """Counts an application; says whether its values are far from the examined ones: values move
+        in a training, and may reach another branch of a backward. Looking takes time, and a device is
+        waited for: it is done at the first applications, and at the 32nd, 64th, ... of them."""
+        if key in self.differentiated:  # examined in this entry point
+            return False
+        function, kinds = key
+        times = verdict.times + 1
+        _VERDICTS[function][kinds] = verdict._replace(times=times)
+        if key not in self._moved and (times < 32 or not times & (times - 1)):
+            pairs = zip(ranges_of(args), verdict.ranges, strict=False)
+            if any(outside(now, known) for now, known in pairs):
+                self._moved.add(key)
+        return key in self._moved
 
     def _watch_part(self, function: type[Function], args: Args, node: Any, result: Any) -> None:
         """Notes a part of a backward when its own backward runs with a graph."""
@@ -332,13 +359,20 @@ class AppliedFunctions:
         """The verdict on a Function that was applied, which is examined if there is none yet."""
         function, kinds = key
         verdict = _VERDICTS[function].get(kinds)
-        if verdict is None or verdict.retries:
+        if verdict is None or verdict.retries or key in self._moved:
             refused = len(REFUSED)
             before, verdict = verdict, examine(self.unjudged[key])
             if len(REFUSED) > refused:  # which was taken for an error of the Function's
                 verdict = Verdict("not examined", NOT_EXAMINED.format(REFUSED[-1]))
             if before is not None and verdict.retries:  # there may be a next one, at other values
-                verdict = verdict._replace(retries=before.retries - 1)
+                verdict = verdict._replace(retries=max(0, before.retries - 1))
+            ranges = ranges_of(self.unjudged[key].app.args)
+            if before is not None and key in self._moved:
+                pairs = zip(ranges, before.ranges, strict=True)
+                ranges = tuple((min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs)
+                verdict = verdict._replace(times=before.times)
+            verdict = verdict._replace(ranges=ranges)
+            self._moved.discard(key)
             _VERDICTS[function][kinds] = verdict
         return verdict
 

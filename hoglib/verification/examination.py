@@ -25,7 +25,7 @@ from hoglib._core.runtime.source_location import format_error
 from hoglib._core.substrate.autograd import grad_enabled
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.pytree import is_float
-from hoglib._core.torch_api.torch_modes import AutocastState
+from hoglib._core.torch_api.torch_modes import AutocastState, without_stand_ins
 from hoglib._core.torch_api.torch_private import private
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import function_rules, maps
@@ -54,6 +54,9 @@ MAX_RETRIES = 2  # examinations after one at values that differences do not reso
 EVALUATIONS = 30  # of a derivative by one tensor
 
 
+Range = tuple[float, float]
+
+
 class Verdict(NamedTuple):
     """What an examination found.
 
@@ -61,7 +64,8 @@ class Verdict(NamedTuple):
     does too, or the point was none of the user's). order: that of the derivative that is wrong, or may
     be. retries: how many examinations may follow, at other values, because these were no good.
     of_second: whether the second derivative is wrong, beside the first one or alone. domain: the
-    structures of arguments, by position, in which alone it is right.
+    structures of arguments, by position, in which alone it is right. times: applications that it was
+    given for. ranges: the least and the largest element of each tensor of numbers that was examined.
     """
 
     status: str
@@ -70,6 +74,8 @@ class Verdict(NamedTuple):
     retries: int = 0
     of_second: bool = False
     domain: tuple[tuple[int, Structure], ...] = ()
+    times: int = 1
+    ranges: tuple[Range, ...] = ()
 
     @property
     def is_reported(self) -> bool:
@@ -182,7 +188,8 @@ def examine(given: Applied) -> Verdict:
                     verdict = Verdict("wrong", text)
         except _NotExamined as reason:
             verdict = _not_examined(name, str(reason))
-        except Exception as error:  # it refuses copies of what it was given, or other values
+        # it refuses copies of what it was given, or other values; SystemExit is no end of this process
+        except (Exception, SystemExit) as error:
             verdict = _not_examined(name, f"it raised {format_error(error)}")
     return verdict
 
@@ -233,11 +240,24 @@ def _judge(given: Applied) -> Verdict:
             if fault := vmap_fault(base, [subject.perturbed_point()]):
                 text = f"the derivative of {function.__qualname__} is wrong by its vmap rule: "
                 return Verdict("wrong", f"{text}{fault}. {OWN_RULE}")
-    if found.status != "right" or not several or subject.precision.half is not None:
-        return found
-    # other values may take another branch of backward
-    wrong = other_points_rows(subject, options)
-    return _wrong_second(function, wrong) if wrong else found
+    return found
+
+
+def ranges_of(args: Sequence[Any]) -> tuple[Range, ...]:
+    """The least and the largest element of each tensor of numbers, which is copied from its device."""
+    with torch_internals.without_transforms(), torch.no_grad(), without_stand_ins():
+        numbers = [
+            x.detach() for x in args if is_float(x) and x.layout is torch.strided and x.numel()
+        ]
+        parts = [torch.view_as_real(x) if x.is_complex() else x for x in numbers]
+        return tuple((float(low), float(high)) for low, high in (x.aminmax() for x in parts))
+
+
+def outside(now: Range, known: Range) -> bool:
+    """Whether values reach further than half of the range that was examined beyond it."""
+    (low, high), (lowest, highest) = now, known
+    beyond = ((highest - lowest) or abs(highest)) / 2
+    return low < lowest - beyond or high > highest + beyond
 
 
 IN_CONTAINER = (
@@ -344,7 +364,7 @@ def other_points(subject: Subject) -> Iterator[list[Tensor]]:
     signed = [torch.where(x == 0, 1.0, random_like(x, subject.random)) for x in subject.x]
     for size in (30.0, 4.0, 0.03):
         point = [size * s * x.abs() for s, x in zip(signed, subject.x, strict=True)]
-        with suppress(Exception):  # it may refuse them
+        with suppress(Exception, SystemExit):  # it may refuse them
             values = subject.map(*point)
             results = [*values, *subject.gradient_of_sum(point)]
             if all(bool(y.isfinite().all()) for y in results):
@@ -357,7 +377,7 @@ def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
     judged = False
     for x in other_points(subject):
         derivatives = Derivatives(subject, [x], options)
-        with suppress(Exception):  # it may refuse what the user did not pass
+        with suppress(Exception, SystemExit):  # it may refuse what the user did not pass
             first = () if options.surrogate else derivatives.first_order()
             if any(row.status in ("warn", "fail") for row in first):
                 continue

@@ -13,7 +13,6 @@ from torch.autograd import Function
 import hoglib as hog
 from tests import functions
 from tests.functions import by_saved, made, saving_inputs
-from tests.zoo.cuts import Branch
 from tests.zoo.cuts import SineProduct as Product
 from tests.zoo.right import (
     ComplexSquare,
@@ -633,7 +632,6 @@ WRONG = {
     ".data": (PartData.apply, "PartData"),
     "NumPy": (PartNumPy.apply, "PartNumPy"),
     "a nested Function": (PartNested.apply, "PartNested"),
-    "for some arguments": (Branch.apply, "Branch"),
     "accumulates": (Accumulates.apply, "Accumulates"),
     "half precision": (InHalf.apply, "InHalf"),
     "backward in half precision": (MixesHalfLost.apply, "MixesHalfLost"),

@@ -251,6 +251,61 @@ REFUSED = {  # a graph takes dense tensors only
 }  # fmt: skip
 
 
+SEEN: list[float] = []  # the largest element of each run
+
+
+class CutBeyond(Function):
+    """A sine that leaves the graph above 50."""
+
+    @staticmethod
+    def forward(ctx, x):
+        SEEN.append(float(x.abs().max()))
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * (x.detach() if x.max() > 50 else x).cos()
+
+
+def test_a_function_is_examined_at_the_values_of_the_user_and_again_where_they_have_moved():
+    def sum_of(x):
+        return CutBeyond.apply(x).sum() + x.square().sum()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for scale in (1.0, 1.01, 0.5, 40.0, 30.0):
+            SEEN.clear()
+            hog.hvp(sum_of, scale * X, X)
+            # next to them: 2%, and the step of a difference
+            assert max(SEEN) < 1.1 * scale * float(X.abs().max())
+    # 40 X is beyond 50
+    (text,) = {str(one.message) for one in found}
+    assert text.startswith("hvp: the second derivative of CutBeyond is wrong. ")
+
+
+class EndsTheProcess(Function):
+    """A right one, which a library ends the process in, for values that it was not made for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        if (x != EndsTheProcess.allowed).any():
+            raise SystemExit(3)
+        return x**2
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+
+
+def test_a_function_that_ends_the_process_is_not_examined():
+    EndsTheProcess.allowed = X
+    with pytest.warns(UserWarning, match="EndsTheProcess was not examined: it raised SystemExit"):
+        hog.hvp(lambda x: EndsTheProcess.apply(x).sum(), X, X)
+
+
 def test_a_changed_argument_does_no_harm_in_taylor_mode():
     function, _ = WRONG["a changed argument"]
     f = lambda x: function(x).sum(1)  # noqa: E731
@@ -788,7 +843,8 @@ def test_a_step_after_the_first_costs_what_it_costs_without(monkeypatch):
             operations.append(func)
             return func(*args, **(kwargs or {}))
 
-    hvp(Cube.apply)
+    for _ in range(32):  # at the first ones the range of the values is looked at
+        hvp(Cube.apply)
     counts = []
     monkeypatch.setattr(entry_points, "applied", None)
     monkeypatch.setattr(entry_points, "examine", None)
