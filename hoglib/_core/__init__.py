@@ -1,24 +1,27 @@
-"""What the packages of hoglib share; not part of the public API. Each room imports those beneath it.
+"""Internals that the packages of hoglib share. Each sub-package imports only those listed below it.
 
-problem      what an algorithm gets of a user's function, and its options, checked
+problem      a user's function as a pure function of a list of leaves, with its checked options
 
-remat        recomputation: intermediate values recomputed in backward; blocks: which, and how they
-             are named and compiled
+remat        recomputation: intermediate values recomputed in backward; blocks: which modules are
+             recomputed; block_parts: attention and MLP of a block, recomputed one by one
 modules      swap: other parameters in a module; state: saving and restoring parameters, modes and
              random numbers; module_kinds: which modules are norms and dropout
-numerics     finite_differences: what products are compared with; element_differences: of single
-             elements; trust: whether two ways to compute something agree, so that one is trusted;
-             factorizations, tolerances
-substrate    autograd: gradients that can be differentiated again; gradient_graph: what a value was
-             computed from, and by which custom Functions; detachment: where a function leaves the
-             graph; fingerprint: whether what a loss depends on has changed; placement: on which
-             devices and processes tensors are
-messages     validation: is an argument usable; closures: what a callable reaches; module_names:
-             what its modules are called; call_errors: which argument a failed call names; files
-torch_api    torch_private: every private name of torch, and what goes with it; torch_internals;
-             torch_modes: which modes the caller runs in; torch_forward_mode: levels and tangents;
-             torch_sharding: FSDP, tensor parallelism, DDP; torch_library: operators; torch_version;
-             pytree: which tensors are in a tree; function_watch: which custom Functions are applied
-runtime      ambient: what a thread is inside of; source_location: which line of the user's code it
-             is; device_reads, logger
+numerics     finite_differences: differences of whole vectors; element_differences: of single
+             elements; trust: compares two ways to compute something, and remembers if they agree;
+             factorizations: eigensolvers for matrices of low rank; tolerances: by dtype
+substrate    autograd: gradients that can be differentiated again; gradient_graph: the leaves and
+             custom Functions in a graph; detachment: where a function leaves the graph;
+             fingerprint: whether the state of a loss has changed; placement: sharded parameters
+messages     validation: checks of arguments; closures: the objects that a callable reaches;
+             module_names: their qualified names; call_errors: errors of calls of models and
+             criteria; files: with which an interrupted call continues
+torch_api    torch_private: every private name of torch that hoglib uses; torch_internals: state
+             of torch that its public API does not show; torch_modes: which modes the caller runs
+             in; torch_forward_mode: levels and tangents; torch_sharding: FSDP, tensor parallelism,
+             DDP; torch_library: operators; torch_version: supported releases; pytree: nested
+             containers of tensors; function_watch: which custom Functions are applied;
+             mixed_precision: half precision and autocast in composites
+runtime      ambient: thread-local state; provided: functions of upper packages that lower ones
+             call; source_location: lines of the user's code, for warnings and messages;
+             device_reads: reading values of a device without waiting; logger
 """

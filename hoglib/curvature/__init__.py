@@ -1,16 +1,16 @@
 """Curvature of scalar functions of parameters: products with vectors, whole matrices, operators.
 
-    batches     what a batch is: its examples, its pieces, the processes that share it
-    points      derivatives by the coordinates of many points: Laplacians, directions
-    algebra     operators known by their products: sums, eigenvalues, traces, linear systems
+    batches     batches of data: weights, pieces, and the processes that share them
+    points      derivatives by the inputs at many points: Laplacians, directional derivatives
+    algebra     linear operators known by their products: eigenvalues, traces, linear systems
     maps        products at one point: Hessian, Gauss-Newton, Fisher and Jacobian as linear maps
-    sums        a loss over data, summed up batch by batch, and what watches a pass
-    operators   the operators over data, made of maps and sums
-    kronecker   the layers of a run, their Kronecker factors, the operator of these
-    training    optimizers, and what is measured along their steps
-    examples    gradients of single examples, and what each contributes
+    sums        sums over data, batch by batch, and the checks of each pass
+    operators   operators over data, made of maps and sums
+    kronecker   KFAC: the recorded layers of a model, their Kronecker factors, the operator
+    training    optimizers, and sharpness along their steps
+    examples    gradients of single examples: norms, products, influence, noise scale
 
-Each room imports those above it in this list.
+Each sub-package imports only those above it in this list.
 """
 
 from hoglib.curvature.algebra.linear_operator import (

@@ -1,13 +1,14 @@
-"""The comparer: the derivative of a map, in reverse or in forward mode, against central differences.
+"""Comparison of a map's derivative, in reverse or forward mode, with central differences.
 
 Autograd gives J, differences give D. A direction v and a covector w make numbers of both,
 
     <w, J v> = <J^T w, v>        <w, D v>        |<w, J v> - <w, D v>| <= what differences allow
 
 In reverse mode J^T w is computed, in forward mode J v. w is drawn so that all elements of J v have
-equal weight. `compared` compares the numbers; `Comparer` says how often, and by which tolerances.
+equal weight. `compared` compares the numbers at one point; `Comparer` decides the points, repetitions
+and tolerances.
 
-What computes in half precision is compared by means, over steps that are long beside its rounding:
+A function that computes in half precision is compared by means, over steps much longer than rounding:
 
     F(c + h v) - F(c - h v) = int_{-h}^{h} J(c + s v) v ds,    F the values, or the gradient
 
@@ -45,21 +46,21 @@ from hoglib.verification.maps import Numbered, Tensors
 from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
-# The least tolerance in a dtype other than float64: central differences are no more accurate there.
+# The least tolerance in a dtype other than float64, where central differences are less accurate.
 NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
-# What central differences leave in float32 where their error was measured: no constant stands for it.
+# (atol, rtol) of central differences in float32, for `Bounds.measured`.
 MEASURED = {torch.float32: (1e-4, 1e-3)}
-# Of the gradient: an iterative solver leaves as much, and a second derivative that is less changes no
-# product with it.
+# `Bounds.natural` for examinations inside a user's model, and at other values: an iterative solver
+# leaves such errors in the gradient, and a smaller second derivative changes no product with it.
 NATURAL = 1e-5
 
 
 class Bounds(NamedTuple):
     """|derivative - difference| <= rtol |difference| + atol min(1, largest difference).
 
-    natural: what is less than this share of the values does no harm, however much of it is missing.
-    measured: whether the rounding of the derivative is that of the differences, as it was measured,
-    and not a share of the largest element.
+    natural: errors below this share of the map's values are ignored. measured: whether rounding is
+    estimated from each difference, by the spacing of the map's values, and not as a share of the
+    largest element.
     """
 
     atol: float = 1e-6
@@ -68,12 +69,12 @@ class Bounds(NamedTuple):
     measured: bool = False
 
     def closer(self, dtype: torch.dtype) -> "Bounds | None":
-        """The bounds for a second look in a dtype: those of `in_dtype` hide elements that are small
-        beside the largest one. None where there are none."""
+        """Tighter bounds for a second comparison in a dtype, because `in_dtype` hides elements much
+        smaller than the largest one. None if the dtype has none, or the user gave a larger atol."""
         if dtype not in MEASURED or self.measured:
             return None
         atol, rtol = MEASURED[dtype]
-        if self.atol > NARROW[dtype]:  # asked for
+        if self.atol > NARROW[dtype]:  # the user asked for it
             return None
         return Bounds(atol, rtol, self.natural, measured=True)
 
@@ -81,10 +82,10 @@ class Bounds(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Options:
-    """What `verify` was asked for. Its arguments say what each field means."""
+    """The checked arguments of `hoglib.verify`, which documents them."""
 
     orders: tuple[int, ...] = (1, 2)
-    modes: tuple[str, ...] | None = None  # the keys; None: all that the function offers
+    modes: tuple[str, ...] | None = None  # keys of MODES; None: all that the function offers
     surrogate: bool = False
     full: bool = False
     eps: float | None = None
@@ -107,9 +108,9 @@ class Options:
 
 
 def some_of(what: str, value: Any, known: Mapping[Any, T], shown: Any = None) -> list[T]:
-    """The values of one or several names, in the order of the table; raises for what is none of them.
+    """The values of one or several names in a table, in its order; raises for unknown names.
 
-    shown: the names that a message about another type lists. Default: all.
+    shown: the names that the message for a wrong type lists. Default: all.
     """
     given = [value] if isinstance(value, type(next(iter(known)))) else value
     if not isinstance(given, list | tuple | range | set | frozenset) or not given:
@@ -118,14 +119,14 @@ def some_of(what: str, value: Any, known: Mapping[Any, T], shown: Any = None) ->
             f"{validation.describe(value)}."
         )
     for name in given:
-        if isinstance(name, bool) or name not in list(known):  # which need not be hashable
+        if isinstance(name, bool) or name not in list(known):  # names may be unhashable
             names = ", ".join(map(str, known))
             raise ArgumentValueError(f"{what}: expected some of {names}; got {name!r}.")
     return [*dict.fromkeys(known[name] for name in known if name in given)]
 
 
 def parse_modes(value: Any) -> tuple[str, ...] | None:
-    """The keys of modes, given by these or by their full names; None for all that are offered."""
+    """The keys of modes that are given by key or full name; None for all that the function offers."""
     if value is None:
         return None
     known = {name: key for key, title in MODES.items() for name in (title, key)}
@@ -138,14 +139,15 @@ def parse_orders(value: Any) -> tuple[int, ...]:
 
 
 class Target(NamedTuple):
-    """A map at a point, what its outputs and inputs are called, and its slopes by differences."""
+    """A map at a point, the names of its outputs (rows) and inputs (columns), and its slopes by
+    differences."""
 
     map: TensorMap
     x: list[Tensor]
     rows: list[str]
     columns: list[str]
     slopes: Sequence[Slope] = ()
-    full: bool = False  # whether these are along each element
+    full: bool = False  # whether there is a slope along each element
 
     def place(self, i: int, j: int) -> str:
         return f"{self.rows[i]}, by {self.columns[j]}"
@@ -159,18 +161,19 @@ class Target(NamedTuple):
 
 
 class Number(NamedTuple):
-    """<w, J v> by autograd (got), and <w, D v> by differences (expected)."""
+    """<w, J v> by autograd (got) and <w, D v> by differences (expected), for output `row` and input
+    `column`."""
 
     row: int = -1
     column: int = -1
     got: float = 0.0
     expected: float = 0.0
     allowed: float = 0.0  # how far they may be apart
-    size: float = 1.0
-    scale: float = 0.0  # of a sum of its terms with random signs
-    drowned: bool = False  # by the noise of the difference, so that nothing is concluded
+    size: float = 1.0  # `error` is relative to it
+    scale: float = 0.0  # the expected size if its terms had random signs
+    drowned: bool = False  # noise of the difference exceeds it, so that nothing is concluded
     place: str = ""  # the names of row and column
-    draw: tuple[int, ...] = ()  # which covector, and which direction
+    draw: tuple[int, ...] = ()  # the indices of covector and slope
 
     @property
     def off(self) -> float:
@@ -178,7 +181,7 @@ class Number(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        return not abs(self.off) <= self.allowed
+        return not abs(self.off) <= self.allowed  # also for NaN
 
     @property
     def error(self) -> float:
@@ -188,26 +191,26 @@ class Number(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Discrepancy:
-    """What was compared, and the worst of it."""
+    """The result of a comparison: all numbers, and the worst one."""
 
     numbers: Sequence[Number] = ()
-    checked: int = 0
-    unknown: Set[int] = frozenset()  # columns that nothing was concluded from
-    blank: Set[str] = frozenset()  # rows, likewise
-    problem: str = ""  # what differences said there
-    raised: Exception | None = None
+    checked: int = 0  # how many numbers are not drowned
+    unknown: Set[int] = frozenset()  # columns about which nothing was concluded
+    blank: Set[str] = frozenset()  # names of rows, likewise
+    problem: str = ""  # why nothing was concluded
+    raised: Exception | None = None  # by the derivative
     missing: str = ""  # why there is no derivative
 
     @cached_property
     def worst(self) -> Number:
-        """The number that is wrong by most, or off by most where none is wrong."""
+        """The number with the largest relative error; among the wrong ones, if there are any."""
         known = [one for one in self.numbers if not (one.drowned or self.missing)]
         wrong = [one for one in known if one.wrong]
         return max(wrong or known, key=lambda one: one.error, default=Number())
 
     @property
     def wrong(self) -> str:
-        """What is wrong, in words; empty where all is right."""
+        """A sentence on the worst number, if it is wrong; else `missing`."""
         one = self.worst
         if not one.wrong:
             return self.missing
@@ -229,8 +232,8 @@ class Discrepancy:
         return cls(missing=text, raised=error)
 
     def merge(self, other: "Discrepancy") -> "Discrepancy":
-        """What was compared at both points; an unknown column, or a blank row, is one in both."""
-        # NaN is as bad as an error
+        """The result at two points; a column is unknown, or a row blank, if it is at both."""
+        # a NaN here is reported, not an exception at the other point
         raised, missing = (None, "") if self.error == inf else (other.raised, other.missing)
         unknown, blank = self.unknown & other.unknown, self.blank & other.blank
         numbers, checked = [*self.numbers, *other.numbers], self.checked + other.checked
@@ -238,16 +241,17 @@ class Discrepancy:
         return Discrepancy(numbers, checked, unknown, blank, problem, raised, missing)
 
 
-Found = Mapping[str, Discrepancy]  # by the name of the row that rests on it
+Found = Mapping[str, Discrepancy]  # by the name of the report's row
 
 
 def products(
     f: TensorMap, x: Tensors, vectors: Numbered, covectors: Numbered, key: str
 ) -> list[list[tuple[float, bool]]]:
-    """<w, J v> for each covector w and each direction v of an input, and whether J^T w, or J v, is
-    anything but exact zeros.
+    """<w, J v> for each covector w and each direction v of an input; and whether J^T w by that input,
+    or J v in that output, has any nonzero element.
 
-    key: the mode of the derivative: reverse ("r") or forward ("f", or "ff" by torch.func) first.
+    key: a mode; its first letter is the outermost level: reverse ("r") or forward ("f"; "ff" is by
+    torch.func).
     """
     if key[0] == "r":
         return [
@@ -264,8 +268,11 @@ def products(
 def largest_difference(
     found: Tensors, right: Tensors, floor: float | None = 0.0
 ) -> tuple[float, int]:
-    """The largest difference between two lists of tensors, and the index of its tensor: relative to the
-    size of each tensor, or the floor, if that is larger; absolute for None."""
+    """The largest difference between two lists of tensors, and the index of its tensor.
+
+    floor: differences are relative to the largest element of each tensor in `right`, or to the floor if
+    it is larger; None: they are absolute.
+    """
     errors = []
     for x, y in zip(found, right, strict=True):
         x, y = x.detach(), y.detach()
@@ -277,16 +284,16 @@ def largest_difference(
     return max(errors, default=0.0), j
 
 
-# What to say if they differ, by {name}; numbers that were found, and those that are right
+# the text if they differ, with {name} for the tensor; found numbers; right numbers
 Pair = tuple[str, Sequence[Tensor] | None, Sequence[Tensor] | None]
 
 
 def agreement(
     row: str, *pairs: Pair, tolerance: float, floor: float = 0.0, names: Sequence[str] = ("",)
 ) -> Row:
-    """Whether numbers agree that were computed in two ways, as far as both are known.
+    """The row on whether numbers agree that were computed in two ways; a pair with None is left out.
 
-    names: those of the tensors. floor: as of `largest_difference`.
+    names: the names of the tensors. floor: see `largest_difference`.
     """
     worst = 0.0
     for text, found, right in pairs:
@@ -298,17 +305,17 @@ def agreement(
     return Row(row, "pass", worst)
 
 
-COVECTORS = 2  # covectors of an output
-COARSE_ATOL = 1e-3  # a tolerance, that of a dtype narrower than float64
-COARSE_GRAIN = 1e-10  # values that are coarser than this are those of a dtype narrower than float64
-FEW = 30  # roundings
+COVECTORS = 2  # the number of covectors for each output
+COARSE_ATOL = 1e-3  # a larger tolerance is for a dtype narrower than float64
+COARSE_GRAIN = 1e-10  # a larger relative spacing of values shows a dtype narrower than float64
+FEW = 30  # rounding errors that a number may accumulate
 TRUST = 5.0  # the error of a difference may be this many times its estimate
 DROWNED = "their noise exceeds the derivative"
 
 
 def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrepancy:
-    """J beside D: <w, J v> and <w, D v> along the direction v of each slope D v, for a few covectors w
-    of each output."""
+    """Compare J with D at one point: <w, J v> with <w, D v>, for the direction v of each slope D v and
+    a few covectors w of each output. key: see `products`."""
     covectors = [(i, w) for i in range(len(at.rows)) for w in _covectors(at, i, bounds, random)]
     try:
         along = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
@@ -320,8 +327,8 @@ def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrep
             known, element = D.known(i), (i, D.column)
             if bool((w[~known] != 0).any()):
                 problems.append(D.problem)
-            # NaN beside elements that differences do not know, as at the edge of a domain, is no
-            # fault; where all are known it is one
+            # NaN is a fault only where differences know all elements; at the edge of a domain they do
+            # not
             elif got != got and not bool(known.all()):
                 problems.append("its gradient is NaN there")
                 concluded.add(element)
@@ -338,9 +345,9 @@ def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrep
 
 
 def _number(i: int, w: Tensor, D: Slope, got: float, moves: bool, bounds: Bounds) -> Number:
-    """<w, J v> (got) beside <w, D v>, and how far they may be apart.
+    """The number <w, J v> (got) with <w, D v>, and how far they may be apart.
 
-    moves: whether J v, or J^T w, is anything but exact zeros, which were not rounded.
+    moves: whether J v, or J^T w, has any nonzero element; exact zeros have no rounding error.
     """
     known = D.known(i)
     terms = torch.where(known, w * D.values[i], 0.0)
@@ -352,13 +359,13 @@ def _number(i: int, w: Tensor, D: Slope, got: float, moves: bool, bounds: Bounds
     if moves:
         coarse = bounds.atol > COARSE_ATOL or bounds.measured
         varying = float((w * (D.values[i] != 0)).norm()) if coarse else reach
-        # the error that is rounding, whatever the value
+        # an absolute error from rounding, independent of the derivative's size
         floor = FEW * D.grains[i] * D.scale(i) if bounds.measured else D.floors[i]
         rounding += bounds.atol * min(1.0, D.size(i)) * varying + floor * reach
         allowed = rounding + bounds.rtol * scale
-    # The noise exceeds the number, so that any number would do. Noise that is small beside the values
-    # is none to speak of where both numbers are zero by it; nor where they agree. Numbers that differ
-    # by much more than rounding do not agree, even if the noise allows for that.
+    # Drowned: the noise exceeds the number, so that any number would pass. Noise that is small relative
+    # to the values does not count where both numbers are zero to within it, nor where they agree.
+    # Numbers that differ by a large part of their size do not agree, even if the noise allows it.
     eps, natural = D.grains[i], reach * D.scale(i)
     off, size = abs(got - expected), max(abs(got), scale)
     drowned = size <= noise and noise > max(1e-3, 50 * eps) * natural
@@ -369,13 +376,13 @@ def _number(i: int, w: Tensor, D: Slope, got: float, moves: bool, bounds: Bounds
 
 
 def _random_sum(terms: Tensor) -> float:
-    """A bound of the sum of terms with random signs: of all, or three standard deviations."""
+    """A bound of a sum of terms with random signs: the sum of sizes, or three standard deviations."""
     return min(float(terms.abs().sum()), 3.0 * float(terms.norm()))
 
 
 def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Tensor]:
-    """Covectors of output i: zero where the difference is unknown, and of equal weight elsewhere, but
-    for elements below the tolerance. With a coarse tolerance the last one weighs them by their size."""
+    """Covectors of output i: zero where the difference is unknown; elsewhere they give equal weight to
+    all elements of J v above the tolerance. With a coarse tolerance the last one is not weighted."""
     like = at.slopes[0].values[i]
     known = torch.ones_like(like, dtype=torch.bool)
     sizes = torch.zeros_like(like)
@@ -390,17 +397,17 @@ def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Te
     share = torch.where(known, share / share.max(), 0.0)
     draws = [random_like(like, random) * share for _ in range(COVECTORS)]
     if bounds.atol > COARSE_ATOL or any(one.grains[i] > COARSE_GRAIN for one in at.slopes):
-        # what is allowed for many small elements would exceed the few that are large
+        # the allowed errors of many small elements would hide an error in a few large ones
         draws[-1] = random_like(like, random) * known
     return draws
 
 
-MAX_NUMEL = 256  # elements that are differentiated one by one
+MAX_NUMEL = 256  # the largest input that `wrong_elements` differentiates element by element
 
 
 def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) -> str:
-    """Which elements of the gradient of output i by input j are wrong, as gradcheck says it; for an
-    input of not too many."""
+    """A sentence on which elements of the gradient of output i by input j are wrong, as gradcheck's; ""
+    if none is, or the input is large."""
     if x[j].numel() > MAX_NUMEL:
         return ""
     w = random_like(f(*x)[i], random)
@@ -418,17 +425,17 @@ def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) 
     )
 
 
-# What is wrong has to be so by slopes that are checked again, and at points around
+# A fault is confirmed with rechecked slopes and, by measured tolerances, at points around
 
 NOISE_TEXT = "their noise in this dtype is {noise:.0%} of the derivative"
 SMALL_NOISE = 0.1  # ignore relative noise below this
-NUM_SHAKEN_POINTS = 4  # points around, at which what is wrong by measured tolerances is wrong, too
+NUM_SHAKEN_POINTS = 4  # the points around
 
 
 class Comparer(NamedTuple):
     """Compares J, the derivative of a map by autograd, with D, its differences, at a few points.
 
-    dtype: the one that the function is given; half: that which it computes in, if that is half
+    dtype: the dtype of the inputs. half: the dtype that the function computes in, if it is half
     precision.
     """
 
@@ -438,14 +445,14 @@ class Comparer(NamedTuple):
     half: torch.dtype | None
 
     def with_differences(self, at: Target) -> Target:
-        """With the slopes D v along the directions v that are compared; in half precision short
-        differences are rounding."""
+        """The target with slopes D v along random directions v; unchanged in half precision, where
+        short differences are rounding errors."""
         if self.half is not None or at.slopes:
             return at
         return at.with_slopes(self.random, full=self.options.full, eps=self.options.eps)
 
     def compared(self, at: Iterable[Target], key: str) -> Discrepancy:
-        """J beside D at all points, in a mode of the derivative."""
+        """Compare J with D at all points, in a mode; stops where the derivative raises."""
         result: Any = None
         for one in [self.with_differences(one) for one in at]:
             found = self._at_one(one, key)
@@ -455,8 +462,8 @@ class Comparer(NamedTuple):
         return result
 
     def _at_one(self, at: Target, key: str) -> Discrepancy:
-        """J beside D at one point. What is wrong has to be so by slopes that are checked again; what is
-        right in a narrow dtype has to be so by those tolerances that its differences allow."""
+        """Compare J with D at one point. A wrong result is confirmed with rechecked slopes; a right one
+        in float32 is compared again by measured tolerances."""
         if self.half is not None:
             return compared_by_means(at, key, self.half, self.random)
         state, asked = self.random.get_state(), self.options.bounds
@@ -464,16 +471,16 @@ class Comparer(NamedTuple):
         if found.raised is not None:
             return found
         if found.wrong:
-            # what differs from a difference is no fault where that is no slope: at a tie, or where
-            # the map oscillates faster than the steps
+            # no fault where the difference is no slope: at a tie, or where the map oscillates faster
+            # than the steps
             slopes = [recheck(at.map, at.x, one, self.random) for one in at.slopes]
             self.random.set_state(state)  # with the covectors that found it
             return compared(at._replace(slopes=slopes), key, asked, self.random)
         if (bounds := asked.closer(self.dtype)) is None:
             return found
         closer = compared(at, key, bounds, self.random)
-        # what is wrong by these has to be so at points around, too; otherwise it is noise, and
-        # elements that are less than that are not known
+        # a fault by these bounds must show at points around, too; otherwise it is noise, and the
+        # elements below it are unknown
         noise = self._noise(at, key, bounds, closer.worst.column) if closer.faulty else None
         if noise is None:
             return found if closer.raised is not None else closer
@@ -483,18 +490,16 @@ class Comparer(NamedTuple):
         return replace(found, checked=found.checked - 1, unknown=unknown, problem=problem)
 
     def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
-        """The noise of what was compared by an input, relative to it, if that is all that is wrong: a
-        fault is off by about as much at points close by, along the same directions, and noise is
-        not."""
-        # a generator of its own: the covectors are drawn from the other one, and have to be the
-        # same
+        """The relative noise of the numbers of an input; None if they show a fault: along the same
+        directions, the error of a fault is about the same at points close by, and noise is not."""
+        # another generator: each point must draw the same covectors from self.random
         shaken = torch.Generator().manual_seed(10)
         state = self.random.get_state()
         runs: list[dict[tuple[int, ...], Number]] = []
         for _ in range(NUM_SHAKEN_POINTS):
             self.random.set_state(state)
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
-            with suppress(Exception):  # it may refuse what the user did not pass
+            with suppress(Exception):  # fn may refuse inputs that the user did not pass
                 near = self.with_differences(at._replace(x=x, slopes=()))
                 numbers = compared(near, key, bounds, self.random).numbers
                 runs.append({one.draw: one for one in numbers if one.column == column})
@@ -515,15 +520,15 @@ class Comparer(NamedTuple):
 CENTRES = 16
 AROUND = 0.04  # how far the centres are apart, relative to the elements
 INTERVALS = 4
-HALF_LENGTH = 0.25  # h
-PAIRS = 3  # directions and covectors of an input and an output
+HALF_LENGTH = 0.25  # h, in the integral at the top of this file
+PAIRS = 3  # directions for each input, each with a covector for each output
 SIGMAS = 6.0  # standard errors of the mean that are taken for noise
 BIAS = 4.0  # units of rounding: a covector is rounded to the same number at each centre
 CONCLUSIVE = 0.4  # noise of more than this share of the number hides it
 
 
 def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generator) -> Discrepancy:
-    """The same for what computes in half precision, along directions of its own."""
+    """`compared` for a function that computes in half precision; draws its own directions."""
     short = str(dtype).removeprefix("torch.")
     numbers, problems = [], [""]
     try:
@@ -558,9 +563,9 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
 def _integrals(
     at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator
 ) -> Iterator[tuple[float, float, float]]:
-    """Of each covector, along a line through a centre: the integral of <w, J v> by the derivative, and
-    the difference of <w, F> at the ends, both divided by its length; and the size of a sum of its terms
-    with random signs. NaN where the map refuses the ends."""
+    """For each covector w, along a line through a random centre: the mean of <w, J v>; the difference
+    of <w, F> at the ends, divided by the length; and the norm of its terms. NaN where the map raises
+    at the ends."""
     h = HALF_LENGTH
     centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]
 

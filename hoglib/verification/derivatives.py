@@ -1,8 +1,8 @@
-"""Derivatives of orders one to four, in every mode that is offered: a row each.
+"""Checks of the derivatives of orders one to four, in each mode that the function offers: a row each.
 
-A derivative of order k is a derivative, in reverse or in forward mode, of the map that gives those of
-order k - 1. It is compared with differences of that very map, so each order rests on the one below,
-and the first on the values.
+A derivative of order k is the derivative, in reverse or forward mode, of the map that computes order
+k - 1 (`stage`). It is compared with differences of this map, so each order relies on the one below, and
+the first on the values.
 """
 
 import inspect
@@ -64,11 +64,13 @@ Like = Callable[[Sequence[Tensor]], list[Tensor]]  # random tensors like those t
 
 
 def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool = False) -> Target:
-    """The map of order - 1 in a mode, whose derivative is of that order.
+    """The map that computes the derivative of order - 1 in a mode; order 1 is the map itself.
 
-    Reverse inside: the gradient, of arguments (x, u); for each order beyond the gradient of that again.
-    Forward inside: the tangent, of arguments (x, t). That of torch.func is taken with by_torch_func,
-    and for a jvp inside a jvp, which only torch.func can do.
+    Reverse inside: the gradient, a map of (x, u). Forward inside: the tangent, a map of (x, t). Further
+    orders take the gradient of the map again; for "ff" the tangent. torch.func computes tangents with
+    by_torch_func, and for forward over forward, because dual tensors do not nest.
+
+    like: random tensors like the given ones, for u and t.
     """
     at = first
     for k in range(1, order):
@@ -92,7 +94,8 @@ def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool 
 class Derivatives:
     """The derivative rows of one subject, at a few points.
 
-    `found` is what each row rests on.
+    Attributes:
+        found: The comparison behind each row, by the row's name.
     """
 
     def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
@@ -101,11 +104,11 @@ class Derivatives:
         self.found: dict[str, Discrepancy] = {}
 
     def of(self, subject: Subject) -> "Derivatives":
-        """Those of another subject at the same points, with nothing found yet."""
+        """The derivatives of another subject at the same points."""
         return Derivatives(subject, self._points, self._options)
 
     def are_right(self) -> bool:
-        """Whether first and second derivatives are, but for kinks, without a word on what is wrong."""
+        """Whether first and second derivatives are right, apart from kinks."""
         if not self._options.surrogate:
             first = (self._comparer.compared([self._first(x)], "r") for x in self._points)
             if any(found.wrong for found in first):
@@ -114,7 +117,7 @@ class Derivatives:
         return "pass" in second and not {"fail", "warn"}.intersection(second)
 
     def first_order(self) -> Rows:
-        """The first derivative in reverse and in forward mode, and the kinks at the first point."""
+        """The rows of kinks, at the first point, and of the first derivative in both modes."""
         subject = self.subject
         at = [self._comparer.with_differences(self._first(x)) for x in self._points]
         yield self._kinks(at[0])
@@ -143,7 +146,7 @@ class Derivatives:
             yield row
 
     def _is_none(self, column: int) -> bool:
-        """Whether there is no gradient by an input at all."""
+        """Whether an input gets no gradient (None)."""
         with suppress(Exception):
             leaves, values = maps.at_leaves(self.subject.map, self._points[-1])
             live = [y for y in values if y.requires_grad]
@@ -151,14 +154,15 @@ class Derivatives:
         return False
 
     def describe_steps(self) -> str:
-        """Where no first derivative could be compared, whether fine steps are the reason."""
+        """If no first derivative could be compared: a sentence on forward, if it is a step function or
+        rounds; else ""."""
         if self.found[FIRST].checked:
             return ""
         columns = range(len(self.subject.x))
         return next(filter(None, (describe_forward(self.subject, j) for j in columns)), "")
 
     def higher_order(self, order: int) -> Rows:
-        """The second, third or fourth derivative in each mode."""
+        """The rows of the second, third or fourth derivative, one for each mode."""
         asked = self._options.modes
         for mode in MODES if asked is None else asked:
             name = f"{ORDINALS[order]} derivative: {MODES[mode]}"
@@ -181,7 +185,7 @@ class Derivatives:
             yield row
 
     def _row(self, name: str, mode: str, order: int, *, by_torch_func: bool = False) -> Row:
-        # one by one: what is drawn for a point comes before what is drawn for the next one
+        # a generator, so that all random draws for a point come before the draws for the next
         at = (
             stage(self._first(x), mode, order, self._like, by_torch_func=by_torch_func)
             for x in self._points
@@ -196,16 +200,17 @@ class Derivatives:
         if isnan(self.found[name].worst.got):
             row = row._replace(text=f"{row.text}{self._nan_origin()}")
         first = self.found.get(FIRST)
-        # a gradient that is another one, wrong or declared, has no composition to compare with
+        # a gradient that is not the derivative (wrong, a surrogate) has no composition to compare with
         derivative = not self._options.surrogate and not (first is not None and first.wrong)
         return self._in_composition(row) if row.status == "pass" and derivative else row
 
     def _in_composition(self, row: Row) -> Row:
-        """The row, unless the second derivative is wrong where the incoming gradient depends on the
-        inputs, as it does in a network, or where those of several outputs are parts of one tensor."""
+        """The row; or a failed one, if the second derivative is wrong where the incoming gradient
+        depends on the inputs, as in a network, or where the gradients of outputs are parts of one
+        tensor."""
         subject, x = self.subject, self._points[-1]
         rows = [f"the gradient by {name}" for name in subject.names]
-        with suppress(Exception):  # with a gradient that does not depend on the inputs it is right
+        with suppress(Exception):  # the row has passed with constant incoming gradients
             values = subject.map(*x)
             weights = self._like(values)
             tried: list[tuple[TensorMap, str]] = [(subject.map, COMPOSED)]
@@ -220,7 +225,7 @@ class Derivatives:
         return row
 
     def _nan_origin(self) -> str:
-        """Where a second derivative becomes NaN, at the first point where it does."""
+        """A sentence on where a second derivative becomes NaN, or ""."""
         f = self.subject.map
         for x in self._points:
             with suppress(Exception):  # the row stands without a line
@@ -235,8 +240,8 @@ class Derivatives:
         return Target(self.subject.map, x, self.subject.rows, self.subject.names)
 
     def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
-        """The row of what was compared. may_lack: whether there is a forward level in it, which raises
-        where it is not offered: a fault where it was declared or asked for."""
+        """The row of a comparison. may_lack: whether the mode has a forward level; if this raises, it
+        is a fault only if every Function declares a jvp, or the user asked for modes."""
         text = "" if found.raised is None else f"it raised {format_error(found.raised)}"
         if text and may_lack and not (self.subject.offers_forward or self._options.modes):
             return Row(name, "skip", None, f"it is not offered: {text}.")
@@ -268,6 +273,7 @@ class Derivatives:
         return [names[j] if j < len(names) else f"argument {j}" for j in sorted(columns)]
 
     def _skipped(self, mode: str) -> str:
+        """Why a mode is not compared; "" if it is."""
         subject = self.subject
         if "f" not in mode:
             return ""
@@ -278,7 +284,7 @@ class Derivatives:
         return JVP_TWICE if mode == "ff" and subject.functions else ""
 
     def _kinks(self, at: Target) -> Row:
-        """The row of kinks: where the slopes to either side of the inputs differ."""
+        """The row on kinks, where the slopes to either side of the inputs differ."""
         if self.subject.precision.half is not None:
             return Row("kinks", "skip", None, "not looked for in half precision.")
         kinked = {
@@ -305,7 +311,7 @@ class Derivatives:
 
 
 def ratio(found: Discrepancy) -> str:
-    """What a wrong derivative is of the expected one."""
+    """The ratio of the worst number to the expected one, in words."""
     got, expected = found.worst.got, found.worst.expected
     if not expected or isnan(got):
         return ""
@@ -318,10 +324,9 @@ def ratio(found: Discrepancy) -> str:
 
 
 def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None) -> str:
-    """Where the first number arises that is not finite, in the gradient of <u, f> or, with w, in that
-    of <w, G>, where G is the gradient of <u, f>: the backward of a custom Function, or the derivative
-    of what a line of the user's computes; "" if neither is known. An infinite number becomes NaN
-    later, where it is multiplied by zero."""
+    """The origin of the first number that is not finite, in the gradient G of <u, f> or, with w, in the
+    gradient of <w, G>: the backward of a custom Function, or the derivative of a line of the user's; ""
+    if neither is known. An infinite number counts, because multiplied by zero it becomes NaN later."""
     with torch_internals.record_backward_origins():
         leaves, results = maps.at_leaves(f, x)
         weights = u
@@ -340,12 +345,12 @@ def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None
     return f"the derivative of {line}" if line else ""
 
 
-# Whether a wrong first derivative looks like a surrogate gradient, told from the values alone.
+# Does a wrong first derivative look like a surrogate gradient? The values of forward tell.
 #
 #     round(x), sign(x), x > 0        no derivative but zero; the gradient goes straight through
 #     x, with a changed gradient      a reversal, a scaling, a clipping of the gradient
 
-NEAR = 1e-6  # a move that changes the output of no step function, but at a few elements
+NEAR = 1e-6  # a relative move of the input: a step function changes at few elements only
 
 STEP = ", so that its derivative is zero almost everywhere."
 IDENTITY = "is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
@@ -355,13 +360,14 @@ DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the cl
 
 
 def describe_forward(subject: Subject, column: int) -> str:
-    """What forward does to an input, where its derivative cannot be what the gradient is; or empty."""
+    """A sentence on forward, if it is a function that often has a surrogate gradient (a step, the
+    identity, rounding, clipping) of an input; else ""."""
     x = subject.x[column]
     moved = x + NEAR * torch.where(x == 0, 1.0, x)
     try:
         values = subject.map(*subject.x)
         near = subject.map(*subject.x[:column], moved, *subject.x[column + 1 :])
-    except Exception:  # it refuses points that the user did not pass
+    except Exception:  # fn may refuse inputs that the user did not pass
         return ""
     for y, z in zip(values, near, strict=True):
         if found := _looks_like(x, y.detach(), moved, z.detach()):
@@ -370,9 +376,10 @@ def describe_forward(subject: Subject, column: int) -> str:
 
 
 def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
+    """The kind of function that maps x to y and moved to z, in words; "" for any other."""
     still, alike, values = y == z, y.shape == x.shape, set(y.unique().tolist())
     share = float(still.double().mean())
-    flat = share > 0.9  # near the inputs
+    flat = share > 0.9  # whether the output is constant near the inputs
     through = (y == x) & (z == moved) if alike else torch.zeros_like(still)
     sign = flat and alike and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all())
     kinds = (

@@ -26,22 +26,22 @@ from hoglib.errors import UnsupportedError
 from hoglib.verification.layouts import fresh, laid_out, layout_of
 
 Tensors = Sequence[Tensor]
-Numbered = Sequence[tuple[int, Tensor]]  # with the input or output that each belongs to
+Numbered = Sequence[tuple[int, Tensor]]  # vectors, each with the index of its input or output
 
 
 def seed_all(seed: int = 0) -> None:
     """Seed the global generators of torch, Python and NumPy."""
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # where there is no other device, torch.manual_seed notes three stacks for later
+    else:  # torch.manual_seed would record three stack traces for devices to be initialised later
         torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed)
 
 
-Arrange = Callable[[Tensor], Tensor]
-PhaseFixing = Callable[[Tensors], list[Tensor]]
+Arrange = Callable[[Tensor], Tensor]  # a projection, or another memory layout
+PhaseFixing = Callable[[Tensors], list[Tensor]]  # of all outputs together
 
 
 class Variable(NamedTuple):
@@ -49,19 +49,19 @@ class Variable(NamedTuple):
 
     name: str  # in messages
     slot: int  # its position among the leaves of the inputs and the module's state
-    is_complex: bool  # then its real and imaginary parts are along the last dimension
-    project: Arrange | None = None  # keeps a structure: a symmetric matrix stays symmetric
-    layout: Arrange | None = None  # to another memory layout than a contiguous one
+    is_complex: bool  # the map then takes real and imaginary parts, along a last dimension
+    project: Arrange | None = None  # onto a structure, such as symmetric matrices
+    layout: Arrange | None = None  # to a memory layout that is not contiguous
 
     def given(self, x: Tensor) -> Tensor:
-        """What fn gets for it."""
+        """The argument that fn gets for the real tensor x."""
         own = torch.complex(*x.unbind(-1)) if self.is_complex else x
         own = own if self.project is None else self.project(own)
         return own if self.layout is None else self.layout(own)
 
 
 class _Form(NamedTuple):
-    """What the leaves of a call belong to."""
+    """A call of fn: what rebuilds its arguments, and the module's state, from a list of leaves."""
 
     function: Any
     structure: Any  # of the inputs
@@ -69,7 +69,7 @@ class _Form(NamedTuple):
     constants: tuple[Any, ...]  # the leaves of the inputs and of the state; None for a variable
 
     def run(self, values: list[Any]) -> list[Any]:
-        """All leaves of what the function returns."""
+        """All leaves of the function's result."""
         count = len(values) - len(self.keys)
         inputs = pytree.unflatten(values[:count], self.structure)
         if isinstance(self.function, nn.Module):
@@ -81,13 +81,13 @@ class _Form(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Map:
-    """x -> y, real tensors, for some leaves y of fn(*inputs), and the point x where it is asked.
+    """A map x -> y of lists of real tensors, where y are leaves of fn(*inputs); and a point x.
 
     fn is a function, a Function class or its `apply`, or a module. The variables are the floating-point
     tensors among the leaves of the inputs (only those that require grad, if any does), and the
-    trainable parameters of a module. They are copied to the given real dtype, or in their own; a
-    complex variable is represented by its real and imaginary parts. Everything else is constant, also
-    copied, and so is a tensor that is not strided: one that requires grad is refused, because torch has
+    trainable parameters of a module. They are copied, to the given real dtype or in their own; a
+    complex variable is represented by its real and imaginary parts. Everything else is constant and
+    copied too, also tensors that are not strided: one that requires grad is refused, because torch has
     no second derivative by it.
 
     A map is immutable: `at`, `in_dtype`, `to`, `seeded`, `projected`, `laid_out`, `then`, `phase_fixed`
@@ -100,12 +100,12 @@ class Map:
     form: _Form
     variables: tuple[Variable, ...]
     point: list[Tensor]
-    which: tuple[int, ...] = ()  # of the leaves that fn returns
-    finish: PhaseFixing = list  # what is done with these
+    which: tuple[int, ...] = ()  # the indices of y among the leaves that fn returns
+    finish: PhaseFixing = list  # applied to these leaves
     seeds: bool = False  # each run draws the same random numbers
     clones: bool = False  # fn gets copies, because it changes its inputs and declares that
-    # the variables require grad, because fn differentiates by them itself, as a forward does that
-    # returns a log-determinant or a score
+    # the variables require grad, because fn differentiates by them itself, as the forward of a flow or
+    # a score does
     needs_graph: bool = False
 
     def __call__(self, *x: Tensor) -> list[Tensor]:
@@ -113,7 +113,7 @@ class Map:
         return [real(y) for y in self.finish([found[i] for i in self.which])]
 
     def leaves(self, *x: Tensor) -> list[Any]:
-        """All leaves of what fn returns."""
+        """All leaves of fn's result at x."""
         if self.seeds:
             seed_all()
         # copies at each run: fn may write to its constants, and the next run needs them as they were
@@ -121,14 +121,14 @@ class Map:
         for one, y in zip(self.variables, x, strict=True):
             own = one.given(y)
             if not (own.requires_grad or transforms_active()):
-                # fn may take a gradient itself
+                # fn may take a gradient itself: its `requires_grad_` must not reach the caller's tensor
                 own = own.detach().requires_grad_() if self.needs_graph else own.view_as(own)
             values[one.slot] = own.clone() if self.clones else own
         return self.form.run(values)
 
     def from_leaves(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
-        """A leaf for each variable; the copies of them that fn gets, which it may change in place; and
-        all leaves of what it returns."""
+        """A leaf for each variable, its copy that fn gets and may change in place, and all leaves of
+        fn's result; for `hoglib.drawing`."""
         values = [fresh(value) for value in self.form.constants]
         own = [self.value(j).clone().requires_grad_() for j in range(len(self.point))]
         copies = [x.clone() for x in own]
@@ -137,15 +137,15 @@ class Map:
         return own, copies, self.form.run(values)
 
     def run_with_grad(self) -> list[Any]:
-        """All leaves of what fn returns when each variable requires grad."""
+        """All leaves of fn's result at the point, where each variable requires grad."""
         return at_leaves(self.leaves, self.point)[1]
 
     def differentiable(self, *x: Tensor) -> list[Tensor]:
-        """Those that have a graph, as real tensors."""
+        """The leaves of fn's result that have a graph, as real tensors."""
         return [real(y) for y in self.leaves(*x) if is_float(y) and y.requires_grad]
 
     def value(self, j: int) -> Tensor:
-        """What fn gets for the variable j at the point."""
+        """The variable j at the point, complex if fn gets it so; without projection and layout."""
         x = self.point[j]
         return torch.view_as_complex(x) if self.variables[j].is_complex else x
 
@@ -155,45 +155,45 @@ class Map:
 
     @property
     def num_inputs(self) -> int:
-        """How many variables come from the inputs."""
+        """The number of variables that are inputs; parameters of the module follow them."""
         leaves = len(self.form.constants) - len(self.form.keys)
         return sum(one.slot < leaves for one in self.variables)
 
-    # Other maps.
+    # Methods that return another map.
 
     def at(self, x: list[Tensor]) -> "Map":
-        """At another point."""
+        """The map at another point."""
         return replace(self, point=x)
 
     def in_dtype(self, dtype: torch.dtype | None) -> "Map":
-        """At the same inputs, copied to another dtype."""
+        """The map at the given inputs, copied to another dtype."""
         other = map_of(self.fn, self.inputs, dtype)
         return replace(self, dtype=dtype, form=other.form, point=other.point)
 
     def to(self, which: Iterable[int]) -> "Map":
-        """To some of the leaves that fn returns."""
+        """The map to these leaves of fn's result."""
         return replace(self, which=tuple(which))
 
     def to_differentiable(self) -> "Map":
-        """To those that can be differentiated."""
+        """The map to all leaves of fn's result that can be differentiated."""
         found = enumerate(self.run_with_grad())
         return self.to(i for i, y in found if is_float(y) and y.requires_grad and y.numel())
 
     def seeded(self) -> "Map":
-        """With the same random numbers in each run."""
+        """The map, with the same random numbers in each run."""
         return replace(self, seeds=True)
 
     def projected(self, projections: Mapping[int, Arrange]) -> "Map":
-        """f P, for the projections P of some variables."""
+        """The map f P, with projections P of some variables."""
         given = enumerate(self.variables)
         return self._of(one._replace(project=projections.get(j, one.project)) for j, one in given)
 
     def laid_out(self, arrange: Arrange) -> "Map":
-        """Of variables in another memory layout."""
+        """The map, where fn gets each variable in another memory layout."""
         return self._of(one._replace(layout=arrange) for one in self.variables)
 
     def laid_out_as_given(self) -> "Map":
-        """Of variables, and constants, in the layouts that the inputs have."""
+        """The map, where fn gets variables and constants in the layouts of the given inputs."""
         leaves = pytree.leaves(self.inputs)
         layouts = ((i, layout_of(x)) for i, x in enumerate(leaves) if is_float(x))
         found = {i: partial(laid_out, layout=one) for i, one in layouts if one is not None}
@@ -208,16 +208,17 @@ class Map:
         return replace(self, variables=tuple(variables))
 
     def then(self, arrange: Arrange) -> "Map":
-        """To outputs that are rearranged one by one."""
+        """The map, with a function applied to each output, after `finish`."""
         return replace(self, finish=lambda outputs: [arrange(y) for y in self.finish(outputs)])
 
     def phase_fixed(self, fixing: PhaseFixing) -> "Map":
-        """To outputs with fixed signs or phases, which are arbitrary."""
+        """The map to outputs with fixed signs or phases, which are arbitrary; replaces `finish`."""
         return replace(self, finish=fixing)
 
     def adapted(self) -> "Map":
-        """With copies of the inputs, if fn changes these and declares it, which autograd allows for no
-        leaf; and of variables that require grad, if it runs on these only."""
+        """The map as fn can be called: on copies of the variables, if fn changes them in place and says
+        so (`mark_dirty`), which autograd refuses for leaves; and on variables that require grad, if fn
+        raises without."""
         found = self
         try:
             found.run_with_grad()
@@ -234,7 +235,7 @@ class Map:
 
 
 def map_of(fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> Map:
-    """The map of a call fn(*inputs), to none of its outputs yet, in a dtype or in its own ones."""
+    """The map of a call fn(*inputs), to none of its outputs yet, in a dtype or in the inputs' own."""
     owner: Any = as_function(fn)
     is_class = owner is not None and isinstance(fn, type)
     function: Any = owner.apply if is_class else validation.function("fn", fn)
@@ -275,7 +276,7 @@ def name_of(fn: Any) -> str:
         return function.__qualname__
     if type(fn) in OPERATORS:
         return f"torch.ops.{fn}"
-    if isbuiltin(fn):  # torch.sort and its like, whose owner is private to torch
+    if isbuiltin(fn):  # a builtin such as torch.sort: its qualified name has a private owner
         return str(fn.__name__)
     return str(getattr(fn, "__qualname__", type(fn).__name__))
 
@@ -287,7 +288,7 @@ def custom_functions(outputs: Sequence[Any]) -> set[type[Function]]:
 
 
 def is_part(function: type[Function]) -> bool:
-    """Whether it is a part of one of hoglib's ops, whose derivatives are judged instead of its own.
+    """Whether a Function is a part of one of hoglib's ops: the op is verified instead.
 
     It saves what the op computed from its inputs, so it is right only inside that op.
     """
@@ -295,14 +296,14 @@ def is_part(function: type[Function]) -> bool:
 
 
 def as_function(fn: Any) -> type[Function] | None:
-    """The Function class that fn is, or is the `apply` of."""
+    """The Function class, if fn is one or its `apply`; else None."""
     owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None
 
 
 def _copy(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy with memory of its own; contiguous, which code that reads memory directly may rely on:
-    other layouts are tried later, by checks of their own."""
+    """A contiguous copy, because code that reads memory directly may rely on it; separate checks try
+    other layouts."""
     if not is_float(value):
         return fresh(value)
     wanted = value.dtype if dtype is None else dtype.to_complex() if value.is_complex() else dtype
@@ -317,18 +318,17 @@ def real(value: Tensor) -> Tensor:
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
-# The derivatives of a map in reverse and in forward mode. The gradient of a map is a map again, and so
-# is its tangent; so a second derivative is computed by the same functions as a first one. All is built
-# on `torch.autograd` unless torch.func is asked for, because the transforms of torch.func are wrong
-# through some of torch's own layers.
+# The derivatives of a map in reverse and forward mode. The gradient and the tangent of a map are maps,
+# too, so the same functions compute first and second derivatives. They use `torch.autograd` unless
+# torch.func is asked for: its transforms are wrong through some of torch's own layers.
 
 
 def gradient(
     function: TensorMap, count: int, by: Sequence[int] | None = None, *, create_graph: bool = True
 ) -> TensorMap:
-    """(x, u) -> J(x)^T u, the gradient by all of the first `count` arguments, or by some of them.
+    """The map (x, u) -> J(x)^T u: the gradient by all of the first `count` arguments, or some of them.
 
-    Backward gets copies of u, so that one that works in place does not affect other checks.
+    Backward gets copies of u, so that a backward that works in place does not affect other checks.
     """
     places = range(count) if by is None else by
 
@@ -344,9 +344,9 @@ def gradient(
 
 
 def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tensors) -> TensorMap:
-    """x -> J(x)^T u(y) with u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s), a function of the
-    outputs y. values: the outputs at some point; s is twice their size, so that both parts count, and u
-    is nowhere zero."""
+    """The map x -> J(x)^T u(y), u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s), where y is the
+    output. values: the outputs at some point; s is twice their size, so that both terms of u count, and
+    u is nowhere zero."""
     sizes = [2 * max_abs(y) or 1.0 for y in values]
 
     def composed(*x: Tensor) -> list[Tensor]:
@@ -356,8 +356,8 @@ def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tenso
 
 
 def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
-    """The function, where the gradients of its outputs, if they are several of one shape, are parts of
-    one tensor, along each dimension."""
+    """The function through torch.stack and unbind, along each dimension: the gradients of its outputs
+    are then parts of one tensor. Nothing if the outputs are one, or of several shapes."""
     if len(values) < 2 or len({y.shape for y in values}) > 1:
         return
     for dim in range(values[0].dim() + 1):
@@ -371,8 +371,10 @@ def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tenso
 
 
 def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **more: Any) -> Vector:
-    """The gradients of the weighted sum of those outputs that have a graph; zeros if none has. With
-    unhandled=True a mode does not handle this call itself, so that it sees what backward calls."""
+    """The gradients of the weighted sum of the outputs that have a graph; zeros if none has.
+
+    unhandled: if true, TorchFunctionModes do not handle this call, so that they see backward's calls.
+    """
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
     if not live:
@@ -383,7 +385,7 @@ def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **mo
 
 
 def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
-    """(x, t) -> J(x) t, in forward mode: by torch.func, which nests, or by dual tensors."""
+    """The map (x, t) -> J(x) t, in forward mode: by torch.func, which nests, or by dual tensors."""
     load_decompositions()
 
     def map_(*given: Tensor) -> list[Tensor]:

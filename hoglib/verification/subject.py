@@ -1,6 +1,7 @@
-"""What is verified: a map, and the custom Functions that it runs.
+"""The subject of a verification: a map, and the custom Functions that it runs.
 
-This file decides by which inputs it is differentiated, along which directions, and how it is called.
+This file decides by which inputs the map is differentiated, along which directions, and how it is
+called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,14 +38,14 @@ from hoglib.verification.report import Row
 #
 #     h'^T G = h'^T P'^T G,        h'^T n = 0  for each  n = w - P'(x)^T w
 #
-# The derivatives that count are those of f P; and the second equation tells whether x was computed so.
+# The derivatives of f P count; and the second equation tells whether x was computed by such an h.
 
-MOST_DIMS = 4  # of a tensor whose rows are looked at
-MOST_CHOICES = 24  # combinations for several arguments
+MOST_DIMS = 4  # the last dimensions of a tensor, along which structures are looked for
+MOST_CHOICES = 24  # combinations of structures of several arguments that are tried
 
 
 class Structure(NamedTuple):
-    """What an argument has, as in "keep it symmetric", and the map P to such arguments."""
+    """A structure of an argument, named as in "keep it symmetric", and the map P onto it."""
 
     name: str
     project: maps.Arrange
@@ -55,7 +56,7 @@ class Structure(NamedTuple):
         return bool(((x - self.project(x)).abs() <= rounding).all())  # False for NaN
 
 
-# Of the numbers along a dimension.
+# Structures of the numbers along a dimension: the map P.
 VECTORS: dict[str, Callable[..., Tensor]] = {
     "summing to one": lambda x, dim: x / x.sum(dim, keepdim=True),
     "log-probabilities": lambda x, dim: x - x.logsumexp(dim, keepdim=True),
@@ -69,7 +70,7 @@ MATRICES = (
 
 
 def structures_of(x: Tensor) -> list[Structure]:
-    """The structures that a tensor has, those with more directions first."""
+    """The structures that a tensor has, the ones with more directions first."""
     if not x.numel() or not bool(x.isfinite().all()) or not bool(x.any()):
         return []
     found: list[Structure] = []
@@ -90,17 +91,17 @@ Allowed = Callable[[int, Structure], bool]
 
 
 def _in_given_precision(x: Tensor) -> Tensor:
-    """In single precision, if its numbers are of that: they sum to one with that rounding only."""
+    """In single precision, if all numbers are: sums are then one to that rounding only."""
     narrow = x.to(torch.complex64 if x.is_complex() else torch.float32)
     return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
 
 def is_computed_so(x: Tensor, structure: Structure) -> bool:
-    """Whether the computation of a tensor guarantees its structure: no gradient by directions that
-    leave the structure reaches a leaf. It is not guaranteed for a leaf, nor for what has the structure
-    at these values only, such as an identity matrix at the start of a training.
+    """Whether the computation of a tensor guarantees its structure: no gradient along directions that
+    leave the structure reaches a leaf. False for a leaf, and for a tensor that has the structure at
+    these values only, such as an identity matrix at the start of a training.
 
-    True where that cannot be tried, because it would run code of the user's.
+    True where that cannot be tried, because it would run the user's code.
     """
     if x.grad_fn is None:
         return False
@@ -122,8 +123,9 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
 def kept_names(
     graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
 ) -> Iterator[tuple[int, frozenset[str]]]:
-    """The structures that arguments are computed to have, by their position among the leaves. graphed:
-    the arguments with their graph; without these any structure counts."""
+    """The names of the structures that arguments are computed to have, with their positions among the
+    leaves. graphed: the arguments with their graph; if None, any structure counts. by: the indices of
+    the arguments that are differentiated by."""
     place = 0
     for i, copy in enumerate(copies):
         if i in by:
@@ -140,8 +142,8 @@ def _largest_element(tensors: Sequence[Tensor]) -> float:
 
 
 def symmetrized(f: Map) -> tuple[Map, Restriction]:
-    """Keeps those variables symmetric that are symmetric (Hermitian) matrices of which the function
-    reads one triangle only, or which it refuses if they are not symmetric.
+    """Keep variables symmetric that are symmetric (Hermitian) matrices, if the function reads one
+    triangle only, or refuses a matrix that is not symmetric.
 
     The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
     over both, others leave it where it was read. Along symmetric matrices all conventions agree.
@@ -153,7 +155,7 @@ def symmetrized(f: Map) -> tuple[Map, Restriction]:
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64, device="cpu")
             noise = noise.reshape(x.shape).to(x)
             here = _values_at(f, j, x)
-            # one triangle is moved at a time: the one that is not read changes nothing
+            # move one triangle at a time: the values do not change if it is not read
             sides = [_values_at(f, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
             unread = any(here and side and all(map(torch.equal, here, side)) for side in sides)
             small = 1e-3 * noise
@@ -169,7 +171,7 @@ def _keeping(f: Map, kept: Restriction) -> Map:
 
 
 def _values_at(f: Map, j: int, x: Tensor) -> list[Tensor] | None:
-    """What fn returns for another value of the variable j; None if it refuses that."""
+    """The floating-point results of fn for another value of the variable j; None if it raises."""
     x = torch.view_as_real(x) if x.is_complex() else x
     try:
         return [y for y in f.leaves(*f.point[:j], x, *f.point[j + 1 :]) if is_float(y)]
@@ -181,19 +183,19 @@ def _values_at(f: Map, j: int, x: Tensor) -> list[Tensor] | None:
 #
 #     y_j -> y_j conj(s_j),    s_j = <r, y_j> / |<r, y_j>|
 #
-# An algorithm chooses one of them, and backward gives the gradient of a loss that depends on none: it
+# An algorithm chooses a phase, and backward gives the gradient of a loss that depends on no phase: it
 # is right for such a loss, and wrong for the phases that the algorithm happens to choose. So the
-# derivatives are compared after a fixed combination <r, y_j> of each column is made positive. That
-# takes one real number a column from what is compared. A backward that is wrong otherwise stays wrong.
+# derivatives are compared after a fixed combination <r, y_j> of each column is made positive, which
+# hides one real number a column. A backward that is wrong otherwise stays wrong.
 
 COLUMNS, ROWS = "columns", "rows"
 
 
 def phase_fixings_of(outputs: Sequence[Tensor]) -> Iterator[maps.PhaseFixing]:
-    """The maps that fix the phases of the columns, or of the rows, of the matrices among some outputs.
+    """The maps that fix the phases of columns, or rows, of the matrices among some outputs.
 
-    The columns j of all matrices have one phase, as those of U and V in U diag(s) V^H have, whose rows
-    have the opposite one in V^H.
+    Column j has the same phase in all matrices, as in U and V of U diag(s) V^H. An output V^H has these
+    as its rows, conjugated.
     """
     dims = max((y.dim() for y in outputs), default=0)  # a batch of eigenvalues is no matrix
     dense = ((k, y) for k, y in enumerate(outputs) if is_float(y) and y.layout is torch.strided)
@@ -226,15 +228,15 @@ def _fix_phases(outputs: Sequence[Tensor], side_of: dict[int, str]) -> list[Tens
 
 
 class Application(NamedTuple):
-    """A custom Function with the arguments that it was applied to, detached."""
+    """A custom Function, with copies of the arguments that it was applied to, detached."""
 
     function: type[Function]
     args: tuple[Any, ...]
-    by: tuple[int, ...]  # which arguments it is differentiated by
+    by: tuple[int, ...]  # the indices of the arguments that required grad
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What forward calls its arguments."""
+        """The names of the arguments in forward."""
         return parameters(self.function, len(self.args))
 
     @property
@@ -245,21 +247,21 @@ class Application(NamedTuple):
         return function_rules.forward(self.function, args, self.needed)
 
     def seeded(self) -> function_rules.Run:
-        """A run on copies of the arguments, the same each time."""
+        """A run on copies of the arguments, with the same random numbers each time."""
         maps.seed_all()
         return self.run(self.fresh())
 
     def backward(
         self, run: function_rules.Run, incoming: Sequence[Tensor | None] | None = None
     ) -> tuple[Any, ...]:
-        """What its backward returns, as a plain function, for what a run left on the context."""
+        """The results of backward, called as a plain function on a context with the record of a run."""
         context = function_rules.Context(run.record)
         given = run.incoming() if incoming is None else incoming
         rule = torch_internals.backward_rule(self.function)
         return function_rules.as_tuple(rule(context, *given))
 
     def changed_by_backward(self) -> list[str]:
-        """The labels of what backward changes on the context or on the class."""
+        """The labels of the attributes that backward changes on the context or on the class."""
         run, own = self.seeded(), self.function
 
         def state() -> dict[str, Any]:
@@ -283,13 +285,14 @@ class Application(NamedTuple):
         return [layouts.fresh(x) for x in self.args]
 
     def leaves(self) -> list[Any]:
-        """The same, which require grad where it is differentiated by them."""
+        """The same copies; the arguments in `by` require grad."""
         copies = enumerate(self.fresh())
         return [x.requires_grad_(i in self.by) if is_float(x) else x for i, x in copies]
 
 
 def applications(run: Callable[[], Any]) -> list[Application]:
-    """The custom Functions that a run applies to something that requires grad, each kind once."""
+    """The custom Functions that a run applies to tensors that require grad, once for each kind of
+    arguments."""
     found: dict[Any, Application] = {}
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
@@ -312,15 +315,15 @@ def application(function: type[Function], args: tuple[Any, ...]) -> Application 
 
 
 def is_users(function: type[Function]) -> bool:
-    """Whether it is judged by itself: it is no part of an op, and nothing of torch's own."""
+    """Whether a Function is verified itself: it is no part of an op of hoglib, and not torch's own."""
     return not (maps.is_part(function) or function.__module__.startswith("torch."))
 
 
 def parameters(function: type[Function], count: int) -> tuple[str, ...]:
-    """What forward calls its inputs."""
+    """The names of the first `count` inputs in forward."""
     try:
         given = list(signature(function.forward).parameters.values())
-    except (TypeError, ValueError):  # it is written in C++, or is no function
+    except (TypeError, ValueError):  # forward is written in C++, or is no function
         given = []
     given = given[1:] if function_rules.is_classic(function) else given
     names = [f"`{p.name}`" for p in given if p.kind is not p.VAR_POSITIONAL]
@@ -330,6 +333,7 @@ def parameters(function: type[Function], count: int) -> tuple[str, ...]:
 
 
 def _argument_kind(value: Any) -> Any:
+    """A key that is equal for arguments that are examined alike."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
     return repr(value) if not pytree.leaves(value) else type(value)
@@ -343,8 +347,8 @@ CONSTANTS = (
 
 
 def constants_of(f: Map, names: Sequence[str]) -> list[int]:
-    """The inputs without a gradient whose name is that of a constant (target, mask, ...), or whose
-    values are integers, not all equal. names: those of the arguments."""
+    """The variables that are taken for constants: inputs that get no gradient, and have the name of a
+    constant (target, mask, ...), or integer values that are not all equal. names: of the arguments."""
     try:
         variables, found = maps.at_leaves(f.differentiable, f.point)
         grads = torch_internals.gradients(found, variables)
@@ -356,7 +360,7 @@ def constants_of(f: Map, names: Sequence[str]) -> list[int]:
 
 
 def _is_named(names: Sequence[str], name: str) -> bool:
-    """Whether inputs[i] is called what a constant is."""
+    """Whether the argument inputs[i] has a name in CONSTANTS."""
     place = name.removeprefix("inputs[").removesuffix("]")
     return place.isdigit() and int(place) < len(names) and names[int(place)].strip("`") in CONSTANTS
 
@@ -366,7 +370,8 @@ def _is_int(x: Tensor) -> bool:
 
 
 def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
-    """The inputs, where every tensor but some requires grad; leaves are counted as the map does."""
+    """Copies of the inputs, where every floating-point tensor requires grad, except the leaves with
+    the indices `constants`."""
     leaves, structure = pytree.flatten(tuple(inputs))
     chosen = [
         x.detach().clone().requires_grad_(i not in constants) if is_float(x) else x
@@ -380,35 +385,36 @@ def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
 class Subject:
     """The function under test, evaluated in float64 if it accepts float64.
 
-    A subject is immutable: one that is called in another way, or restricted to other directions, is
-    another one.
+    `subject_of` makes it, and `Derivatives` compares its derivatives. It is immutable: `restricted` and
+    `prepared` return another one.
     """
 
     map: Map  # to the outputs that can be differentiated
     precision: Precision
-    names: list[str]  # of the variables, with those of the arguments of a Function
-    constants: list[str]  # inputs that are taken for constants
-    symmetric: Restriction  # variables of which one triangle is read
+    names: list[str]  # of the variables; for a Function with the names in its forward
+    constants: list[str]  # the names of inputs that are taken for constants
+    symmetric: Restriction  # the variables that `symmetrized` keeps symmetric
     applications: list[Application]
     functions: set[type[Function]]  # in the graph of the outputs
-    # variables with a structure that the directions of derivatives keep, because the function is right
-    # along these alone
+    # structures of variables that the directions of derivatives keep, because the function is right
+    # along these directions only
     kept: Restriction = field(default_factory=dict)
-    draws: bool = False  # random numbers
+    draws: bool = False  # whether the function draws random numbers
+    # of directions and covectors
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def restricted(
         self, kept: Restriction, fix_phases: maps.PhaseFixing | None = None
     ) -> "Subject":
-        """Derivatives are along directions that keep the structure of these variables, and of outputs
-        whose signs or phases `fix_phases` fixes."""
+        """The subject, with directions that keep these structures and `symmetric`, and with outputs
+        after `fix_phases`."""
         f = _keeping(self.map, kept)
         f = f if fix_phases is None else f.phase_fixed(fix_phases)
         return replace(self, map=f.to_differentiable(), kept=kept)
 
     def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator["Subject"]:
-        """It, restricted to structures that its variables have, if they are allowed; one variable alone
-        before several together."""
+        """The subject, restricted to each combination of allowed structures of its variables; one
+        variable before several."""
         values = [_in_given_precision(self.map.value(j)) for j in range(len(self.x))]
         options = [
             [None, *(one for one in structures_of(x) if allowed(j, one))]
@@ -419,8 +425,8 @@ class Subject:
             yield self.restricted({j: one for j, one in enumerate(combination) if one is not None})
 
     def phase_fixings(self, *, real_too: bool) -> Iterator["Subject"]:
-        """It, with fixed phases of the outputs, or what may be these; with real_too also signs of real
-        outputs."""
+        """The subject, with each choice of outputs that have fixed phases; with real_too also signs of
+        real outputs."""
         found = self.map.run_with_grad()
         outputs = [found[i] for i in self.map.which]
         if real_too or any(y.is_complex() for y in outputs):
@@ -428,11 +434,11 @@ class Subject:
                 yield self.restricted(self.kept, fixing)
 
     def prepared(self) -> tuple["Subject", Row | None]:
-        """It, called as a function has to be that draws random numbers or changes its inputs; and a
-        failed row if nothing can be compared."""
-        # put back: what a call wrote to the inputs does not belong to the point that is judged
+        """The subject, seeded if the function draws random numbers, and called on copies if it changes
+        its inputs; and a failed row, or None, if nothing can be compared."""
+        # restore the inputs after a call that changed them: the point must not move
         before = [x.clone() for x in self.x]
-        self.map.leaves(*self.x)  # it may change its inputs, whether it says so or not
+        self.map.leaves(*self.x)  # may change its inputs, declared or not
         changed = any(not same(a, b) for a, b in zip(before, self.x, strict=True))
         for x, value in zip(self.x, before, strict=True):
             put_back(x, value)
@@ -456,7 +462,7 @@ class Subject:
                 grads = []
             return [y.detach() for y in values], [g.detach() for g in grads]
 
-        # two seeds: what draws nothing gives the same by both
+        # two seeds: a function that draws nothing gives the same with both
         (a, da), (b, db) = drawn(1), drawn(2)
         generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(f.inputs))
         draws = generators or not _nearly_same(a, b)
@@ -473,7 +479,8 @@ class Subject:
         return subject, Row("deterministic", "fail", None, again) if again else None
 
     def _second_backward_fault(self) -> str:
-        """What is wrong with a second backward pass through the same graph, with the same seed."""
+        """The text on a second backward pass through the same graph that differs from the first, with
+        the same seed; "" if it agrees or is refused."""
         leaves, values = maps.at_leaves(self.map, self.x)
 
         def once() -> list[Tensor]:
@@ -536,7 +543,7 @@ class Subject:
 
     @property
     def eps(self) -> float:
-        """The unit of rounding that it computes with."""
+        """The unit roundoff of the dtype that the function computes in."""
         return float(torch.finfo(self.precision.half or self.dtype).eps)
 
     @property
@@ -546,6 +553,7 @@ class Subject:
 
     @property
     def offers_vmap(self) -> bool | None:
+        """Whether every custom Function offers vmap; None if unknown, or without custom Functions."""
         offered = all(map(function_rules.offers_vmap, self.functions))
         if offered and any(hasattr(function, "operator") for function in self.functions):
             return None  # torch has vmap of an operator of torch.library, but not of its gradient
@@ -555,15 +563,15 @@ class Subject:
 def subject_of(
     fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, as_given: bool = False
 ) -> Subject:
-    """What is verified of a call fn(*inputs).
+    """The subject of a call fn(*inputs).
 
-    own_dtype: leave the dtypes as they are. as_given: and the memory layouts.
+    own_dtype: keep the dtypes of the inputs. as_given: keep their memory layouts.
     """
     f, precision = judged_map(fn, inputs, own_dtype=own_dtype)
     asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(f.inputs))
     function = maps.as_function(fn)
     own_names = () if function is None else parameters(function, len(inputs))
-    # which inputs are constants a call has to show; with these marked, the call is another one
+    # only a call shows which inputs are constants; the map is then made again without them
     found = [] if asked else [f.variables[j] for j in constants_of(f, own_names)]
     if found:
         own = maps.map_of(fn, marked(inputs, [one.slot for one in found]), f.dtype)
@@ -584,7 +592,7 @@ def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) 
 
 
 class Lifted(NamedTuple):
-    """A module that applies the Function, the other arguments, and the row that says so."""
+    """A module that applies a Function, its remaining arguments, and the row that reports it."""
 
     fn: nn.Module
     inputs: tuple[Any, ...]
@@ -592,7 +600,8 @@ class Lifted(NamedTuple):
 
 
 def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
-    """The call as that of a module; None if no argument is a parameter of another one."""
+    """The call of a Function as a call of a module, if it gets a module, or a callable that holds one,
+    together with its parameters; else None."""
     function = maps.as_function(fn)
     if function is None:
         return None
@@ -628,7 +637,7 @@ def _modules_among(value: Any) -> list[nn.Module]:
 
 @final
 class _WithBlock(nn.Module):
-    """Applies a Function to arguments and to the parameters that its block has at that time."""
+    """Applies a Function to arguments and to the current parameters of its block."""
 
     def __init__(
         self, function: type[Function], block: nn.ModuleList, structure: Any, places: dict[int, str]

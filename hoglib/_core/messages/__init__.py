@@ -1,1 +1,1 @@
-"""What the user gave: is it usable, what does it reach, how is it called, and which line says so."""
+"""Checks of arguments, the objects that a callable reaches, and the names that messages use."""

@@ -1,1 +1,1 @@
-"""Modules in other states: other parameters, saved modes and random numbers."""
+"""Running modules with other parameters; saving and restoring their state; kinds of modules."""

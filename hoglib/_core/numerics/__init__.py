@@ -1,1 +1,1 @@
-"""What derivatives are compared with, factorizations, and when two numbers agree."""
+"""Finite differences, factorizations, and tolerances for comparing two results."""

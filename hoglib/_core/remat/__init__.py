@@ -1,1 +1,1 @@
-"""Blocks of a model that are computed again in backward."""
+"""Recomputation in backward, and the blocks of a model that are recomputed (the option ``remat=``)."""

@@ -1,1 +1,1 @@
-"""What a thread is inside of, and where the user's code is: no tensor, no torch."""
+"""Thread-local state, lines of the user's code, reads of device values, and the logger."""

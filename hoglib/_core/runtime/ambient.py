@@ -1,4 +1,4 @@
-"""What a thread is inside of: the state that no argument can carry, because a user's code is between.
+"""Thread-local state that cannot be passed as arguments, because the user's code runs in between.
 
     with inside(value_checks_off=True):
         ...                                # AMBIENT.value_checks_off is True, in this thread
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, Protocol, final
 
 
 class StandIns(AbstractContextManager[Any], Protocol):
-    """What lower packages call on the mode of `second_order()`, which is in `hoglib.stand_ins`."""
+    """The interface of the mode of `second_order()`, which is in `hoglib.stand_ins`."""
 
     def run_script(self, script: Any, run: Callable[[], Any]) -> Any:
-        """Runs scripted code, which no TorchFunctionMode sees."""
+        """Runs a scripted function, whose calls no TorchFunctionMode sees, with stand-ins."""
 
 
 class Examiner(Protocol):
-    """What others call on the record of applied Functions, which is in `hoglib.verification`."""
+    """The interface of the record of applied Functions, which is in `hoglib.verification`."""
 
     # called after a derivative that the user's code takes in `second_order()`; None in an entry point
     by_hand: Callable[..., None] | None
@@ -31,38 +31,38 @@ class Examiner(Protocol):
         """Notes the `Gradient` that is differentiated again."""
 
     def note_cpp(self, names: Set[str]) -> None:
-        """Notes Functions in C++ in a graph: Python sees the names of their nodes alone."""
+        """Notes C++ Functions in a graph: Python sees only the names of their nodes."""
 
 
 class Examination(NamedTuple):
-    """How custom Functions of the user's are examined, and where those that are applied are noted."""
+    """How the user's custom Functions are examined, and the object that records their applications."""
 
-    on_wrong: str | None = None  # as the outermost second_order(on_wrong=) says; None if none does
-    by_entry_point: bool = False  # the entry points inside leave the examination to the one outside
+    on_wrong: str | None = None  # of the outermost second_order(on_wrong=) that sets it
+    by_entry_point: bool = False  # nested entry points leave the examination to the outermost one
     examiner: Examiner | None = None
 
 
 class PlainOperations(NamedTuple):
-    """hoglib's ops run as their references of torch operations."""
+    """hoglib's ops run as their references, composites of torch operations."""
 
     linear_for: str | None = None  # the caller, if it needs backwards linear in grad_output
 
 
 class RunningRemat(NamedTuple):
-    """A remat whose function runs."""
+    """The settings of a remat, while its function runs."""
 
     nested: bool  # remats inside recompute too; otherwise they call their functions
     low_memory: bool  # attention takes less memory, and more time
 
 
 class _Ambient(threading.local):
-    """The fields, with their values outside of everything."""
+    """The fields, with their defaults."""
 
     # The TorchFunctionMode of second_order(), which is not on torch's stack while it is suspended.
     stand_ins: StandIns | None = None
-    # How each torch.autograd.Function that user code applies is examined, and who notes it.
+    # How the torch.autograd.Functions that user code applies are examined.
     examination: Examination = Examination()
-    # Normalization layers do not update running_mean and running_var.
+    # Normalization layers, which user code calls, do not update running_mean and running_var.
     statistics_frozen: bool = False
     # Checks that read values (.item(), .all()) are skipped: an outer call made them, or a graph runs.
     value_checks_off: bool = False
@@ -70,17 +70,17 @@ class _Ambient(threading.local):
     plain_operations: PlainOperations | None = None
     # The ModulePatch of keep_swapped(): values in nn.Modules, while user code calls functional_loss.
     kept_swapped: Any = None
-    # The innermost remat that runs, an autograd Function; user code calls nested ones.
+    # The innermost remat that runs; user code calls nested ones.
     remat: RunningRemat | None = None
-    # Id of the thread that called backward(); autograd runs a device's nodes on its worker thread.
+    # On a worker thread of autograd, which runs a device's nodes: id of the thread in backward().
     in_place_of: int | None = None
-    # Functions of hoglib.compile run without their fx graphs, to be compared with a graph.
+    # Functions of hoglib.compile run without their fx graphs: a graph is compared with this run.
     eager: bool = False
     # The Residuals of a compiled product: an fx graph takes tensors only.
     residuals: Any = None
 
 
-# Ambient state: each field says why it is no argument.
+# The ambient state of the current thread.
 AMBIENT = _Ambient()
 
 
@@ -89,10 +89,9 @@ _NONE = object()
 
 
 class replaced:  # noqa: N801 a context manager
-    """Inside, each dict has this value for this key, and each other object for this attribute;
-    afterwards what it had before, or nothing.
+    """Set keys of dicts, or attributes of other objects; restore or delete them at exit.
 
-    A class, as it stands around each evaluation: generators of contextlib take several times as long.
+    A class, because each evaluation enters one: contextlib's generators take several times as long.
     """
 
     def __init__(self, items: Items) -> None:
@@ -128,7 +127,7 @@ def _set_attributes(items: Items) -> None:
 
 
 class inside(replaced):  # noqa: N801 a context manager
-    """Inside, fields of :data:`AMBIENT` have other values, in this thread."""
+    """Set fields of :data:`AMBIENT` in this thread; restore them at exit."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__([(AMBIENT, name, value) for name, value in fields.items()])
@@ -141,15 +140,16 @@ def logical_thread() -> int:
 
 @final
 class CallerState:
-    """A copy of the ambient state, for a node with a backward that runs the user's function again:
+    """A copy of the ambient state, which a node saves if its backward runs the user's function again:
     autograd runs a device's nodes on a worker thread, while the caller of backward() waits."""
 
     def __init__(self) -> None:
         self._thread, self._fields = logical_thread(), dict(vars(AMBIENT))
 
     def restored(self) -> AbstractContextManager[None]:
-        """Inside, the fields have the copied values; a thread that the user started keeps its own."""
+        """Set the copied fields, on a worker thread of autograd only."""
         started = threading.current_thread()
+        # autograd's workers are not started by Python, which shows them as _DummyThread
         if self._thread == logical_thread() or not isinstance(started, threading._DummyThread):
             return nullcontext()
         return inside(**{**self._fields, "in_place_of": self._thread})

@@ -1,5 +1,5 @@
-"""Functions of upper packages that lower ones call: imports run downward, so each is registered here as
-its package is imported.
+"""Functions of upper packages that lower ones call. Imports run downward, so an upper package registers
+its function here when it is imported.
 
     provide("compile_level", run_level)              # in hoglib.capture
     provided("compile_level")(run, tensors)          # in hoglib._core.remat.recomputation
@@ -12,10 +12,10 @@ _PROVIDED: dict[str, Callable[..., Any]] = {}
 
 
 def provide(name: str, function: Callable[..., Any]) -> None:
-    """Registers a function under a name."""
+    """Register a function under a name."""
     _PROVIDED[name] = function
 
 
 def provided(name: str) -> Callable[..., Any]:
-    """The function of this name."""
+    """The function registered under a name; KeyError if its package is not imported."""
     return _PROVIDED[name]

@@ -1,1 +1,1 @@
-"""Gradients that can be differentiated again, the graph they come from, and where tensors live."""
+"""Gradients that can be differentiated again, their graph, the state of a loss, sharded parameters."""

@@ -1,4 +1,5 @@
-"""Whether what a loss depends on has changed since a pass over the data."""
+"""Fingerprints of tensors: whether the state of a loss has changed between passes, and checksums that
+processes compare."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,21 +16,23 @@ from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import NondeterministicError
 
 _foreach_norm = private("torch._foreach_norm")
-CHECKED_EVERY = 8  # products of an algorithm: a kept graph reads neither modules nor new tensors
+# An algorithm with a kept graph compares the state at every eighth product only: the graph reads
+# neither modules nor new tensors.
+CHECKED_EVERY = 8
 
 
 @final
 class StateFingerprint:
-    """Numbers that change when a loss would give another value: two of :meth:`now` are then unequal.
+    """The state that a loss depends on, as numbers: results of :meth:`now` differ if it has changed.
 
-    Pointers and version counters do not tell enough: fused optimizers, ``.data`` and NumPy write past
-    them. Nor does a sum: the gradient of a weight before a layer norm sums to zero, and so does a step.
-    So the sum and the norm of each tensor are compared.
+    Pointers and version counters do not suffice: fused optimizers, ``.data`` and NumPy write without
+    changing them. Nor does a sum: the gradient of a weight before a layer norm sums to zero, and so
+    does a step. So the sum and the norm of each tensor are compared.
 
     Args:
         loss: The function; the tensors and modules that its code reaches are looked up once.
-        leaves: Gives the parameters.
-        data: Gives a pytree of further tensors, such as the current batch.
+        leaves: Returns the parameters.
+        data: Returns a pytree of further tensors, such as the current batch.
     """
 
     def __init__(
@@ -41,8 +44,8 @@ class StateFingerprint:
         self.roots = [x for x in reached if isinstance(x, nn.Module)]
 
     def now(self, values: bool = True) -> list[Any]:
-        """Autocast, settings of modules, pointers and versions; if asked for, sums and norms of all
-        tensors."""
+        """Autocast, attributes of modules, pointers and versions; with values, also sums and norms of
+        all tensors."""
         tensors = [*self._leaves(), *(t for _, t in tensors_in("", self._data())), *self._tensors]
         parts = [part for root in self.roots for part in root.modules()]
         settings: list[Any] = []
@@ -64,24 +67,25 @@ class StateFingerprint:
 
 @final
 class ComparedState:
-    """Compares the state of a loss from pass to pass.
+    """Compares the state of a loss from pass to pass; a `DatasetSum` has one.
 
-    While an algorithm runs, the state must not change. Sums and norms read all numbers, so they are
-    compared at the first pass and at the end only, and in between if pointers, versions or settings
-    changed.
+    While an algorithm runs, such as a solver, the state must not change. Sums and norms read every
+    element, so they are compared at its first product and at its end, and in between only if pointers,
+    versions or attributes have changed.
     """
 
     def __init__(self, name: str, fingerprint: StateFingerprint) -> None:
         self._name, self._fingerprint = name, fingerprint
         self._seen: list[Any] = [object()]  # the fingerprint after the last pass
-        self.algorithm = ""  # the name of the one that runs
-        self._cheap: list[Any] | None = None  # without values, while an algorithm runs
-        self._unchecked = 0  # products since the state was compared
+        self.algorithm = ""  # the name of the running algorithm
+        # the fingerprint without values, at the last product that compared it in the algorithm
+        self._cheap: list[Any] | None = None
+        self._unchecked = 0  # products since then
 
     def changed(self, meanwhile: Callable[[], None]) -> bool:
         """Whether the state has changed since the last pass.
 
-        meanwhile: called while a device computes the numbers.
+        meanwhile: called while a device computes sums and norms.
         """
         self._unchecked = 0
         if self.algorithm:
@@ -99,11 +103,11 @@ class ComparedState:
         return changed
 
     def note(self) -> None:
-        """A pass ended: a forward may count its calls."""
+        """Take the fingerprint again after a pass, because forward may change the state (counters)."""
         self._seen = self._fingerprint.now()
 
     def may_skip(self) -> bool:
-        """Whether the next product, by a kept graph, needs no comparison."""
+        """Whether the next product of an algorithm, by a kept graph, needs no comparison; counts it."""
         if self._cheap is None:
             return False
         self._unchecked += 1
@@ -111,7 +115,7 @@ class ComparedState:
 
     @contextmanager
     def during(self, algorithm: str) -> Iterator[None]:
-        """While an algorithm runs."""
+        """Inside, an algorithm of this name runs."""
         self.algorithm = algorithm
         try:
             yield
@@ -119,7 +123,7 @@ class ComparedState:
             self.algorithm, self._cheap = "", None
 
     def check(self, cause: Exception | None = None) -> None:
-        """Raise where the state has changed since the first product of the algorithm."""
+        """Raise if the state has changed since :meth:`note`, or the algorithm's first product."""
         if self._cheap is not None and self._fingerprint.now() != self._seen:
             raise NondeterministicError(
                 f"{self._name}.{self.algorithm}: expected parameters, buffers and data that stay the "
@@ -127,20 +131,20 @@ class ComparedState:
             ) from cause
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has other tensors."""
+        """Without the fingerprint: the pointers of a copy differ."""
         return {**vars(self), "_seen": [object()]}
 
 
 def _local_part(tensor: Any) -> Tensor:
-    """Of a DTensor what this process holds, without communication."""
+    """The local shard of a DTensor, without communication; any other tensor itself."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
 
 
-_SETTINGS = (bool, int, float, str, type(None))
+_SETTINGS = (bool, int, float, str, type(None))  # types of module attributes that are compared
 
 
 def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
-    """The sums of strided tensors, then the norms of those of floating point."""
+    """The sums of the strided tensors, then the norms of the floating-point ones among them."""
     found = [
         (torch.view_as_real(t) if t.is_complex() else t).detach()
         for t in tensors
@@ -148,14 +152,16 @@ def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
     ]
     floats = [t for t in found if t.is_floating_point()]
     norms: list[Tensor] = []
-    for device in dict.fromkeys(t.device for t in floats):  # in one launch each
+    for device in dict.fromkeys(t.device for t in floats):  # one kernel launch for each device
         norms += _foreach_norm([t for t in floats if t.device == device])
     return Numbers([*(t.sum() for t in found), *norms])
 
 
 class Numbers:
-    """The values of scalar tensors, copied in one piece for each device and dtype: a GPU would wait at
-    each read, and does not wait for a copy that is read later."""
+    """The values of scalar tensors, which start to be copied to the CPU here, and are read later.
+
+    One copy for each device and dtype, so that a GPU does not wait at each number.
+    """
 
     def __init__(self, scalars: list[Tensor]) -> None:
         alike: dict[Any, list[int]] = {}
@@ -172,7 +178,7 @@ class Numbers:
         return [found[i] for i in range(len(found))]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no event of a device, which cannot be copied."""
+        """Read first: the device event of a pending read cannot be copied."""
         self.read()
         return vars(self)
 
@@ -186,20 +192,20 @@ class Numbers:
 
 
 def checksum(numbers: Sequence[float]) -> float:
-    """One number that changes with each of them, and with their order."""
+    """One number that changes with each of the numbers, and with their order."""
     values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    # no two sines of integers are alike, so that an exchange of two numbers shows
+    # sines of different integers differ, so that an exchange of two numbers changes the sum
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu").sin()
     return float((values * weights).sum().nan_to_num())
 
 
 def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
-    """A number that changes with each of the tensors."""
+    """One number that changes with each of the tensors, and with their order."""
     return checksum(sums_and_norms(list(tensors)).read())
 
 
 def checksum_of_rows(rows: Tensor) -> float:
-    """A number that changes with each number in the rows."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)  # half counts to 2048 only
+    """One number that changes with each element of a matrix, and with their order."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)  # float16 counts to 2048 only
     weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
     return checksum((rows @ weights.to(rows.dtype)).tolist())

@@ -1,1 +1,1 @@
-"""torch as hoglib sees it: its private names, its modes, its trees; nothing above has another way."""
+"""All private names of torch that hoglib uses, its modes, its operators and its pytrees."""

@@ -1,1 +1,1 @@
-"""Operators known by their products, with sums, eigenvalues, traces and linear systems."""
+"""Linear operators known by their products: sums, eigenvalues, traces, linear systems."""

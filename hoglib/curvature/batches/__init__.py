@@ -1,1 +1,1 @@
-"""What a batch is: its examples, its pieces, and the processes that share it."""
+"""Batches of data: weights, pieces, single examples, and the processes that share them."""

@@ -1,1 +1,1 @@
-"""Gradients of single examples, and what each contributes."""
+"""Gradients of single examples: norms, products, influence, noise scale."""

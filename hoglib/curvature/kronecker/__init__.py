@@ -1,1 +1,1 @@
-"""Kronecker factors: the layers of a run, their factors, the operator."""
+"""KFAC: the recorded layers of a model, their Kronecker factors, the operator."""

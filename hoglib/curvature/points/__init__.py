@@ -1,1 +1,1 @@
-"""Derivatives of a function by the coordinates of many points: Laplacians, directions, mixed ones."""
+"""Derivatives of a function by its inputs at many points: Laplacians, directional and mixed ones."""

@@ -1,1 +1,1 @@
-"""A loss over data, summed up batch by batch, and what watches a pass."""
+"""Sums over data, batch by batch, and the checks of each pass."""

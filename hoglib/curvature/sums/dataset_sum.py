@@ -1,9 +1,9 @@
-"""A loss over data: its value, its gradient, and what else is summed up batch by batch.
+"""Sums over data, batch by batch: a loss, its gradient, and the products of operators.
 
     f = sum_b n_b loss(params, batch_b) / sum_b n_b        reduction="mean"
     f = sum_b loss(params, batch_b)                        reduction="sum"
 
-The data is one batch, or many, in one process or in several that share it.
+The data is one batch or many, in one process or shared by several.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,13 +31,13 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification.entry_points import examined_functions
 
 Visit = Callable[[Term], Tensor]  # adds one batch to a total; returns the loss
-Total = Tensor | Callable[[], Tensor]  # of a pass, or what makes it where its size is known
+Total = Tensor | Callable[[], Tensor]  # the total of a pass, or a function that allocates it later
 Watchers = Sequence[watchers.Watcher]
 MEMORY_LIMIT = 2 * 2**30
 
 
 class DataOptions(TypedDict, total=False):
-    """The keyword options of whatever is computed over data.
+    """The keyword options of functions and operators over data.
 
     Args:
         reduction: "mean" or "sum" over the data, with n_b the number of examples of a batch.
@@ -52,14 +52,14 @@ class DataOptions(TypedDict, total=False):
             they differ, naming dropout, shuffling or augmentation; and warn if the first two products
             are not symmetric. Default: True.
         progress: Show a bar that counts products (needs tqdm). Default: False.
-        processes: Of torch.distributed, each of which sums over a part of the data; one all-reduce
-            adds the sums up, and all have the product. None is this process alone. "shard": all are
-            given the same data, and each takes every n-th batch, or its rows of the only batch.
+        processes: How the processes of torch.distributed share the data. Each sums over a part; one
+            all-reduce adds the sums up, and all have the product. None: this process alone. "shard":
+            all are given the same data, and each takes every n-th batch, or its rows of the only batch.
             "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
             same products, with the same vectors. Default: None.
-        dtype: Of flat vectors, in which products are summed over the data: torch.float32 for parameters
-            in half precision, whose own sums lose what each batch adds. Default: the widest of the
-            parameters'.
+        dtype: The dtype of flat vectors and of sums over the data: torch.float32 for parameters in half
+            precision, where a sum would round away what each batch adds. Default: the widest dtype
+            among the parameters.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -80,15 +80,14 @@ class DataOptions(TypedDict, total=False):
 
 
 class OperatorOptions(DataOptions, Options, total=False):
-    """The keyword options of operators over data: those of :class:`DataOptions` and of
-    :class:`hoglib.Options`, and one more.
+    """The keyword options of operators over data: :class:`DataOptions`, :class:`hoglib.Options`, and
+    one more.
 
     Args:
-        memory_limit: If the data is one batch whose gradient graph holds less than so many bytes
-            (estimated from the sizes of what its operations return), the graph is kept between
-            products, which then cost half; 0 keeps none. With ``remat`` it holds the inputs of blocks
-            only, with ``compile`` what the graph of a product computes before the vector.
-            Default: 2 GiB.
+        memory_limit: The most bytes that a gradient graph may hold to be kept between products, which
+            then cost half; for data that is one batch. Estimated from the sizes of the operations'
+            results; 0 keeps none. With ``remat`` the graph holds the inputs of blocks only, with
+            ``compile`` what a product computes before the vector. Default: 2 GiB.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -109,7 +108,7 @@ OPERATOR_OPTIONS = tuple(OperatorOptions.__annotations__)
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckedDataOptions:
-    """The options over data, checked."""
+    """The values of :class:`DataOptions`, and memory_limit, checked; `Processes` checks processes."""
 
     reduction: str = "mean"
     batch_size: BatchSize | None = None
@@ -138,13 +137,14 @@ class CheckedDataOptions:
 def split_options(
     caller: str, options: Mapping[str, Any], names: Sequence[str] = OPERATOR_OPTIONS
 ) -> tuple[Policy, CheckedDataOptions]:
-    """How the loss is evaluated, and what is computed over the data, both checked."""
+    """Split an operator's options into the policy of its loss and its data options, both checked."""
     check_option_names(caller, options, names)
     of_data = {name: value for name, value in options.items() if name not in OPTION_NAMES}
     of_loss = {name: value for name, value in options.items() if name in OPTION_NAMES}
     return Policy.of(caller, of_loss), CheckedDataOptions(**of_data)
 
 
+# what to do about a wrong denominator, by `OutputMetric.counting`
 ADVICE = {
     "terms": "a GGNOperator has the value and the gradient of the data",
     "examples": "take a criterion and an operator with reduction='sum', whose matrix is F D^2 / N "
@@ -154,10 +154,13 @@ ADVICE = {
 
 @final
 class DatasetSum:
-    """A loss over data at the parameters of a space, as they are at each call.
+    """A loss over data; each operator over data has one, and makes its passes by :meth:`fold`.
 
-    metric: M of a matrix J^T M J; gives the seed of its samples, and how its terms are counted.
-    further: watchers of each pass, after the default ones.
+    The parameters are read anew at each call.
+
+    at: the loss, its options and its parameters, as a term without a batch. fixed_batches: raise if
+    batches change their order. metric: M of a matrix J^T M J; it has the seed of its samples, and says
+    how its terms are counted. further: watchers of each pass, after the default ones.
     """
 
     def __init__(
@@ -176,9 +179,9 @@ class DatasetSum:
         likelihoods.check_reduction(loss, options.reduction)
         counting = getattr(metric, "counting", None) or "criterion"
         size = options.batch_size or getattr(loss, "batch_size", None)
-        infers = mean and size is None  # weights that nobody gave
+        infers = mean and size is None  # neither the options nor the loss give the weights
         if infers and counting == "criterion":
-            # of the loss alone: a method of this object would be a cycle, freed by a collection only
+            # no method of self: a reference cycle would keep the tensors until a garbage collection
             size = partial(watchers.criterion_denominator, loss)
         micro_batch, sharded = options.micro_batch, at.placement.is_sharded
         given = data, space.device, size, micro_batch, processes
@@ -193,10 +196,10 @@ class DatasetSum:
         self.unused = watchers.UnusedLeaves(at)
         infers = infers and not single
         inferred = infers and counting != "terms"
-        # sharded parameters: a batch has the weight of all processes together
+        # with sharded parameters, the weight of a batch is a sum over processes
         counted = infers and not sharded and counting != "criterion"
         counts = [watchers.ExampleCounts(at, ADVICE[counting])] if counted else []
-        self.of_value = [] if inferred else counts  # further watchers of the value and the gradient
+        self.of_value = [] if inferred else counts  # watchers of value and gradient only
         seed = getattr(metric, "seed", None) or 0
         chosen: list[tuple[watchers.Watcher, bool]] = [
             *((watcher, inferred) for watcher in counts),
@@ -209,9 +212,10 @@ class DatasetSum:
             (self.unused, True),
         ]
         self.watchers = [watcher for watcher, needed in chosen if needed] + [*further]
-        self.last: PassTotals | None = None  # of a pass in this state
+        self.last: PassTotals | None = None  # of the last pass; None after a change of the state
         self._unread: list[float] = []  # shares of the last pass, until its losses are read
-        self.kept: Any = None  # what an operator computed in this state; dropped when it changes
+        # an operator's linearization, with its graph, and its `term`; dropped when the state changes
+        self.kept: Any = None
 
     @property
     def alone(self) -> bool:
@@ -220,7 +224,7 @@ class DatasetSum:
 
     @property
     def whole(self) -> bool:
-        """Whether, besides, no other process holds a part of the vectors."""
+        """Whether no other process has a part of the data or of the parameters."""
         return self.alone and not self.at.placement.is_sharded
 
     def value(self) -> Tensor:
@@ -242,7 +246,7 @@ class DatasetSum:
 
         @cache
         def total() -> Tensor:
-            """Made where there is something to add, when the graph of the first batch is gone."""
+            """Allocated after the backward of the first batch, which frees its graph: less memory."""
             with torch.inference_mode(False):
                 return torch.zeros(1, space.length, dtype=space.dtype, device=space.device)
 
@@ -264,15 +268,15 @@ class DatasetSum:
             return self._total_loss(totals), space.tree(mean)
 
     def weight(self, totals: PassTotals) -> float:
-        """What a sum over the data is divided by."""
+        """The number that a sum over the data is divided by."""
         return totals.weight if self.batches.mean else 1.0
 
     def number(self) -> float:
-        """The loss of the last pass over the data, for which a device need not be waited for."""
+        """The loss of the last pass, as a number that is on the CPU already."""
         return float(self._total_loss(self.last or PassTotals(), torch.device("cpu")))
 
     def _total_loss(self, totals: PassTotals, device: torch.device | None = None) -> Tensor:
-        # filled in, because a device waits for a copy
+        # torch.full, because copying a number to a device synchronizes
         value = totals.loss / self.weight(totals)
         return torch.full((), value, dtype=self.losses.dtype, device=device or self.at.space.device)
 
@@ -285,20 +289,21 @@ class DatasetSum:
         first_order: bool = False,
         also: Watchers = (),
     ) -> PassTotals:
-        """A pass over the data, in all processes, each of which adds its part to `total`.
+        """Make one pass over the data, and add up `total` over the processes.
 
-            for each batch of this process: value = visit(term), which adds share times something
-            all processes: total = sum of theirs
+            for each batch of this process: value = visit(term)
+            all processes: all-reduce of total
 
-        Custom Functions are examined, and the watchers look on. An error in one process is raised in
-        all. With rows, a kept graph of the only batch takes the place of that batch.
+        Custom Functions are examined, and watchers check the losses. An error in one process is raised
+        in all. With rows, `visit` gets the term of a kept graph, if there is one.
 
-        visit: adds one batch to the total, and returns the loss. total: a tensor; or, if its size is
-        known only after the pass, a function that returns it. rows: the vectors that are multiplied,
-        equal in all processes. also: watchers of this pass, before the default ones.
+        visit: adds term.share times its result at a batch to the total; returns the loss. total: a
+        tensor, or a function that returns it, called after the batches. rows: the vectors that are
+        multiplied, equal in all processes. first_order: see `examined_functions`. also: watchers of
+        this pass, before the default ones.
         """
         if rows is not None and self.kept is not None and self.state.may_skip():
-            # an algorithm compares the state before some of its products only, not before each one
+            # an algorithm compares the state at every eighth product: each comparison costs time
             visit(self.kept.term)
             return self.last or PassTotals()
         everyone = [*also, *self.watchers]
@@ -312,11 +317,11 @@ class DatasetSum:
                 totals = own()
         except Exception as error:
             if not self.alone:
-                self._add_up(total, rows, PassTotals(), error)  # raises it in all processes
+                self._add_up(total, rows, PassTotals(), error)  # raises in all processes
             raise
         if not self.alone:
             totals = self._add_up(total, rows, totals, None)
-        elif totals is self.last:  # of a kept graph, in this state
+        elif totals is self.last:  # from a kept graph: nothing new to check
             return totals
         if not self._unread:
             self._finish(totals, everyone)
@@ -326,7 +331,7 @@ class DatasetSum:
     def _own_part(
         self, visit: Visit, rows: Tensor | None, everyone: Watchers, first_order: bool
     ) -> PassTotals:
-        """The batches of this process; their totals."""
+        """Visit the batches of this process, or the kept graph; return their totals."""
         changed = self.state.changed(self._read_last_losses)
         if changed:
             self.kept = self.last = None
@@ -341,11 +346,11 @@ class DatasetSum:
         if self.at.placement.is_sharded and self._changed_elsewhere(rows, changed):
             for watcher in everyone:
                 watcher.before(True)
-        # On a device, the losses of a repeated pass are read when the next one begins: no wait.
+        # On a device, the next pass reads the losses of a repeated one: reading now would synchronize.
         waits = rows is not None and self.at.space.device.type != "cpu"
         late = waits and self.alone and self.last is not None
         shares: list[float] = []
-        # most watchers only need the beginning and the end
+        # most watchers do not override `saw`
         seeing = [watcher for watcher in everyone if type(watcher).saw is not watchers.Watcher.saw]
         with examined_functions(self.at.policy.caller, first_order=first_order):
             for term in self.terms():
@@ -359,8 +364,8 @@ class DatasetSum:
         return totals._replace(changed=changed)
 
     def terms(self) -> Iterator[Term]:
-        """The loss at each batch; processes that share the parameters all take their next one
-        together."""
+        """The term of each batch; with sharded parameters, all processes take their next batch
+        together, because they gather the parameters together."""
         placement, batches, first = self.at.placement, self.batches, True
         weighted = batches.mean and not batches.weight_cancels
         pieces: Iterable[tuple[Any, Placement]] = (
@@ -374,7 +379,7 @@ class DatasetSum:
             first = False
 
     def _finish(self, totals: PassTotals, everyone: Watchers) -> None:
-        """A pass has ended in all processes."""
+        """Run the checks at the end of a pass, which has ended in all processes."""
         if not totals.pieces:
             raise ArgumentValueError(
                 "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
@@ -386,7 +391,7 @@ class DatasetSum:
         self.watchers = [watcher for watcher in self.watchers if not watcher.first_pass_only]
 
     def _read_last_losses(self) -> None:
-        """Read the losses of the last pass, if they were not."""
+        """Read and check the losses of the last pass, if that was put off."""
         shares, self._unread = self._unread, []
         if shares:
             self._finish(watchers.totals_of(shares, self.losses.losses()), self.watchers)
@@ -396,7 +401,8 @@ class DatasetSum:
     def _add_up(
         self, total: Total, rows: Tensor | None, totals: PassTotals, error: Exception | None
     ) -> PassTotals:
-        """Add up the totals of all processes, and their sums in the total of the pass."""
+        """All-reduce the total of the pass, its PassTotals, and the flags of used parameters; raise in
+        all processes where one has an error."""
         used = self.unused.used(totals.pieces)
         if error is None:
             vectors = 0.0 if rows is None else checksum_of_rows(rows)
@@ -408,8 +414,8 @@ class DatasetSum:
         return totals
 
     def _changed_elsewhere(self, rows: Tensor | None, changed: bool) -> bool:
-        """Raise in all processes that share the parameters where one multiplies other vectors; whether
-        the state has changed in any of them."""
+        """Whether the state has changed in any process that shares the parameters; raises in all where
+        their vectors differ."""
         leaves = self.at.space.leaves()
         columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]
         if rows is not None:
@@ -420,8 +426,11 @@ class DatasetSum:
 
     @contextmanager
     def require_constant_state(self, algorithm: str) -> Iterator[None]:
-        """Inside, parameters and data must not change, for a single batch, and on a device for all
-        data, which would have to wait for each comparison."""
+        """Raise if parameters or data change while an algorithm, such as a solver, makes its products.
+
+        The state is compared at the end instead of before each product. It is so for a single batch,
+        and for any data on a device, which a comparison would make wait; otherwise this does nothing.
+        """
         waits = self.at.space.device.type != "cpu"
         one = self.batches.weight_cancels
         if self.state.algorithm or not (one or (self.whole and waits)):
@@ -430,7 +439,7 @@ class DatasetSum:
         with self.state.during(algorithm):
             try:
                 yield
-            except Exception as error:  # of a kept graph, for tensors that were changed in place
+            except Exception as error:  # a kept graph raises for tensors that were changed in place
                 if self.kept is not None:
                     self.state.check(error)
                 raise
@@ -438,6 +447,6 @@ class DatasetSum:
             self._read_last_losses()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy keeps no graph, which cannot be copied."""
+        """Without the kept graph, which cannot be copied."""
         self._read_last_losses()
         return {**vars(self), "kept": None}

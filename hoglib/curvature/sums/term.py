@@ -1,4 +1,4 @@
-"""A term of a sum over data: the loss at a batch, and its share in the sum."""
+"""One term of a sum over data: the loss at a batch, and its factor in the sum."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +17,19 @@ from hoglib.ring import ring
 
 @final
 class Term(NamedTuple):
-    """The loss at a batch, and the parameters as they are now."""
+    """The loss at a batch, with the options and the parameters to evaluate it.
+
+    `DatasetSum.terms` makes one for each batch. Operators and watchers have one without a batch, `at`.
+    """
 
     policy: Policy
     loss: Any
     space: Space
     bar: ProgressBar
-    placement: Placement  # with the weight of this batch
+    placement: Placement  # with this process's part in the weight of the batch
     piece: Piece = Piece(None, 1.0, 0)
-    share: float = 1.0  # in the sum over the data
-    first: bool = True  # of this process in the pass
+    share: float = 1.0  # its factor in the sum over the data
+    first: bool = True  # the first of this process in a pass, which may overwrite the total
 
     @property
     def batch(self) -> Any:
@@ -34,7 +37,7 @@ class Term(NamedTuple):
         return self.piece.batch
 
     def of(self, batch: Any) -> "Term":
-        """The loss at another batch."""
+        """The term with another batch."""
         return self._replace(piece=self.piece._replace(batch=batch))
 
     def problem(self) -> Problem:
@@ -44,12 +47,12 @@ class Term(NamedTuple):
         return Problem(self.policy, self.loss, structure, leaves, (self.piece.batch,), *where)
 
     def ring(self, *, around_graph: bool = False) -> ring:
-        """What stands around the evaluation; custom Functions are examined once a pass."""
+        """The context of an evaluation; custom Functions are not examined, because `fold` does so."""
         return ring(self.policy, self.loss, examine=False, around_graph=around_graph)
 
     @contextmanager
     def entered(self) -> Iterator[Problem]:
-        """The problem, inside the ring."""
+        """Enter the ring; yields the problem, with its recomputed blocks."""
         with self.ring() as blocks:
             yield self.problem().entered(blocks)
 
@@ -59,5 +62,5 @@ class Term(NamedTuple):
             return autograd.without_graph(lambda: problem(*problem.leaves))
 
     def advance(self) -> None:
-        """Count a product, or a gradient, in the progress bar."""
+        """Advance the progress bar by this batch, of one product or gradient."""
         self.bar.advance(self.piece.fraction)

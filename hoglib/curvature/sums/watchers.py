@@ -1,8 +1,8 @@
-"""What looks on at a pass over data: each watcher compares one thing, and raises or warns.
+"""Checks of a pass over data: each watcher checks one thing, and raises or warns.
 
-Every product computes the loss of each batch anyway. If the matrix changes from pass to pass, it has no
-eigenvalues, and no solver converges. If batches are weighted by a wrong number of examples, the result
-belongs to another loss. The data and the options decide which watchers a pass has.
+They use the losses that each product computes anyway. If the matrix changes from pass to pass, it has
+no eigenvalues, and no solver converges. If batches are weighted by a wrong number of examples, the
+result belongs to another loss. `DatasetSum` chooses the watchers by the data and the options.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,46 +37,46 @@ from hoglib.ring import ring
 
 DROPOUTS = (module_kinds.DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 IGNORED = -100  # the label that torch's `cross_entropy` leaves out of its mean
-# the loss of a batch in one pass, and its fingerprint
+# the loss at a batch, and the fingerprint of the batch
 BatchRecord = tuple[float, tuple[float, ...]]
 
 
 class Watcher:
-    """Looks on at a pass over data; each method does nothing unless a subclass needs it.
+    """Base class of the checks of a pass over data; `DatasetSum.fold` calls the methods.
 
-    at: the loss, at no batch.
+    at: the term without a batch.
     """
 
-    first_pass_only = False  # whether it is left out after a pass that succeeded
+    first_pass_only = False  # whether it is removed after the first pass that succeeds
 
     def __init__(self, at: Term) -> None:
         self.at = at
 
     def before(self, changed: bool) -> None:
-        """A pass begins. changed: whether parameters, buffers or modes did, since the last one."""
+        """Called as a pass begins. changed: whether the state of the loss has, since the last pass."""
 
     def saw(self, term: Term, value: Tensor) -> None:
-        """The loss at a batch of this process was computed."""
+        """Called after each batch of this process, with its loss."""
 
     def totals(self) -> Mapping[str, float]:
-        """What the other processes are told: fields of PassTotals."""
+        """The fields of PassTotals that this watcher fills in for the other processes."""
         return {}
 
     def after(self, totals: PassTotals) -> None:
-        """All batches, of all processes, were seen."""
+        """Called at the end of a pass, with the totals of all processes."""
 
 
 class Losses(Watcher):
-    """Records the losses of a pass, which have to be finite.
+    """Records the losses of a pass; raises for one that is not finite.
 
-    A loss on the CPU is read at once, one on a device when the next batch was computed.
+    A loss on the CPU is read at once, one on a device after the next batch, so that no read waits.
     """
 
     def __init__(self, at: Term) -> None:
         super().__init__(at)
         self.dtype = at.space.dtype  # of the last loss
         self._now: list[BatchRecord] = []  # of the current pass
-        self._pending: Callable[[], None] | None = None  # the last batch, which is read later
+        self._pending: Callable[[], None] | None = None  # reads the last loss
 
     def before(self, changed: bool) -> None:
         self._now, self._pending = [], None
@@ -95,13 +95,13 @@ class Losses(Watcher):
         return [loss for loss, _ in self._now]
 
     def read_last(self) -> None:
-        """Read the last loss, if it was not."""
+        """Read the last loss, if it is not read yet."""
         if (arrived := self._pending) is not None:
             self._pending = None
             arrived()
 
     def before_keeping(self, term: Term, value: Tensor) -> Tensor:
-        """The loss, before its graph is kept."""
+        """Called with the loss of the only batch, before an operator keeps its graph; returns it."""
         return value
 
     def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
@@ -123,11 +123,11 @@ class Losses(Watcher):
 class Determinism(Losses):
     """Compares the losses and the batches of each pass with those of the first.
 
-    fixed_batches: batches must keep their order. shared: several processes share the data; total losses
-    are then compared with the tolerance of the parameters' dtype.
+    fixed_batches: raise if batches change their order. shared: several processes share the data; total
+    losses are then compared with the tolerance of the parameters' dtype.
     """
 
-    _total: float | None = None  # the loss over all of the data, of all processes
+    _total: float | None = None  # the mean loss over the data of all processes, at the first pass
 
     def __init__(self, at: Term, fixed_batches: bool, shared: bool) -> None:
         super().__init__(at)
@@ -145,7 +145,7 @@ class Determinism(Losses):
         self._first = self._first or self._now
         total = totals.loss / totals.weight
         dtype = self.at.space.dtype if self._shared else self.dtype
-        if self._total is None or totals.changed:  # in another process, maybe
+        if self._total is None or totals.changed:  # perhaps in another process only
             self._total = total
         elif not close(self._total, total, dtype, [totals.largest]):
             raise NondeterministicError(
@@ -154,10 +154,9 @@ class Determinism(Losses):
             )
 
     def before_keeping(self, term: Term, value: Tensor) -> Tensor:
-        """The loss of the only batch, computed again and compared, before its graph is kept; unless an
-        earlier pass has compared it.
+        """Compute the loss again, which the caller records and compares, unless a pass has already.
 
-        No later pass will: a kept graph holds the random numbers that were drawn.
+        No later pass would find a difference: a kept graph holds the random numbers that it drew.
         """
         if self._first:
             return value
@@ -171,7 +170,7 @@ class Determinism(Losses):
         return [value] + [x.to(value.device) for x in numbers]
 
     def _arrived(self, read: DeviceRead, term: Term, value: Tensor) -> None:
-        """Raise where the same batch as in the first pass has another loss."""
+        """Raise if a batch, or the loss at the same batch, differs from the first pass."""
         super()._arrived(read, term, value)
         k = len(self._now) - 1
         if k >= len(self._first):
@@ -201,7 +200,8 @@ class Determinism(Losses):
             return random
         before, after = ([record for _, record in own] for own in (self._first, self._now))
         lengths = {len(numbers) for numbers in (*before, *after)}
-        sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)  # sums, in any order
+        # of each tensor's two numbers, the first does not depend on the order of the examples
+        sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
         pairs = zip(totals, ([x[i] for x in before] for i in sums), strict=True)
         same = all(close(*total, torch.float32, size) for total, size in pairs)
@@ -228,14 +228,14 @@ class Symmetry(Watcher):
     """Warns if the first two products show that the matrix is not symmetric: v.Aw != w.Av.
 
     A wrong or partly detached backward makes most Hessians asymmetric. The check costs two inner
-    products, once; each loss is warned of once.
+    products, once, and warns once for each loss. Operators call `compare` after each product.
     """
 
     _first: Sequence[tuple[Tensor, Tensor]] = ()
     _done = False
 
     def before(self, changed: bool) -> None:
-        if changed:  # and the matrix with it
+        if changed:  # products of two different matrices cannot be compared
             self._first, self._done = (), False
 
     def after(self, totals: PassTotals) -> None:
@@ -248,11 +248,12 @@ class Symmetry(Watcher):
         half: Callable[[], torch.dtype | None],
         in_double: Callable[[Tensor], Tensor | None],
     ) -> None:
-        """Compare the first two vectors and products, of one call or of two that follow each other.
+        """Compare the first two vectors and their products, from one call or two successive ones.
 
-        half: finds the dtype of half precision that the loss computes in, if any. in_double: computes
-        the products in float64, as those in float32 may be rounding, for instance if a classifier fits
-        all examples. Both are called only if the matrix is not symmetric to its dtype's rounding.
+        half: returns the half-precision dtype that the loss computes in, if any. in_double: computes
+        the products in float64, because float32 products may be rounding errors only, for instance if a
+        classifier fits all examples. Both are called only if the matrix is not symmetric to its dtype's
+        rounding.
         """
         name, loss, space = self.at.policy.caller, self.at.loss, self.at.space
         key = ("symmetric", name)
@@ -278,7 +279,7 @@ class Symmetry(Watcher):
                 rounding = space.asymmetry(v.double(), exact[0], w.double(), exact[1])
                 if not space.exceeds(*rounding, torch.float32):
                     return
-            own = object()  # the first operator of a loss that finds it warns
+            own = object()  # only the first operator of a loss warns
             if found_once(loss, ("asymmetry", name), lambda: own) is not own:
                 return
             warn(
@@ -291,7 +292,10 @@ class Symmetry(Watcher):
 
 
 def criterion_denominator(loss: Any, batch: Any) -> float:
-    """What the mean of the criterion divides by, where that is known."""
+    """The number that the criterion's mean divides by; for an unknown criterion the leading dimension.
+
+    The default weight of a batch.
+    """
     counts = likelihoods.example_counts(loss, batch)
     return leading_dimension(batch) if counts is None else float(counts.sum())
 
@@ -306,9 +310,12 @@ def _wrong_denominator(name: str, advice: str) -> ArgumentValueError:
 
 @final
 class ExampleCounts(Watcher):
-    """Raises if the matrix has one term per example, but the mean of the loss another denominator."""
+    """Raises if the criterion's denominator / the weight differs between batches.
 
-    _ratio: float | None = None  # criterion's count / weight, at the first batch
+    For matrices with one term per example, and weights that are numbers of examples.
+    """
+
+    _ratio: float | None = None  # the criterion's denominator / the weight, at the first batch
 
     def __init__(self, at: Term, advice: str) -> None:
         super().__init__(at)
@@ -323,10 +330,10 @@ class ExampleCounts(Watcher):
 
 @final
 class Denominators(Watcher):
-    """Raises for a loss with another denominator than the weight of the batch.
+    """Raises if the mean of an unknown criterion does not divide by the weight of the batch.
 
-    A known criterion gives its denominator. Any other loss is compared with the losses of the two
-    halves of a batch, at the batches 0, 1, 2, 4, 8, ...
+    The loss of a batch is compared with the losses of its two halves, at the batches 0, 1, 2, 4, 8, ...
+    A known criterion gives its denominator.
     """
 
     first_pass_only = True
@@ -365,7 +372,7 @@ class IgnoredLabels(Watcher):
     first_pass_only = True
 
     def before(self, changed: bool) -> None:
-        # labels of each batch, and its weight
+        # for each batch `counted_labels`, and its weight
         self._counted: list[tuple[dict[str, tuple[int, bool]], float]] = []
 
     def saw(self, term: Term, value: Tensor) -> None:
@@ -389,7 +396,7 @@ class IgnoredLabels(Watcher):
 
 
 def counted_labels(batch: Any) -> dict[str, tuple[int, bool]]:
-    """For each integer tensor in a batch how many elements are not -100, and whether some are."""
+    """For each integer tensor in a batch, how many elements are not -100, and whether any is -100."""
     found = {}
     for name, x in tensors_in("batch", batch):
         if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta":
@@ -400,10 +407,11 @@ def counted_labels(batch: Any) -> dict[str, tuple[int, bool]]:
 
 @final
 class Splits(Watcher):
-    """Compares the loss of a batch with that of its pieces: no layer or criterion mixes examples.
+    """Raises if the loss of a batch differs from its pieces: a layer or the criterion mixes examples.
 
-    losses: of the pieces. mean: they are means, not sums. shared: several processes take pieces of the
-    only batch; it is compared at the end, with the totals of all processes.
+    losses: the watcher that records the losses of the pieces. mean: they are means, not sums. shared:
+    several processes take pieces of the only batch, which is compared at the end of the pass, with the
+    totals of all processes.
     """
 
     _done = False
@@ -458,7 +466,7 @@ class Splits(Watcher):
 
 
 def totals_of(shares: Sequence[float], losses: Sequence[float]) -> PassTotals:
-    """The totals of batches."""
+    """The totals of batches with these shares and losses."""
     total = fsum([share * loss for share, loss in zip(shares, losses, strict=True)])
     largest = max(map(abs, losses), default=0.0)
     return PassTotals(pieces=len(shares), weight=fsum(shares), loss=total, largest=largest)
@@ -466,7 +474,7 @@ def totals_of(shares: Sequence[float], losses: Sequence[float]) -> PassTotals:
 
 @final
 class BatchNorm(Watcher):
-    """Warns, once, of layers that normalise by the batch.
+    """Warns once about layers that normalise by the batch.
 
     roots: the modules that the loss calls.
     """
@@ -498,24 +506,24 @@ class BatchNorm(Watcher):
 
 @final
 class UnusedLeaves(Watcher):
-    """Warns, once, of parameters that the loss does not depend on at any batch."""
+    """Warns once about parameters that the loss does not depend on at any batch."""
 
-    _unused: frozenset[int] | None = None
+    _unused: frozenset[int] | None = None  # indices of leaves; None while no batch has told
 
     def note(self, unused: tuple[int, ...] | None) -> None:
-        """The unused leaves of a batch, where they are known."""
+        """Record the unused leaves of a batch; None if they are not known. Operators call it."""
         if unused is not None:
             now = frozenset(unused)
             self._unused = now if self._unused is None else self._unused & now
 
     def used(self, pieces: float) -> Tensor:
-        """1 for each leaf that the batches of this process use, of which there are `pieces`."""
+        """For each leaf, 1 if a batch of this process uses it, else 0. pieces: the number of them."""
         every = range(len(pytree.leaves(self.at.space.params)))
         flags = [float(pieces > 0 and i not in (self._unused or ())) for i in every]
         return torch.tensor(flags, dtype=torch.float32, device="cpu")
 
     def keep(self, used: Tensor) -> None:
-        """Keep the leaves that no process uses."""
+        """Keep as unused the leaves that no process uses. used: :meth:`used`, summed over processes."""
         if self._unused:
             self._unused = frozenset(i for i in self._unused if not used[i])
 
@@ -532,12 +540,12 @@ class UnusedLeaves(Watcher):
 
 @final
 class Draws(Watcher):
-    """Warns if the loss of a batch draws random numbers; for matrices that take one pass only."""
+    """Warns if the loss draws random numbers; for KFAC, which makes one pass, with none to compare."""
 
-    _drawn: Term | None = None  # the last batch, if one drew random numbers
+    _drawn: Term | None = None  # the last term, if any so far drew random numbers
 
     def start(self) -> None:
-        """Forget what was drawn so far: it is not part of the loss."""
+        """Record the generators' state: the operator calls it before each loss, and after own draws."""
         self._state = generator_state(self.at.space.device)
 
     def drawn(self) -> bool:
@@ -557,7 +565,7 @@ class Draws(Watcher):
 
 @final
 class Agreement(Watcher):
-    """Sends checksums that must be equal in all processes."""
+    """Sends checksums to the other processes; `Processes.all_reduce` raises where they differ."""
 
     def __init__(self, at: Term, batches: Batches, seed: int) -> None:
         super().__init__(at)
@@ -576,7 +584,7 @@ class Agreement(Watcher):
 
 
 def random_cause(term: Term) -> str:
-    """What draws random numbers in a loss, and what to do; "" if nothing does."""
+    """A sentence on what draws random numbers in a loss, and what to do; "" if nothing does."""
     modules = random_modules(getattr(term.loss, "model", None))
     line = None if modules else line_that_draws(term.value, term.space.device)
     if line is None:
@@ -599,7 +607,7 @@ def random_modules(model: Any) -> str:
 
 
 def in_training(model: Any, chosen: Callable[[nn.Module], bool]) -> list[str]:
-    """The modules of a kind that are in train mode."""
+    """Names and types of the modules in train mode for which `chosen` is true."""
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     return [f"{name} ({type(m).__name__})" for name, m in named if m.training and chosen(m)]
 
@@ -612,5 +620,5 @@ def _draws_in_training(module: nn.Module) -> bool:
 
 
 def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:
-    """Whether two losses of that dtype, made of terms of that size, are the same to rounding."""
+    """Whether two losses are equal to rounding in a dtype. terms: sizes of the terms they sum."""
     return agree(a, b, DERIVATIVES, terms=terms, dtype=dtype)

@@ -1,1 +1,1 @@
-"""Optimizers, and what is measured along their steps."""
+"""Optimizers by curvature, and sharpness along their steps."""
