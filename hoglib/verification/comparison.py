@@ -481,16 +481,21 @@ class Comparer(NamedTuple):
         closer = compared(at, key, bounds, self.random)
         # a fault by these bounds must show at points around, too; otherwise it is noise, and the
         # elements below it are unknown
-        noise = self._noise(at, key, bounds, closer.worst.column) if closer.faulty else None
-        if noise is None:
+        if closer.raised is not None or not closer.faulty:
             return found if closer.raised is not None else closer
+        noise, faults = self._noise(at, key, bounds, closer.faulty)
+        if faults:
+            noisy = closer.faulty - faults
+            return replace(closer, numbers=[x for x in closer.numbers if x.column not in noisy])
         if noise <= SMALL_NOISE:
             return found
         unknown, problem = found.unknown | closer.faulty, NOISE_TEXT.format(noise=noise)
         return replace(found, checked=found.checked - 1, unknown=unknown, problem=problem)
 
-    def _noise(self, at: Target, key: str, bounds: Bounds, column: int) -> float | None:
-        """The relative noise of the numbers of an input; None if they show a fault: along the same
+    def _noise(
+        self, at: Target, key: str, bounds: Bounds, columns: Set[int]
+    ) -> tuple[float, set[int]]:
+        """The relative noise of the numbers of inputs, and the inputs that show a fault: along the same
         directions, the error of a fault is about the same at points close by, and noise is not."""
         # another generator: each point must draw the same covectors from self.random
         shaken = torch.Generator().manual_seed(10)
@@ -502,17 +507,17 @@ class Comparer(NamedTuple):
             with suppress(Exception):  # fn may refuse inputs that the user did not pass
                 near = self.with_differences(at._replace(x=x, slopes=()))
                 numbers = compared(near, key, bounds, self.random).numbers
-                runs.append({one.draw: one for one in numbers if one.column == column})
-        worst = 0.0
+                runs.append({one.draw: one for one in numbers if one.column in columns})
+        worst, faults = 0.0, set()
         for draw in set(runs[0]).intersection(*runs) if runs else ():
             seen = [run[draw] for run in runs]
             offs = torch.tensor([one.off for one in seen], dtype=torch.float64, device="cpu")
             mean, spread = float(offs.mean().abs()), float(offs.std())
             allowed = sum(one.allowed for one in seen) / len(runs)
             if mean > allowed and mean > 5 * spread / len(runs) ** 0.5:
-                return None
+                faults.add(seen[0].column)
             worst = max(worst, spread / (sum(one.scale for one in seen) / len(runs) or 1.0))
-        return worst
+        return worst, faults
 
 
 # In half precision, by means

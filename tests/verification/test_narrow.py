@@ -140,3 +140,31 @@ def test_noise_is_not_taken_for_a_fault():
     report = hog.verify(Shaken, x)  # among which there are small ones
     assert report["first derivative: reverse"].status == "warn"
     assert "their noise in this dtype is" in report["first derivative: reverse"].text
+
+
+class ShakenPair(Function):
+    """x^2 with the noise of Shaken, and exp(z) with a derivative that is 1% too large, in float32."""
+
+    @staticmethod
+    def forward(ctx, x, z):
+        ctx.save_for_backward(x, z)
+        return x.float().square().to(x.dtype), z.float().exp().to(z.dtype)
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, z = ctx.saved_tensors
+        return Shaken.backward(Of(x), g), (1.01 * h.float() * z.float().exp()).to(h.dtype)
+
+
+class Of:
+    def __init__(self, *tensors):
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_fault_by_one_input_is_told_beside_noise_by_another(seed):
+    torch.manual_seed(seed)
+    row = hog.verify(ShakenPair, (torch.rand(5, 4), torch.rand(5, 4)))["first derivative: reverse"]
+    assert row.status == "fail"
+    assert "by inputs[1] (`z`)" in row.text
+    assert "by inputs[0]" not in row.text
