@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._core.numerics.factorizations import symmetric_eigen
-from hoglib.curvature.kronecker.kronecker import kfac_operator
+from hoglib.curvature.kronecker import kfac_operator
 from tests.curvature.kronecker_by_definition import dense_kfac
 from tests.curvature.problems import CRITERIA, F64, draw, nested_to_matrix
 from tests.curvature.test_influence import ghosts, rows_of
