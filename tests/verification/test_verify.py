@@ -23,7 +23,7 @@ from tests.functions import (
     saving_output,
 )
 from tests.refused import refused
-from tests.verification.faults import Branch
+from tests.zoo.cuts import Branch
 
 x = torch.tensor([0.7, -1.3, 0.4])
 Round = made("Round", lambda x: x.round(), lambda g, x: g)  # a straight-through gradient
