@@ -21,14 +21,14 @@ _POINTS: Any = {
     "lacks": f"derivatives of order 2 or 3 at 0, or of large numbers, are NaN or wrong{SILENT}",
 }
 _OVER: Any = {
-    "name": "householder_product, safe_softmax",
-    "lacks": OVER_FORWARD,
+    "name": "cumprod, householder_product, safe_softmax",
+    "lacks": f"{OVER_FORWARD}; of cumprod also what prod lacks",
     "modes": ("rf",),
 }
 _PRODUCTS: Any = {
-    "name": "prod, cumprod",
+    "name": "prod",
     "lacks": "second derivatives divide by the square of a factor, which is 0 below 1e-19 in "
-    f"float32: they are wrong or NaN{SILENT}; of cumprod at zeros also {OVER_FORWARD}",
+    f"float32: they are wrong or NaN{SILENT}",
     "modes": ("rr", "rf"),
 }
 
@@ -169,7 +169,7 @@ def product(
     return x if keepdim else x.squeeze(dim)
 
 
-@stands_in_for(torch.cumprod, Tensor.cumprod, name=_PRODUCTS["name"])
+@stands_in_for(torch.cumprod, Tensor.cumprod, **_OVER)
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """torch.cumprod by products of neighbours, twice as far apart each time."""
     x = input if dtype is None else input.to(dtype)
@@ -199,7 +199,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
     return scan(logaddexp, input, dim)
 
 
-@stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, **_OVER)
+@stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, name=_OVER["name"])
 def householder_product(input: Tensor, tau: Tensor) -> Tensor:
     """torch.linalg.householder_product; under forward mode one reflection after the other."""
     if reverse_only():
