@@ -1,8 +1,6 @@
 """hoglib: second-order training for PyTorch that one can trust."""
 
 # isort: off
-import importlib
-
 from hoglib._core.torch_api import torch_version as _torch_version  # noqa: F401 (refuses an old one)
 
 # isort: on
@@ -40,13 +38,14 @@ from hoglib.stand_ins import second_order
 from hoglib.taylor import jet
 from hoglib.verification import Report, VerificationError, verify
 
-_BY_IMPORT = ("cli", "lightning", "plotting")  # packages that need others, or take long to import
-
 
 def __getattr__(name: str) -> object:
-    """A package that is imported when it is used first, or an error that says where a name is."""
-    if name in _BY_IMPORT:
-        return importlib.import_module(f"hoglib.{name}")
+    """Imports hoglib.lightning, which needs Lightning, at its first use; for other names raises an
+    error that says which package has them."""
+    if name == "lightning":
+        from importlib import import_module
+
+        return import_module("hoglib.lightning")
     places = [part for part in (penalties, meta, curvature, ops, nn) if name in part.__all__]
     where = f"; it is `{places[0].__name__}.{name}`" if places else ""
     raise AttributeError(f"module 'hoglib' has no attribute {name!r}{where}", name=name)

@@ -106,7 +106,7 @@ def test_a_thread_is_inside_of_at_most_ten_things():
         assert isinstance(getattr(ambient._Ambient, name), bool) == (kind is bool), name
 
 
-# Classes of more attributes than one can hold in the head, and how many: none may have more than that.
+# Classes with more than 15 attributes, and how many: none may gain one, and no class may join them.
 LARGE = {"_Call": 26, "ModelRun": 19, "CurvatureMonitor": 16}
 
 

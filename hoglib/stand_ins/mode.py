@@ -5,8 +5,8 @@
         g = torch.autograd.grad(loss, model.parameters(), create_graph=True)
 
 A `TorchFunctionMode` sees every torch call of its thread. A call that is in `STAND_INS` goes to a
-function of hoglib with the same signature; a type of tensor that defines calls itself, by a
-`__torch_function__`, is asked before. All other calls run unchanged. Calls below Python (inside
+function of hoglib with the same signature, unless a subclass of Tensor among its arguments overrides it
+by `__torch_function__`. All other calls run unchanged. Calls below Python (inside
 torch's own kernels, scripted or compiled code) are not seen.
 """
 
@@ -38,6 +38,7 @@ from hoglib.stand_ins.table import STAND_INS, by_operator, cond
 __all__ = ["active", "second_order", "stand_in_table"]
 
 ACTIONS = ("warn", "raise", "ignore")
+_OF_TENSOR = getattr(Tensor.__torch_function__, "__func__", None)
 # Whether a mode cannot tell when gradients are switched: in forward mode any call is refused then.
 _UNSEEN = is_missing(torch_internals.set_grad_enabled)
 # what torch.cond calls; a key of this kind in the table keeps torch.compile from tracing the mode
@@ -191,9 +192,9 @@ class _SecondOrder(StandInMode):
         return run()
 
     def _by_types(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """A call as the types of its arguments compute it, in the order in which torch asks them."""
+        """Call `__torch_function__` of the types of the arguments, in torch's order."""
         with self:
-            for kind in filter(_has_own_meaning, types):
+            for kind in filter(_overrides_calls, types):
                 result = kind.__torch_function__(func, types, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -202,9 +203,9 @@ class _SecondOrder(StandInMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
-        # a mode comes before the types of the arguments; a type that defines calls itself is asked
-        # first, and what it calls with plain tensors comes here again
-        if types and any(map(_has_own_meaning, types)) and torch_internals.types_handle_calls():
+        # torch calls a mode before the `__torch_function__` of types; here the types go first, and the
+        # calls that they make with plain tensors come here again
+        if types and any(map(_overrides_calls, types)) and torch_internals.types_handle_calls():
             return self._by_types(func, types, args, kwargs)
         # a result that is written into a tensor has no derivative
         if replacement is not None and kwargs.get("out") is None:
@@ -236,14 +237,10 @@ class _SecondOrder(StandInMode):
         return result
 
 
-@functools.cache
-def _has_own_meaning(kind: type) -> bool:
-    """Whether a type decides what calls with it compute: its `__torch_function__` is not that of
-    torch.Tensor."""
-    own = getattr(
-        getattr(kind, "__torch_function__", None), "__func__", None
-    )  # None where disabled
-    return own is not None and own is not getattr(Tensor.__torch_function__, "__func__", None)
+def _overrides_calls(kind: Any) -> bool:
+    """Whether a type has a `__torch_function__` other than torch.Tensor's, which is not disabled."""
+    own = getattr(kind.__torch_function__, "__func__", None)  # None for the disabled one, in C++
+    return own is not None and own is not _OF_TENSOR
 
 
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

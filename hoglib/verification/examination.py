@@ -188,7 +188,7 @@ def examine(given: Applied) -> Verdict:
                     verdict = Verdict("wrong", text)
         except _NotExamined as reason:
             verdict = _not_examined(name, str(reason))
-        # it refuses copies of what it was given, or other values; SystemExit is no end of this process
+        # it refuses copies of its arguments, or values near them; SystemExit must not end the process
         except (Exception, SystemExit) as error:
             verdict = _not_examined(name, f"it raised {format_error(error)}")
     return verdict
@@ -244,7 +244,7 @@ def _judge(given: Applied) -> Verdict:
 
 
 def ranges_of(args: Sequence[Any]) -> tuple[Range, ...]:
-    """The least and the largest element of each tensor of numbers, which is copied from its device."""
+    """The least and the largest element of each strided tensor of real or complex numbers."""
     with torch_internals.without_transforms(), torch.no_grad(), without_stand_ins():
         numbers = [
             x.detach() for x in args if is_float(x) and x.layout is torch.strided and x.numel()
@@ -254,7 +254,7 @@ def ranges_of(args: Sequence[Any]) -> tuple[Range, ...]:
 
 
 def outside(now: Range, known: Range) -> bool:
-    """Whether values reach further than half of the range that was examined beyond it."""
+    """Whether values leave the examined range by more than half of its width."""
     (low, high), (lowest, highest) = now, known
     beyond = ((highest - lowest) or abs(highest)) / 2
     return low < lowest - beyond or high > highest + beyond

@@ -355,3 +355,10 @@ def test_a_value_that_stand_ins_change_is_a_failure(around: Any, passes: bool) -
         report = audited(nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)))
     assert report.ok is passes
     assert [row.status for row in report if row.name == "value"] == ["fail"] * (not passes)
+
+
+def test_the_value_of_data_that_is_fitted_exactly_is_rounding() -> None:
+    x = torch.tensor([0.3, 0.7, 1.1, 1.9, 0.6], dtype=torch.float64)
+    target = (3 * x).prod()
+    report = hog.audit(lambda p, x: ((p * x).prod() - target).square(), 3 * torch.ones_like(x), x)
+    assert report.ok, report

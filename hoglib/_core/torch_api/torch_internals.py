@@ -571,9 +571,8 @@ _SCRIPT_WATCHES: list[watching_scripts] = []
 _function_mode = private("torch.overrides._get_current_function_mode")
 _push_mode = private("torch.overrides._push_mode")
 _pop_mode = needing(private("torch.overrides._pop_mode"), _push_mode)
-types_handle_calls = private(
-    "torch._C._is_torch_function_enabled"
-)  # not inside of such a type's own
+# False while a `__torch_function__` of a type calls torch's own (DisableTorchFunctionSubclass)
+types_handle_calls = private("torch._C._is_torch_function_enabled")
 _function_modes = private("torch.overrides._get_current_function_mode_stack")
 
 

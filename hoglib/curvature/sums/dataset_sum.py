@@ -145,7 +145,7 @@ def split_options(
 
 
 # what to do about a wrong denominator, by `OutputMetric.counting`
-ADVICE = {
+WRONG_COUNT = {
     "terms": "a GGNOperator has the value and the gradient of the data",
     "examples": "take a criterion and an operator with reduction='sum', whose matrix is F D^2 / N "
     "with the sum D of the weights of N examples",
@@ -179,8 +179,8 @@ class DatasetSum:
         likelihoods.check_reduction(loss, options.reduction)
         counting = getattr(metric, "counting", None) or "criterion"
         size = options.batch_size or getattr(loss, "batch_size", None)
-        infers = mean and size is None  # neither the options nor the loss give the weights
-        if infers and counting == "criterion":
+        no_weights = mean and size is None  # neither the options nor the loss give them
+        if no_weights and counting == "criterion":
             # no method of self: a reference cycle would keep the tensors until a garbage collection
             size = partial(watchers.criterion_denominator, loss)
         micro_batch, sharded = options.micro_batch, at.placement.is_sharded
@@ -194,17 +194,19 @@ class DatasetSum:
         if options.check_deterministic:
             self.losses = watchers.Determinism(at, fixed_batches, not processes.alone)
         self.unused = watchers.UnusedLeaves(at)
-        infers = infers and not single
-        inferred = infers and counting != "terms"
+        # the default weights of several batches are compared with the mean of the loss: for each
+        # product, or, of a matrix without that mean ("terms"), for value and gradient only
+        compares = no_weights and not single
+        for_all = compares and counting != "terms"
         # with sharded parameters, the weight of a batch is a sum over processes
-        counted = infers and not sharded and counting != "criterion"
-        counts = [watchers.ExampleCounts(at, ADVICE[counting])] if counted else []
-        self.of_value = [] if inferred else counts  # watchers of value and gradient only
+        counted = compares and not sharded and counting != "criterion"
+        counts = [watchers.ExampleCounts(at, WRONG_COUNT[counting])] if counted else []
+        self.of_value = [] if for_all else counts  # watchers of value and gradient only
         seed = getattr(metric, "seed", None) or 0
         chosen: list[tuple[watchers.Watcher, bool]] = [
-            *((watcher, inferred) for watcher in counts),
-            (watchers.Denominators(at), inferred and not sharded),
-            (watchers.IgnoredLabels(at), inferred),
+            *((watcher, for_all) for watcher in counts),
+            (watchers.Denominators(at), for_all and not sharded),
+            (watchers.IgnoredLabels(at), for_all),
             (watchers.BatchNorm(at, fingerprint.roots), not single and micro_batch is None),
             (self.losses, True),
             (watchers.Splits(at, self.losses, mean, shared), bool(micro_batch or shared)),
@@ -273,7 +275,8 @@ class DatasetSum:
 
     def number(self) -> float:
         """The loss of the last pass, as a number that is on the CPU already."""
-        return float(self._total_loss(self.last or PassTotals(), torch.device("cpu")))
+        assert self.last is not None
+        return float(self._total_loss(self.last, torch.device("cpu")))
 
     def _total_loss(self, totals: PassTotals, device: torch.device | None = None) -> Tensor:
         # torch.full, because copying a number to a device synchronizes
@@ -305,7 +308,8 @@ class DatasetSum:
         if rows is not None and self.kept is not None and self.state.may_skip():
             # an algorithm compares the state at every eighth product: each comparison costs time
             visit(self.kept.term)
-            return self.last or PassTotals()
+            assert self.last is not None  # the totals of the pass that made the graph
+            return self.last
         everyone = [*also, *self.watchers]
         own = partial(self._own_part, visit, rows, everyone, first_order)
         placement = self.at.placement

@@ -542,7 +542,7 @@ class UnusedLeaves(Watcher):
 class Draws(Watcher):
     """Warns if the loss draws random numbers; for KFAC, which makes one pass, with none to compare."""
 
-    _drawn: Term | None = None  # the last term, if any so far drew random numbers
+    _drawn: Term | None = None  # the first term that drew random numbers
 
     def start(self) -> None:
         """Record the generators' state: the operator calls it before each loss, and after own draws."""
@@ -553,7 +553,8 @@ class Draws(Watcher):
         return not torch.equal(self._state, generator_state(self.at.space.device))
 
     def saw(self, term: Term, value: Tensor) -> None:
-        self._drawn = term if self._drawn or self.drawn() else None
+        if self._drawn is None and self.drawn():
+            self._drawn = term
 
     def after(self, totals: PassTotals) -> None:
         if self._drawn and (cause := random_cause(self._drawn)):
