@@ -227,7 +227,9 @@ def is_captured(policy: Policy) -> bool:
     return policy.one_graph and not in_other_tracer()
 
 
-def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
+def run(
+    policy: Policy, func: Callable[..., Any], body: Callable[..., Any], key: Hashable, *inputs: Any
+) -> Any:
     """body(*inputs), with a function of tensors that is made of the user's; by its graph where the
     policy compiles.
 

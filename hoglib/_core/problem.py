@@ -8,7 +8,7 @@ The options of an entry point are checked once and stand in its policy.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypedDict, final
 
@@ -117,7 +117,7 @@ class Policy(NamedTuple):
         """Whether the blocks that are recomputed are compiled, which have backward passes only."""
         return self.compiles and self.remat is not False
 
-    def check_blocks(self, func: Any) -> None:
+    def check_blocks(self, func: Callable[..., Any]) -> None:
         """Raise where a function has no blocks of the kind that are to be recomputed."""
         if self.remat is not False:
             find_blocks(self.remat, func)
@@ -134,7 +134,7 @@ def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[
             )
 
 
-def refuse_wrapped_calls(caller: str, func: Any) -> None:
+def refuse_wrapped_calls(caller: str, func: Callable[..., Any]) -> None:
     """Raise for a function that calls, by itself, a module whose hooks gather its parameters."""
     if getattr(func, "model", None) is None and any(
         isinstance(part, nn.Module) and wrapped_attributes(part, mixed_precision=True)

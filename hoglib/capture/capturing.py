@@ -92,7 +92,9 @@ class GraphEntry:
         finally:
             torch_internals.set_grad_enabled(grad_mode)
 
-    def resolve(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> list[Tensor] | None:
+    def resolve(
+        self, fn: Callable[..., Any], form: CallSignature, tensors: list[Tensor]
+    ) -> list[Tensor] | None:
         """The tensors that the function reaches now, besides its arguments.
 
         Args:

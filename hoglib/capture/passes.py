@@ -217,12 +217,14 @@ def expand_alpha_beta(module: fx.GraphModule) -> None:
                 replace_node(graph, node, found)
 
 
-def has_factors(operation: Any, kwargs: Any) -> bool:
+def has_factors(operation: Any, kwargs: dict[str, Any] | None) -> bool:
     """Whether it has the options alpha or beta."""
     return bool(kwargs) and (operation in SUMS or operation in PRODUCTS)
 
 
-def by_products(call: Callable[..., Any], operation: Any, args: Any, kwargs: Any) -> Any:
+def by_products(
+    call: Callable[..., Any], operation: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
     """An operation without its options alpha and beta, by call(other, *args) of others."""
 
     def scaled(value: Any, factor: Any) -> Any:

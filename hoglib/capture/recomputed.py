@@ -216,7 +216,13 @@ class _HookCalls(TorchFunctionMode):
 
     registered = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         self.registered |= func is Tensor.register_hook
         return func(*args, **(kwargs or {}))
 

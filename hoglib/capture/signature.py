@@ -84,7 +84,7 @@ class CallSignature(NamedTuple):
 
 
 def parse_call(
-    what: str, args: Any, kwargs: Any, dynamic: bool
+    what: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic: bool
 ) -> tuple[CallSignature, list[Tensor]]:
     """The signature of a call, and its tensors, each once."""
     leaves, structure = pytree.flatten((args, kwargs))

@@ -64,7 +64,13 @@ class PythonChecks(TorchFunctionMode):
         super().__init__()
         self._what = what
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func in _READS or (func is Tensor.__format__ and not args[0].dim()):
             constant = _constant_value(args[0])
             if constant is None:
@@ -92,7 +98,13 @@ class OperationChecks(TorchDispatchMode):
         self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
         self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are these, of autograd
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
@@ -119,7 +131,7 @@ class OperationChecks(TorchDispatchMode):
                     self._kept.add(torch_internals.storage_id(one))
         return result
 
-    def _draws(self, func: Any) -> Exception:
+    def _draws(self, func: Callable[..., Any]) -> Exception:
         return UnsupportedError(
             f"{self._what}: expected a function without a torch.Generator, got one that draws from a "
             f"Generator ({func}{user_line()}). Draw the random numbers outside, and pass them as an "
@@ -145,14 +157,14 @@ class OperationChecks(TorchDispatchMode):
         return not isinstance(value, FakeTensor) or torch_internals.storage_id(value) in self._kept
 
 
-def _writes_argument(func: Any, argument: Any) -> bool:
+def _writes_argument(func: Callable[..., Any], argument: Any) -> bool:
     if argument.alias_info is not None and argument.alias_info.is_write:
         return True
     # The schemas of these do not declare it.
     return func in _NORMS and argument.name in ("running_mean", "running_var")
 
 
-def _named_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """The schema and the value of each argument; lists of tensors one tensor at a time."""
     schema = func._schema.arguments
     if func in _NORMS and not args[5]:  # in eval mode nothing is written
@@ -207,7 +219,7 @@ def backward_call_error(what: str, where: str) -> Exception:
     )
 
 
-def _reads_values(func: Any, args: Any) -> bool:
+def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the output or its shape depends on values that are not known."""
     if func is aten.index.Tensor:  # tagged for the sake of its masks
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
@@ -325,7 +337,7 @@ def record_modules(name: str, modules: list[nn.Module]) -> Iterator[None]:
     """Collects the modules that run inside, in this thread."""
     known: set[int] = set()
 
-    def start(module: nn.Module, args: Any) -> None:
+    def start(module: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(module, DistributedDataParallel):
             raise UnsupportedError(
                 f"{name}: expected a function that does not call DistributedDataParallel, which "

@@ -114,7 +114,12 @@ def run_uncompiled(entry: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 
 def _replay(
-    entry: Any, of_loss: int | None, selects: bool, parts: list["Part"], args: Any, options: Any
+    entry: Any,
+    of_loss: int | None,
+    selects: bool,
+    parts: list["Part"],
+    args: tuple[Any, ...],
+    options: Any,
 ) -> list[Tensor]:
     """The results of an entry point for a function that was recorded."""
     func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID.get(of_loss), *parts)
@@ -165,7 +170,9 @@ def uncompiled(function: Callable[[], Any]) -> Any:
     return torch.compiler.disable(function)()
 
 
-def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
+def recorded(
+    func: Callable[..., Any], args: tuple[Any, ...], select: Any = None, output: Any = None
+) -> Any:
     """func(*args), between marks."""
     leaves, structure = pytree.flatten(args)
     others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
@@ -202,7 +209,13 @@ class WithoutFactors(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if has_factors(func, kwargs):
             return by_products(call, func, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -424,7 +424,7 @@ class Learner(nn.Module, ABC):
             return self._losses.get("traced", self.objective)
         return self._functional_loss("inner", self.inner_loss)
 
-    def _functional_loss(self, which: str, criterion: Any) -> FunctionalLoss:
+    def _functional_loss(self, which: str, criterion: Callable[..., Any]) -> FunctionalLoss:
         known = self._losses.get(which)
         if known is None or known.model is not self.model or known.user_criterion is not criterion:
             known = functional_loss(self.model, criterion, forward=self._forward)
@@ -479,7 +479,9 @@ class _TracedObjective:
         return self._part(params, batch)
 
 
-def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> list[Tensor]:
+def _replay(
+    learner: int, options: int, parts: list[Any], args: tuple[Any, ...], _: Any
+) -> list[Tensor]:
     """The loss of a learner, at parameters of its own that torch.compile traces."""
     same: Learner = copy(BY_ID[learner])
     (inner, outer), (own, tasks) = parts, args

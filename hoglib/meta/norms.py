@@ -102,7 +102,7 @@ def record_statistics(layers: BatchNorms) -> Iterator[Statistics]:
     """The mean and the unbiased variance of the input of each train-mode layer, without graphs."""
     found: Statistics = {}
 
-    def record(name: str, layer: nn.Module, args: Any) -> None:
+    def record(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
         # before the layer runs, on what it will normalise: with batch statistics it keeps none
         # itself
         x = args[0].detach()

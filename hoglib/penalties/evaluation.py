@@ -66,7 +66,9 @@ traceable_at_first = when_compiled(
 )
 
 
-def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
+def penalty(
+    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions
+) -> Any:
     """The reduced terms at x; with return_outputs also what func returned there."""
     try:
         return _penalty(func, x, args, term, options)
@@ -81,7 +83,9 @@ def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptio
         raise
 
 
-def _penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
+def _penalty(
+    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions
+) -> Any:
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
     if captures(options.policy):

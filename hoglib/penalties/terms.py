@@ -234,7 +234,7 @@ def is_batch_dependent(at: InputVJP) -> bool | None:
     return depends_on_others(score, at.leaves, own, at.options.name)
 
 
-def _batch_norm_name(module: nn.Module, func: Any) -> str:
+def _batch_norm_name(module: nn.Module, func: Callable[..., Any]) -> str:
     """The name of a layer that normalises by the batch; empty for one that does not."""
     if not module.training and module.running_mean is not None:
         return ""

@@ -12,7 +12,7 @@ torch's own kernels, scripted or compiled code) are not seen.
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, final
@@ -200,7 +200,13 @@ class _SecondOrder(StandInMode):
                     return result
         return func(*args, **kwargs)  # the error of torch
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
         # torch calls a mode before the `__torch_function__` of types; here the types go first, and the
@@ -259,7 +265,9 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return result
 
 
-def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+def _check_tangents(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
+) -> None:
     """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
     moved = any(map(torch_internals.has_tangent, pytree.tensors((args, kwargs))))
     dropped = moved and not any(map(torch_internals.has_tangent, pytree.tensors(result)))
@@ -278,7 +286,9 @@ def _has_graph(x: Any) -> bool:
     return x.requires_grad or (inner is not x and _has_graph(inner))
 
 
-def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
+def _functions_of(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> list[type[Function]]:
     """The custom Functions that a call of an operator applies, found by a call of it with copies."""
     found: list[type[Function]] = []
     with function_watch.watching_functions(lambda function, _: found.append(function)):
@@ -286,7 +296,7 @@ def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]
     return found
 
 
-def _run_on_copies(operator: Any, args: Any, kwargs: Any) -> Any:
+def _run_on_copies(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     def fresh(x: Tensor) -> Tensor:
         return torch_internals.first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
 

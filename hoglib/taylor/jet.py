@@ -141,7 +141,9 @@ class TaylorOptions(NamedTuple):
         keep = torch.is_grad_enabled() if create_graph is None else create_graph
         return cls(caller, Policy.of(caller, options), mode, keep, create_graph is True)
 
-    def evaluate(self, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
+    def evaluate(
+        self, func: Callable[..., Any], body: Callable[..., Any], key: Hashable, *inputs: Any
+    ) -> Any:
         """body(*inputs), which derives from the user's function, inside the ring; by its graph where it
         is captured.
 
@@ -155,7 +157,9 @@ class TaylorOptions(NamedTuple):
         return call_with(func, {}, *args) if isinstance(func, nn.Module) else func(*args)
 
 
-def _inside_ring(policy: Policy, func: Any, body: Callable[..., Any], *inputs: Any) -> Any:
+def _inside_ring(
+    policy: Policy, func: Callable[..., Any], body: Callable[..., Any], *inputs: Any
+) -> Any:
     with ring(policy, func):
         return body(*clone_inference_tensors(inputs))
 

@@ -78,12 +78,12 @@ class Kinks:
         if name in COMPARISONS and isinstance(out, Tensor):
             self._masks[out] = name
 
-    def record_derived_mask(self, args: Any, out: Any) -> None:
+    def record_derived_mask(self, args: tuple[Any, ...], out: Any) -> None:
         """Notes what is computed from masks alone, such as `mask.float()`."""
         if self._masks and isinstance(out, Tensor) and self._from_mask(args):
             self._masks[out] = True
 
-    def _from_mask(self, args: Any) -> bool:
+    def _from_mask(self, args: tuple[Any, ...]) -> bool:
         return any(isinstance(x, Tensor) and x in self._masks for x in args)
 
     def record(self, names: tuple[str, str], call: Call, inside_composite: bool) -> None:

@@ -13,7 +13,7 @@ differentiated, at the next operation: only then is the output part of autograd'
 What is constant for autograd is constant here: what runs under no_grad, and `.detach()`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, final
@@ -92,7 +92,13 @@ class Propagation(TorchDispatchMode):
         self._pending = None
         self._stack.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if _reads_no_values(func):  # runs also before the last output is part of autograd's graph
             return func(*args, **kwargs)
@@ -180,7 +186,7 @@ class Propagation(TorchDispatchMode):
 
     # ---- operations without a rule
 
-    def _taken_apart(self, func: Any, args: Any, kwargs: Any) -> Rule:
+    def _taken_apart(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Rule:
         """The rule of an operation that is a function of others."""
         composite, refused = composite_of(func), NoRule(f"torch.ops.{func}")
         if composite is None:

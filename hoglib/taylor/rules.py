@@ -152,7 +152,7 @@ def names_of(func: Any) -> tuple[str, str]:
     return f"{packet}.{func._overloadname}", packet
 
 
-def is_composite(func: Any, args: tuple[Any, ...]) -> bool:
+def is_composite(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Whether the rule of an operation does not hold for these arguments."""
     name = names_of(func)[1]
     is_complex = isinstance(args[0], Tensor) and args[0].is_complex()

@@ -151,7 +151,9 @@ def verify(
     return report.raise_if_failed() if raise_exception else report
 
 
-def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Options) -> Report:
+def _report(
+    fn: Callable[..., Any], inputs: tuple[Any, ...], reference: Reference, options: Options
+) -> Report:
     """The report of all checks, with the causes of failures first."""
     name, subject, judged = name_of(fn), None, None
     rows: list[Row] = []

@@ -12,7 +12,7 @@ plain functions with one slot taken from x +- h v. What autograd computes of it 
 backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, final
@@ -445,7 +445,13 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
                 yield Row(f"culprit: {called} in {title}", "fail", None, text)
 
 
-def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
+def _operation_fault(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    mode: str,
+    order: int,
+) -> str:
     try:
         f, _ = symmetrized(maps.map_of(lambda a, k: func(*a, **k), (args, kwargs)).seeded())
         which = [i for i, y in enumerate(f.run_with_grad()) if is_float(y) and y.requires_grad]
@@ -467,7 +473,13 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, source_location.SourceLine | None]] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         live, made = (any(map(requires_grad, pytree.leaves(x))) for x in ((args, kwargs), result))

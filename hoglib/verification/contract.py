@@ -330,7 +330,13 @@ class InPlaceWatch(TorchFunctionMode):
         super().__init__()
         self.places: dict[int, source_location.SourceLine | None] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         name = getattr(func, "__name__", "")
         written = tensors_written(name, args, kwargs or {})
         place = source_location.torch_call_line() if written else None
@@ -359,7 +365,13 @@ class DeviceWatch(TorchFunctionMode):
         # made on the default device; kept alive so that ids stay unique
         self._made: dict[int, Tensor] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         given = pytree.tensors((args, kwargs))
@@ -403,7 +415,7 @@ def accumulates(app: Application) -> Rows:
     yield finding("in-place: .grad", ACCUMULATES.format(", ".join(found[:3])) if found else "")
 
 
-def reached(fn: Any, held: Iterable[Any]) -> list[Any]:
+def reached(fn: Callable[..., Any], held: Iterable[Any]) -> list[Any]:
     """The tensors, modules and generators that a function reaches, also by what is held beside it."""
     function = as_function(fn)
     rules: Any = fn
@@ -414,7 +426,7 @@ def reached(fn: Any, held: Iterable[Any]) -> list[Any]:
 
 
 @contextmanager
-def preserved_grads(fn: Any, *held: Any) -> Iterator[Callable[[], list[str]]]:
+def preserved_grads(fn: Callable[..., Any], *held: Any) -> Iterator[Callable[[], list[str]]]:
     """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
     that describes those whose .grad was changed."""
     found = reached(fn, held)

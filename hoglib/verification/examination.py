@@ -543,7 +543,13 @@ def _no_communication() -> AbstractContextManager[Any]:
 class _NoCommunication(TorchDispatchMode):
     """Stops a Function that communicates between processes: the others do not run it again."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if "c10d" in func.namespace:
             raise _NotExamined("it communicates between processes, and is not run again")
         return func(*args, **(kwargs or {}))
@@ -558,7 +564,13 @@ class _Operations(TorchDispatchMode):
         self.plain = True
         self._unwritten: dict[int, Any] = {}  # by the address of the memory
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.plain &= func.namespace in ("aten", "prim", "prims")

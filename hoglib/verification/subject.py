@@ -561,7 +561,11 @@ class Subject:
 
 
 def subject_of(
-    fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, as_given: bool = False
+    fn: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    own_dtype: bool = False,
+    as_given: bool = False,
 ) -> Subject:
     """The subject of a call fn(*inputs).
 
@@ -599,7 +603,7 @@ class Lifted(NamedTuple):
     row: Row
 
 
-def lifted(fn: Any, inputs: tuple[Any, ...]) -> Lifted | None:
+def lifted(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Lifted | None:
     """The call of a Function as a call of a module, if it gets a module, or a callable that holds one,
     together with its parameters; else None."""
     function = maps.as_function(fn)

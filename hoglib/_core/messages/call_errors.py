@@ -19,7 +19,11 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
 
 
 def explain_call_error(
-    error: Exception, function: Any, args: Any, keywords: Any, explain: Callable[[str], str]
+    error: Exception,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    keywords: Any,
+    explain: Callable[[str], str],
 ) -> None:
     """Raises an error that says what to do, if this one is about the arguments of the function.
 
@@ -54,7 +58,9 @@ def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, reason: str) -> str:
+def explain_criterion(
+    criterion: Callable[..., Any], outputs: Any, targets: Any, whole: bool, reason: str
+) -> str:
     """What to do about outputs and targets that a criterion does not take."""
     second = "batch" if whole else "targets"
     function = criterion.forward if isinstance(criterion, nn.Module) else criterion
@@ -240,5 +246,5 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
         ) from error
 
 
-def function_name(function: Any) -> str:
+def function_name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", repr(function)))

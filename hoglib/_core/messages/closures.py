@@ -108,7 +108,7 @@ def generators(*values: Any) -> list[torch.Generator]:
     return [value for value in found if isinstance(value, torch.Generator)]
 
 
-def refuse(what: str, fn: Any) -> list[torch.Generator]:
+def refuse(what: str, fn: Callable[..., Any]) -> list[torch.Generator]:
     """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators it reaches."""
     is_object = not isinstance(fn, FunctionType | MethodType | partial)
     found = []
@@ -149,7 +149,7 @@ def unregistered(module: nn.Module) -> Iterator[Capture]:
                     yield capture
 
 
-def name_of(fn: Any) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
     """The name of a function for messages; of a module its class, of another object its own repr."""
     if isinstance(fn, partial):
         return name_of(fn.func)
@@ -192,7 +192,7 @@ def _short(value: Any) -> str:
     return f"the module {type(value).__name__}"
 
 
-def _advise(what: str, fn: Any, capture: Capture) -> str:
+def _advise(what: str, fn: Callable[..., Any], capture: Capture) -> str:
     """How to make what was found an argument."""
     if isinstance(fn, MethodType) and isinstance(fn.__self__, nn.Module):
         name = fn.__name__
@@ -602,7 +602,7 @@ def _nth(i: int, value: Any) -> Any:
     return list(value.values() if isinstance(value, Mapping) else value)[i]
 
 
-def _global(path: tuple[str, ...], fn: Any) -> Any:
+def _global(path: tuple[str, ...], fn: Callable[..., Any]) -> Any:
     value = fn.__globals__[path[0]]
     for name in path[1:]:
         value = getattr(value, name)

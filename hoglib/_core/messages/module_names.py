@@ -48,7 +48,7 @@ class ModuleNames:
         """Inside, modules that run and have no name get one; their buffers are restored afterwards."""
         late: list[tuple[Tensor, Tensor]] = []
 
-        def start(module: nn.Module, args: Any) -> None:
+        def start(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self.add(module):
                 late.extend((b, b.detach().clone()) for b in module.buffers())
 
@@ -114,11 +114,11 @@ def watching_modules(
     def watched() -> bool:
         return threading.get_ident() == here and not torch.compiler.is_compiling()
 
-    def before(module: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
         if watched():
             start(module, args)
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if watched():
             end(module, args, output)
 

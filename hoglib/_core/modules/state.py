@@ -149,7 +149,13 @@ class _FirstDraw(TorchFunctionMode):
         self._device = device
         self.line: SourceLine | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if self.line is not None:
             return func(*args, **(kwargs or {}))
         before = generator_state(self._device)

@@ -423,7 +423,7 @@ class restore_buffers:  # noqa: N801 a context manager
         for module, name, buffer in self._scripted:
             setattr(module, name, buffer)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
             return
         if id(module) in self._seen or logical_thread() != self._thread:

@@ -118,7 +118,13 @@ class SlicedOperations(TorchFunctionMode):
     by five or six tensors of its size, which then are of the size of a slice.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _ELEMENTWISE or func in _BY_ROWS:
             return _by_slices(func, *args, **kwargs)
@@ -130,7 +136,7 @@ class SlicedOperations(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _by_slices(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _by_slices(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """func on slices of the first dimension that is long enough and is not that of the rows."""
     row, count = None, input.dim()
     if func in _BY_ROWS:
@@ -149,7 +155,7 @@ def _by_slices(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _sliced_attention(
-    func: Any,
+    func: Callable[..., Any],
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -52,7 +52,9 @@ def check_remat(remat: Any) -> Remat:
 
 
 @contextmanager
-def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["BlockForward"]]:
+def rematerialized(
+    remat: Remat, func: Callable[..., Any], recomputed: Any
+) -> Iterator[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward;
     entering returns their forwards.
 
@@ -65,7 +67,7 @@ def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["B
         yield found
 
 
-def find_blocks(remat: Remat, func: Any) -> list[nn.Module]:
+def find_blocks(remat: Remat, func: Callable[..., Any]) -> list[nn.Module]:
     """The modules that the option chooses; each once, and none inside another."""
     roots = _modules_of(func)
     if not roots:
@@ -173,7 +175,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, p.shape) for name, p in module.named_parameters(remove_duplicate=False))
 
 
-def _modules_of(func: Any) -> list[nn.Module]:
+def _modules_of(func: Callable[..., Any]) -> list[nn.Module]:
     """The modules that a function runs: itself, that of a functional loss, or those that it reaches."""
     if isinstance(func, nn.Module):
         return [func]
@@ -279,7 +281,12 @@ def _checkpoint_wrappers(block: nn.Module) -> list[Any]:
     return [module for module in block.modules() if isinstance(module, kind)]
 
 
-def call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
+def call_forward(
+    forward: Callable[..., Any],
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> Any:
     """One run. Objects among the arguments are copied: a cache of keys and values that a run fills
     would be full in the next one, and what is in it have no gradient."""
     leaves, structure = pytree.flatten((args, kwargs))

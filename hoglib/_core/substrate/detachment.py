@@ -7,7 +7,7 @@ out, the mode can repair one: it returns the tensor that was detached, or enable
 that ran without.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -108,7 +108,13 @@ class DetachmentWatch(TorchFunctionMode):
         super().__exit__(*error)
         self._constructors.__exit__(*error)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if self.applying:
             return func(*args, **kwargs)
@@ -141,7 +147,9 @@ class DetachmentWatch(TorchFunctionMode):
             return self._check(func, name, args, kwargs, result)
         return result
 
-    def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
+    def _check(
+        self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any
+    ) -> Any:
         """The result of a call, after noting whether it lost the graph of the arguments."""
         outputs = [y for y in pytree.leaves(result) if is_float(y)]
         without = [y for y in outputs if not y.requires_grad or name == "Parameter"]
@@ -195,17 +203,17 @@ def tensors_written(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     return pytree.tensors((kwargs.get("out"), args[:1] if in_place else ()))
 
 
-def name_of_call(func: Any) -> str:
+def name_of_call(func: Callable[..., Any]) -> str:
     """The name by which a user knows a torch callable: `data` for the getter of Tensor.data."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
-def uses_metadata(name: str, args: Any) -> bool:
+def uses_metadata(name: str, args: tuple[Any, ...]) -> bool:
     """Whether only the dtype or shape of the tensor with a graph is used: x.to(y), x.view_as(y)."""
     return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 
 
-def _short_name(func: Any) -> str:
+def _short_name(func: Callable[..., Any]) -> str:
     name = str(getattr(func, "__name__", func)).removeprefix("aten.")
     return f".{name_of_call(func)}" if name == "__get__" else name

@@ -120,7 +120,13 @@ class NoGradStopsForwardAD(TorchFunctionMode):
         self._outside, self._run_operator = outside, run_operator
         self._frame = torch_internals.checkpoint_frame()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if type(func) in OPERATORS:
             result = self._run_operator(func, args, kwargs or {})
         else:

@@ -143,7 +143,7 @@ def set_data(x: Tensor, value: Any) -> None:
     x.data = value
 
 
-def unwrap_kept(func: Any) -> None:
+def unwrap_kept(func: Callable[..., Any]) -> None:
     """Takes the wrappers of transforms that have ended off the tensors that the modules of a function
     keep, such as tables that are filled in the first call: torch fails at them in the next one."""
     cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
@@ -673,7 +673,7 @@ def has_dynamo() -> bool:
     return "torch._dynamo" in sys.modules
 
 
-def is_compiled(func: Any) -> bool:
+def is_compiled(func: Callable[..., Any]) -> bool:
     """Whether it is a module that torch.compile made of another one."""
     return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
 

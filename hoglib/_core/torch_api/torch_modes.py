@@ -1,6 +1,6 @@
 """Which modes the caller runs in: stand-ins, autocast, forward mode, tracing, and checks of values."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
@@ -71,7 +71,13 @@ class ContiguousDropout(TorchFunctionMode):
     # elsewhere the order is that of the input's memory: a run inside of transforms would draw another
     # mask than one outside
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (F.dropout, torch.dropout) and not kwargs.get("inplace") and args:
             args = (args[0].contiguous(), *args[1:])

@@ -10,7 +10,7 @@ The comment over a group of rows says what torch has no public API for. hoglib r
 of torch's objects directly; they have rows, too: `Tensor._version`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import getclosurevars, signature
@@ -88,7 +88,11 @@ def _within_mode(probe: Callable[[Any], Any]) -> Any:
         seen: Any = None
 
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
         ) -> Any:
             self.seen = func
             return func(*args, **(kwargs or {}))
@@ -118,7 +122,11 @@ def _sees_operations(kind: Any) -> bool:
         seen = 0
 
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self,
+            func: Callable[..., Any],
+            types: Sequence[type],
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
         ) -> Any:
             self.seen += 1
             return func(*args, **(kwargs or {}))

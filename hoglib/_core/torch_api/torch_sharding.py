@@ -90,11 +90,13 @@ def _is_sharding(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_SHARDING_HOOKS)
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
     return _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return _cast_floats(output, dtype)
 
 

@@ -224,7 +224,7 @@ class KroneckerOperator(LinearOperator):
         """
         return self._map(validation.function("function", function))
 
-    def _map(self, function: Any, checked: bool = True) -> "KroneckerMatrix":
+    def _map(self, function: Callable[..., Any], checked: bool = True) -> "KroneckerMatrix":
         # before: processes exchange factors at the first use, and nothing inside of `raise_in_all`
         given_blocks = self.blocks()
         with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("map"):

@@ -69,7 +69,7 @@ def _product(
     policy: Policy,
     vector: Vector,
     leaves: Vector,
-    args: Any,
+    args: tuple[Any, ...],
 ) -> tuple[Tensor, Vector, tuple[int, ...] | None]:
     """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss; and the leaves that the
     loss does not depend on."""

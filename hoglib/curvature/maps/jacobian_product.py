@@ -142,7 +142,12 @@ def _check_primals(primals: Tree) -> tuple[Vector, Any]:
 
 
 def _value_and_tangent(
-    func: Any, structure: Any, mode: str, policy: Policy, leaves: Vector, vector: Vector
+    func: Callable[..., Any],
+    structure: Any,
+    mode: str,
+    policy: Policy,
+    leaves: Vector,
+    vector: Vector,
 ) -> tuple[Tree, Tree]:
     """The value and the tangent in eager mode, in their structure."""
     inside = torch_internals.transforms_active()
@@ -304,7 +309,7 @@ class TransposedJacobian:
         found = [next(left) if y.requires_grad else None for y in self._outputs]
         return materialize_grads(found, self._outputs)
 
-    def agrees(self, func: Any, vector: Vector, tangents: Vector) -> bool:
+    def agrees(self, func: Callable[..., Any], vector: Vector, tangents: Vector) -> bool:
         """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
         along = [part for y, part in zip(self._outputs, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
@@ -331,7 +336,11 @@ Pair = tuple[Vector, Vector]  # of an inner product
 
 
 def are_adjoint(
-    func: Any, inputs: Pair, outputs: Pair, graphs: Iterable[Tensor], placement: Placement = WHOLE
+    func: Callable[..., Any],
+    inputs: Pair,
+    outputs: Pair,
+    graphs: Iterable[Tensor],
+    placement: Placement = WHOLE,
 ) -> bool:
     """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products, which a device
     has to wait for: there only the first call of a function at these shapes is checked.

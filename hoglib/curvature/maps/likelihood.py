@@ -426,7 +426,7 @@ def nearby(tensors: Sequence[Tensor], seed: int) -> Vector:
     return [x.detach() * (1 + 0.5 * r) + 0.3 * r for x, r in zip(tensors, noise, strict=True)]
 
 
-def _all_options(criterion: Any) -> dict[str, Any]:
+def _all_options(criterion: Callable[..., Any]) -> dict[str, Any]:
     """Those of a function, partial or module, with class weights."""
     buffers = criterion._buffers if isinstance(criterion, nn.Module) else {}
     return {**_options(criterion), **buffers}
@@ -472,7 +472,7 @@ def _of_family(family: Family, name: str, outputs: Tree) -> Likelihood:
     return Likelihood(family.distribution, family)
 
 
-def _criterion_name(criterion: Any) -> str:
+def _criterion_name(criterion: Callable[..., Any]) -> str:
     return getattr(criterion, "__name__", None) or validation.describe(criterion)
 
 

@@ -226,7 +226,12 @@ def fisher_vp(
 
 
 def _product(
-    kind: CurvatureKind, func: Any, params: Any, v: Any, args: tuple[Any, ...], policy: Policy
+    kind: CurvatureKind,
+    func: Callable[..., Any],
+    params: Any,
+    v: Any,
+    args: tuple[Any, ...],
+    policy: Policy,
 ) -> tuple[Tensor, Any]:
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func, "func")
@@ -259,7 +264,7 @@ def _product(
     return value, problem.tree(product)
 
 
-def _refuse_sharded(policy: Policy, func: Any) -> None:
+def _refuse_sharded(policy: Policy, func: Callable[..., Any]) -> None:
     """Raise for options and functions that DTensors among the parameters do not go with."""
     validation.refuse_transforms(policy.caller, "products of DTensors are taken outside of them.")
     for name, given in (("create_graph", policy.create_graph), ("compile", policy.backend)):
@@ -400,7 +405,9 @@ def ggn(
     return _matrix(kind, _real_problem(policy, loss, params, (batch,)), params, blocks)
 
 
-def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]) -> Problem:
+def _real_problem(
+    policy: Policy, func: Callable[..., Any], params: Tree, args: tuple[Any, ...]
+) -> Problem:
     refuse_sharded(policy.caller, pytree.leaves(params))
     problem = Problem.of(policy, func, params, *args)
     for leaf in problem.leaves:

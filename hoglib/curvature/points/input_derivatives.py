@@ -227,7 +227,7 @@ def point_gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
     return torch.stack(rows, 1).reshape(*y.shape, *x.shape[1:]) if y.dim() else rows[0]
 
 
-def point_values(func: Callable[..., Tensor], args: Any) -> Function:
+def point_values(func: Callable[..., Tensor], args: tuple[Any, ...]) -> Function:
     """x -> func(x, *args), checked to be a value of each point, or the scalar value of one."""
     refuse_mixing = _MixingCheck(func)
     # a module's own parameters, but copies of the buffers, which its forward may change
@@ -313,7 +313,13 @@ class _BatchNormWatcher(TorchFunctionMode):
 
     in_training = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm or func is torch.batch_norm:
             self.in_training |= bool(args[5] if len(args) > 5 else kwargs.get("training", False))

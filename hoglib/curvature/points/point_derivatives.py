@@ -189,7 +189,9 @@ def laplacian(
     signs = _draw_directions(x, num_projections, generator, signs=True)
     of_x = coefficients if callable(coefficients) else None
 
-    def body(x: Tensor, args: Any, coefficients: Any, signs: Tensor | None) -> tuple[Any, ...]:
+    def body(
+        x: Tensor, args: tuple[Any, ...], coefficients: Any, signs: Tensor | None
+    ) -> tuple[Any, ...]:
         values = point_values(func, args)
 
         @cache
@@ -386,7 +388,7 @@ def bilaplacian(
     given = TaylorOptions.of("bilaplacian", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
 
-    def body(x: Tensor, args: Any, v: Tensor | None) -> tuple[Tensor, Tensor]:
+    def body(x: Tensor, args: tuple[Any, ...], v: Tensor | None) -> tuple[Tensor, Tensor]:
         values = point_values(func, args)
 
         def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
@@ -586,7 +588,7 @@ def directional(
             f"dimension, got {validation.describe(v)} on {v.device}."
         )
 
-    def body(x: Tensor, v: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+    def body(x: Tensor, v: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         def call(points: Tensor) -> list[Tensor]:
             value = given.run(func, points, *args)
             validation.tensor("func(x, *args)", value)
@@ -656,7 +658,7 @@ def partial_derivative(
             f"the first coordinate and the first by the second one, got {validation.describe(index)}."
         )
 
-    def body(x: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+    def body(x: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         values = point_values(func, args)
 
         def path(batched: bool) -> tuple[list[Tensor], tuple[int, ...], list[int]]:
