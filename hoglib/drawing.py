@@ -52,7 +52,7 @@ FONT = 'fontname="Helvetica, Arial, sans-serif"'
 BREAK = 'color="#D55E00", style=dashed, arrowhead=tee'
 
 
-def graph(fn: Callable[..., Any] | type[Function], inputs: Any, *, order: int = 2) -> "Graph":
+def graph(fn: Callable[..., Any] | type[Function], inputs: object, *, order: int = 2) -> "Graph":
     r"""Draw the graph that a second derivative goes through, and mark where it breaks.
 
         y = f(x)        the graph of f
@@ -172,7 +172,7 @@ class Graph:
         path.write_bytes(self._text.encode() if suffix in TEXTS else self._draw(suffix[1:]))
         return path
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """The picture for notebooks, or the text without graphviz."""
         try:
             return {"image/svg+xml": self._draw("svg").decode(), "text/plain": repr(self)}
@@ -213,7 +213,9 @@ class _Node:
 class _Drawing:
     """Nodes and edges in the order in which they are added, each once, and sentences about breaks."""
 
-    def __init__(self, name: str, applied: dict[Any, list[Tensor]], applying: Any) -> None:
+    def __init__(
+        self, name: str, applied: dict[Any, list[Tensor]], applying: function_watch.Applying
+    ) -> None:
         self.faults: list[str] = []
         self._name, self._applied, self._applying = name, applied, applying
         self._nodes: dict[str, _Node] = {}
@@ -333,7 +335,7 @@ class _Drawing:
         watch = DetachmentWatch()
         watch.applying = self._applying
 
-        def enter(_: Any) -> None:
+        def enter(_: object) -> None:
             watch.__enter__()  # torch ends it with the autograd node, should that raise
 
         def leave(returned: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
@@ -374,7 +376,7 @@ class _Drawing:
         return [name for name, x in saved if not x.requires_grad and _memory_key(x) not in given]
 
 
-def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: Any) -> bool:
+def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: object) -> bool:
     """Whether the gradients that a backward returned were computed from the incoming ones alone."""
     # a leaf that is no incoming gradient, or a node that this backward did not make, is another way
     # to the inputs

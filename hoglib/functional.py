@@ -165,7 +165,7 @@ def trainable_params(model: nn.Module, *patterns: str) -> Params:
     return {n: p for n, p in params.items() if any(fnmatchcase(n, one) for one in patterns)}
 
 
-def _check_pattern(model: nn.Module, pattern: Any, params: Params) -> None:
+def _check_pattern(model: nn.Module, pattern: object, params: Params) -> None:
     """Raise unless a trainable parameter matches."""
     if not isinstance(pattern, str):
         text = f"patterns: expected strings such as '*lora_*', got {validation.describe(pattern)}."
@@ -238,7 +238,7 @@ class FunctionalLoss:
         self.__dict__.update(state)
         BY_ID[id(self)] = self
 
-    def __call__(self, params: Params, batch: Any, *more: Any) -> Tensor:
+    def __call__(self, params: Params, batch: object, *more: Any) -> Tensor:
         if more:
             raise ArgumentTypeError(
                 f"loss(params, batch): expected one batch, got {1 + len(more)} arguments in its place. "
@@ -248,7 +248,7 @@ class FunctionalLoss:
         with self._swapped(params):
             return self.criterion(self._outputs(params, batch), batch)
 
-    def outputs(self, params: Params, batch: Any) -> Any:
+    def outputs(self, params: Params, batch: object) -> Any:
         """The model's outputs on a batch.
 
         Args:
@@ -260,7 +260,7 @@ class FunctionalLoss:
         with self._swapped(params):
             return self._outputs(params, batch)
 
-    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+    def criterion(self, outputs: object, batch: object) -> Tensor:
         """The criterion at given outputs of the model.
 
         Args:
@@ -380,7 +380,7 @@ class FunctionalLoss:
             parts.append(f"forward={function_name(self._forward)}")
         return f"functional_loss({', '.join(parts)})" + (".double()" if self._dtype else "")
 
-    def _outputs(self, params: Params, batch: Any) -> Any:
+    def _outputs(self, params: Params, batch: object) -> Any:
         """The model's outputs, where its parameters have been swapped."""
         if isinstance(batch, DataLoader):
             raise ArgumentTypeError(
@@ -411,7 +411,7 @@ class FunctionalLoss:
                 self._searched.add(names)
         return outputs
 
-    def _refuse_own_parameters(self, params: Params, outputs: Any) -> bool | None:
+    def _refuse_own_parameters(self, params: Params, outputs: object) -> bool | None:
         """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
         one does not arrive, so that derivatives by it are zero; None where outputs have no graph."""
         unwrap = torch_internals.unwrap
@@ -445,7 +445,7 @@ class FunctionalLoss:
         return tuple(batch[:-1]) if _is_sequence(batch) else (batch,), {}
 
     def _explain_call(
-        self, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: Any, reason: str
+        self, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: object, reason: str
     ) -> str:
         """What to do about arguments that the model does not take."""
         forward = self.model.forward
@@ -512,7 +512,7 @@ class FunctionalLoss:
                 )
 
 
-def check_instance(what: str, value: Any) -> Any:
+def check_instance(what: str, value: object) -> Any:
     """The function or module, unless it is the class that one is made from."""
     validation.function(what, value)
     if isinstance(value, type):
@@ -523,7 +523,7 @@ def check_instance(what: str, value: Any) -> Any:
     return value
 
 
-def _check_module(model: Any) -> None:
+def _check_module(model: object) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise ArgumentTypeError(
             f"model: expected a torch.nn.Module written in Python, got a {type(model).__name__}, whose "
@@ -540,7 +540,7 @@ def _check_module(model: Any) -> None:
         )
 
 
-def _whole_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _whole_batch(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a model that computes its own loss."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -549,7 +549,7 @@ def _whole_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
-def _own_loss(model: nn.Module, outputs: Any) -> Tensor:
+def _own_loss(model: nn.Module, outputs: object) -> Tensor:
     """The loss among the outputs of a model that computes it."""
     what = type(model).__name__
     advice = (
@@ -574,7 +574,7 @@ def _own_loss(model: nn.Module, outputs: Any) -> Tensor:
     return validation.scalar(f"{what}(batch).loss", found)
 
 
-def _is_sequence(batch: Any) -> bool:
+def _is_sequence(batch: object) -> bool:
     """Whether a batch consists of inputs and targets."""
     if not isinstance(batch, tuple | list) or isinstance(batch, PackedSequence):
         return False

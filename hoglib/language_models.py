@@ -176,7 +176,7 @@ class LanguageModelLoss(FunctionalLoss):
             losses = _cross_entropy.row_losses(rows)
         return torch.where(counts, losses, 0).sum() / total
 
-    def batch_size(self, batch: Any) -> int:
+    def batch_size(self, batch: object) -> int:
         """The number of labels of a batch that count, by which operators weight it.
 
         Args:
@@ -186,7 +186,7 @@ class LanguageModelLoss(FunctionalLoss):
         """
         return int((self._labels(batch) != self._ignore_index).sum())
 
-    def gauss_newton(self, outputs: Features, batch: Any) -> Product:
+    def gauss_newton(self, outputs: Features, batch: object) -> Product:
         """The Hessian of the cross-entropy by the logits, as a matrix on the features and the head.
 
             M = 1/T sum_t J_t^T (diag(p_t) - p_t p_t^T) J_t,  J_t the Jacobian of z_t by (h, W, b)
@@ -212,7 +212,7 @@ class LanguageModelLoss(FunctionalLoss):
     def fisher(
         self,
         outputs: Features,
-        batch: Any,
+        batch: object,
         kind: str,
         num_samples: int,
         generator: Generator | None,
@@ -279,7 +279,7 @@ class LanguageModelLoss(FunctionalLoss):
         """
         return _OfLogits(self)
 
-    def _outputs(self, params: Params, batch: Any) -> Features:
+    def _outputs(self, params: Params, batch: object) -> Features:
         head = self.model.get_submodule(self._head)
         if self._forward is not None:
             hidden = super()._outputs(params, batch)
@@ -298,11 +298,11 @@ class LanguageModelLoss(FunctionalLoss):
         hidden = hidden[..., :-1, :] if self._shift else hidden
         return Features(hidden, head.weight, head.bias)  # type: ignore[arg-type]
 
-    def _run(self, batch: Any) -> Any:
+    def _run(self, batch: object) -> Any:
         args, keywords = _model_arguments(self.model, batch)
         return self.model(*args, **keywords)
 
-    def _check_logits(self, batch: Any, head: nn.Module) -> None:
+    def _check_logits(self, batch: object, head: nn.Module) -> None:
         """Raise unless the logits of the model are those of its head, at two positions; also where they
         are large, which shows a bound on them."""
         what, scale = type(self.model).__name__, 1.0
@@ -324,7 +324,7 @@ class LanguageModelLoss(FunctionalLoss):
             # a second run with large logits: a bound such as tanh leaves small ones as they are
             scale = 100 / size if size else 1.0
 
-    def _two_logits(self, batch: Any, head: Any, scale: float) -> tuple[Tensor | None, Tensor]:
+    def _two_logits(self, batch: object, head: Any, scale: float) -> tuple[Tensor | None, Tensor]:
         """The logits that the model returns, and its head, at two positions and times a number."""
         seen: list[Tensor] = []
 
@@ -338,7 +338,7 @@ class LanguageModelLoss(FunctionalLoss):
             outputs = self._run(batch)
         return _find_logits(outputs), seen[0]
 
-    def _rows(self, outputs: Features, batch: Any) -> tuple[_cross_entropy.Rows, Tensor, Tensor]:
+    def _rows(self, outputs: Features, batch: object) -> tuple[_cross_entropy.Rows, Tensor, Tensor]:
         """The arguments of the loss by rows, which of them count, and the number of these."""
         hidden, weight, bias = outputs
         labels = self._labels(batch)
@@ -358,7 +358,7 @@ class LanguageModelLoss(FunctionalLoss):
         h, own = hidden.reshape(-1, hidden.shape[-1]), torch.where(counts, classes, 0)
         return _cross_entropy.Rows(h, weight, bias, own, self._smoothing, size), counts, total
 
-    def _labels(self, batch: Any) -> Tensor:
+    def _labels(self, batch: object) -> Tensor:
         labels = _labels_of(batch, self._shift, self._ignore_index)
         return labels[..., 1:] if self._shift else labels
 
@@ -375,10 +375,10 @@ class _OfLogits(FunctionalLoss):
         self._constants = loss._constants
         self._loss, self.batch_size = loss, loss.batch_size
 
-    def targets(self, batch: Any) -> Tensor:
+    def targets(self, batch: object) -> Tensor:
         return self._loss._labels(batch)
 
-    def _outputs(self, params: Params, batch: Any) -> Tensor:
+    def _outputs(self, params: Params, batch: object) -> Tensor:
         return F.linear(*self._loss._outputs(params, batch)).movedim(-1, 1)
 
 
@@ -452,7 +452,7 @@ def _until_head(run: Callable[[], Any], head: nn.Module) -> Tensor:
     )
 
 
-def _find_logits(outputs: Any) -> Tensor | None:
+def _find_logits(outputs: object) -> Tensor | None:
     if isinstance(outputs, Mapping):
         found = outputs.get("logits")
     else:
@@ -509,7 +509,7 @@ def _shifts_labels(model: nn.Module) -> bool:
     )
 
 
-def _labels_of(batch: Any, shift: bool, ignore_index: int) -> Tensor:
+def _labels_of(batch: object, shift: bool, ignore_index: int) -> Tensor:
     """The labels of a batch, before they are shifted."""
     if isinstance(batch, Mapping):
         labels = batch.get("labels")

@@ -44,7 +44,7 @@ def picture(draw: Callable[[Any, Any], int | None]) -> Callable[[Any, Any], Any]
     the common style, and as high as the number of names beside them that draw returns."""
 
     @wraps(draw)
-    def plot(result: Any, ax: Any) -> Any:
+    def plot(result: object, ax: object) -> Any:
         pyplot = load_pyplot("plot")
         if ax is None:
             with pyplot.rc_context(STYLE):
@@ -203,7 +203,7 @@ def _by_name(ax: Any, rows: Sequence[tuple[str, float | None, float, str]]) -> i
     return len(rows)
 
 
-def _scale_by_size(ax: Any, axis: str, values: Iterable[float]) -> None:
+def _scale_by_size(ax: object, axis: str, values: Iterable[float]) -> None:
     """A logarithmic axis for values of several sizes, linear near zero if one is negative."""
     known = [x for x in values if isfinite(x) and x]
     largest, least = (f(map(abs, known), default=1.0) for f in (max, min))

@@ -160,7 +160,7 @@ def warn_if_derivatives_not_finite(
     problem: Problem,
     loss: Tensor,
     parts: Iterable[Tensor],
-    func: Any = None,
+    func: object = None,
     by: Sequence[Tensor] = (),
 ) -> None:
     """Warns of derivatives at a problem's leaves that are not finite where the loss is.
@@ -181,7 +181,7 @@ def warn_if_derivatives_not_finite(
             part.register_hook(partial(_watch_gradients, by, known, finite, explain))
 
 
-def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: Any) -> None:
+def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: object) -> None:
     """Watches the gradients by leaves in the backward that begins, and explains those that are not
     finite. known: not empty once such a backward was watched.
     """
@@ -227,9 +227,7 @@ def is_captured(policy: Policy) -> bool:
     return policy.one_graph and not in_other_tracer()
 
 
-def run(
-    policy: Policy, func: Callable[..., Any], body: Callable[..., Any], key: Hashable, *inputs: Any
-) -> Any:
+def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
     """body(*inputs), with a function of tensors that is made of the user's; by its graph where the
     policy compiles.
 

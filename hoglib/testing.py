@@ -13,7 +13,7 @@ __all__ = ["TOLERANCES", "Tolerance", "assert_double_differentiable"]
 
 def assert_double_differentiable(
     fn: Callable[..., Any] | type[torch.autograd.Function],
-    inputs: Any,
+    inputs: object,
     *,
     reference: Callable[..., Any] | None = None,
     orders: Sequence[int] | int | None = None,

@@ -29,6 +29,7 @@ from hoglib._core.substrate.placement import (
     placement_of,
 )
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_sharding import wrapped_attributes
 from hoglib.errors import ArgumentTypeError, UnsupportedError
 
@@ -162,7 +163,7 @@ class Problem:
     call: str = "func(params, *args)"  # for messages
 
     @classmethod
-    def of(cls, policy: Policy, loss: Any, params: Any, *args: Any) -> "Problem":
+    def of(cls, policy: Policy, loss: object, params: Tree, *args: Any) -> "Problem":
         validation.not_the_model("func", loss, params)
         leaves, structure = validation.parameters(params)
         placement = placement_of(leaves, lambda: pytree.paths(params))

@@ -35,7 +35,7 @@ MISSES_TO_WARN = 3  # captures for one signature, one after the other
 def compile(
     fn: Callable[..., Any],
     *,
-    backend: Any = "inductor",
+    backend: object = "inductor",
     dynamic: bool = False,
     check: bool = True,
     name: str | None = None,
@@ -121,7 +121,7 @@ class Compiled:
         self,
         fn: Callable[..., Any],
         *,
-        backend: Any,
+        backend: object,
         dynamic: bool = False,
         check: bool = True,
         name: str | None = None,
@@ -311,7 +311,7 @@ class Compiled:
             "change from call to call as tensors, use batches of one size, or pass dynamic=True."
         )
 
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
+    def __get__(self, owner: object, kind: object = None) -> Any:
         """Binds like a function, so that a method can be compiled."""
         return self if owner is None else MethodType(self, owner)
 
@@ -416,7 +416,7 @@ def count_graphs(graphs: list[capturing.GraphEntry]) -> str:
 def compiled_loss(
     loss_fn: Callable[..., Tensor],
     *,
-    backend: Any = "inductor",
+    backend: object = "inductor",
     dynamic: bool = False,
     check: bool = True,
 ) -> "CompiledLoss":

@@ -92,9 +92,7 @@ class GraphEntry:
         finally:
             torch_internals.set_grad_enabled(grad_mode)
 
-    def resolve(
-        self, fn: Callable[..., Any], form: CallSignature, tensors: list[Tensor]
-    ) -> list[Tensor] | None:
+    def resolve(self, fn: Any, form: CallSignature, tensors: list[Tensor]) -> list[Tensor] | None:
         """The tensors that the function reaches now, besides its arguments.
 
         Args:
@@ -161,7 +159,7 @@ class CacheSlot(NamedTuple):
     key: Hashable
 
     @classmethod
-    def of(cls, fn: Any, *key: Hashable) -> "CacheSlot":
+    def of(cls, fn: object, *key: Hashable) -> "CacheSlot":
         """That of a function, or of what is made from it anew at each call and depends on the key
         besides; of a method it is its object, since a method is made at each access."""
         if isinstance(fn, MethodType):
@@ -263,7 +261,7 @@ def in_other_tracer() -> bool:
     )
 
 
-def _is_compiled(value: Any) -> bool:
+def _is_compiled(value: object) -> bool:
     """Whether it is a module or a function that torch.compile made, whose code cannot be traced."""
     if isinstance(value, nn.Module):
         return torch_internals.is_compiled(value) or value._compiled_call_impl is not None

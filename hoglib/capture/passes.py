@@ -162,7 +162,7 @@ def simplify(module: fx.GraphModule) -> None:
         graph.eliminate_dead_code(lambda node: node.is_impure() or is_random(node))
 
 
-def _freeze(value: Any) -> Hashable:
+def _freeze(value: object) -> Hashable:
     if isinstance(value, list | tuple):
         return ("list", *map(_freeze, value))
     if isinstance(value, dict):
@@ -170,7 +170,7 @@ def _freeze(value: Any) -> Hashable:
     return value if isinstance(value, fx.Node) else (type(value), repr(value))
 
 
-def _layout_of(node: Any) -> tuple[Any, ...] | None:
+def _layout_of(node: object) -> tuple[Any, ...] | None:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return None
@@ -217,14 +217,12 @@ def expand_alpha_beta(module: fx.GraphModule) -> None:
                 replace_node(graph, node, found)
 
 
-def has_factors(operation: Any, kwargs: dict[str, Any] | None) -> bool:
+def has_factors(operation: object, kwargs: dict[str, Any] | None) -> bool:
     """Whether it has the options alpha or beta."""
     return bool(kwargs) and (operation in SUMS or operation in PRODUCTS)
 
 
-def by_products(
-    call: Callable[..., Any], operation: Any, args: tuple[Any, ...], kwargs: Any
-) -> Any:
+def by_products(call: Callable[..., Any], operation: Any, args: Any, kwargs: Any) -> Any:
     """An operation without its options alpha and beta, by call(other, *args) of others."""
 
     def scaled(value: Any, factor: Any) -> Any:
@@ -405,7 +403,7 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _is_exchanged(node: Any) -> bool:
+def _is_exchanged(node: object) -> bool:
     """Whether it is a transpose that swaps dimensions 0 and 1 of images or kernels."""
     if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
         return False

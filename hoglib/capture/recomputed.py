@@ -21,6 +21,7 @@ from hoglib._core.remat import recomputation
 from hoglib._core.runtime.ambient import inside
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.capture.api import Compiled, trace_graph
 from hoglib.capture.capturing import CacheSlot
@@ -216,13 +217,7 @@ class _HookCalls(TorchFunctionMode):
 
     registered = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         self.registered |= func is Tensor.register_hook
         return func(*args, **(kwargs or {}))
 
@@ -240,7 +235,7 @@ class _Reader:
         self._seen = dict[int, int]()
         self.shared: list[Any] = []
 
-    def key(self, value: Any) -> Hashable:
+    def key(self, value: object) -> Hashable:
         if is_plain(value):
             if type(value) in (int, str) and not self._labels:
                 return type(value).__name__

@@ -133,7 +133,7 @@ def check_dense(what: str, tensor: Tensor, got: str = "", when: str = "") -> Non
         )
 
 
-def _constant_key(what: str, leaf: Any) -> Hashable:
+def _constant_key(what: str, leaf: object) -> Hashable:
     if is_plain(leaf):
         # repr distinguishes 0.0 from -0.0, and equals itself for nan
         return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None
@@ -167,7 +167,7 @@ class Guards:
     Tensors that no path leads to are constants; guards keep nothing else alive.
     """
 
-    def __init__(self, root: Any, tensors: list[Tensor], modules: list[nn.Module]) -> None:
+    def __init__(self, root: object, tensors: list[Tensor], modules: list[nn.Module]) -> None:
         walk = ClosureWalker(root)
         edges = [*walk.edges, *_shortest_paths(root, walk, [*tensors, *modules])]
         edges = _lasting_edges(edges, walk.objects)
@@ -200,7 +200,7 @@ class Guards:
         self.kinds: Final = [signature.tensor_key(x) for x in tensors]
         self._all_match = torch_internals.tensor_check(tensors)
 
-    def resolve(self, root: Any) -> list[Tensor] | None:
+    def resolve(self, root: object) -> list[Tensor] | None:
         """The tensors that the root reaches now; None if a guard fails."""
         try:
             objects = self._follow(root)
@@ -215,7 +215,7 @@ class Guards:
         return found
 
     def refresh(
-        self, what: str, root: Any, tensors: list[Tensor], modules: list[nn.Module]
+        self, what: str, root: object, tensors: list[Tensor], modules: list[nn.Module]
     ) -> "Guards":
         """The guards after a run of the function. Raises NoSecondDerivative if the run replaced tensors
         that the function reaches."""
@@ -229,7 +229,7 @@ class Guards:
                 )
         return again
 
-    def explain(self, root: Any) -> str:
+    def explain(self, root: object) -> str:
         """Why `resolve` returns None."""
         try:
             self._follow(root)
@@ -242,7 +242,7 @@ class Guards:
             "argument too, or sizes are other than the graph assumes"
         )
 
-    def _follow(self, root: Any) -> list[Any]:
+    def _follow(self, root: object) -> list[Any]:
         """The objects on all paths; raises where a guard fails."""
         at = self._start.copy()
         at[0] = root
@@ -284,7 +284,7 @@ class _ChangedError(Exception):
         return f"`{'.'.join(map(str, parts))}` of {owner} is {what}{was}"
 
 
-def _guard_requirement(value: Any, ran: bool) -> tuple[int, Any]:
+def _guard_requirement(value: object, ran: bool) -> tuple[int, Any]:
     """What a guard requires of the value that takes the place of this one at a later call."""
     if ran:
         return MODULE, ref(value)
@@ -318,7 +318,7 @@ def _lasting_edges(edges: list[Edge], objects: list[Any]) -> list[Edge]:
     return found
 
 
-def _leads_to(holder: Any, step: Any, value: Any) -> bool:
+def _leads_to(holder: Any, step: Any, value: object) -> bool:
     try:
         now = step(_as_resolved(holder))
     except _GONE:
@@ -326,7 +326,7 @@ def _leads_to(holder: Any, step: Any, value: Any) -> bool:
     return now is _as_resolved(value) or (is_plain(value) and _same_value(now, value))
 
 
-def _as_resolved(value: Any) -> Any:
+def _as_resolved(value: object) -> Any:
     """What a step leads to where the traversal has this object."""
     return value.fields if isinstance(value, Attributes) else value
 
@@ -345,7 +345,7 @@ def _ancestors_of(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
     return found
 
 
-def _shortest_paths(root: Any, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
+def _shortest_paths(root: object, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
     """Edges of the shortest path to each object that is reached, but by no name that any code reads."""
     missing = [x for x in wanted if id(x) not in walk.places]
     if not missing:
@@ -423,5 +423,5 @@ def discard_traced_tensors(walk: ClosureWalker) -> Iterator[None]:
                 tensor.grad = grad
 
 
-def _is_traced(value: Any) -> bool:
+def _is_traced(value: object) -> bool:
     return any(isinstance(torch_internals.unwrap(x), FakeTensor) for x in pytree.tensors(value))

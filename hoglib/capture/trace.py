@@ -25,6 +25,7 @@ from hoglib._core.messages.module_names import watching_modules
 from hoglib._core.runtime import source_location
 from hoglib._core.substrate.gradient_graph import leaf_tensors, walk
 from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_library import OPERATORS
 from hoglib._core.torch_api.torch_private import private
 from hoglib.capture.signature import TensorSlot, check_dense
@@ -64,13 +65,7 @@ class PythonChecks(TorchFunctionMode):
         super().__init__()
         self._what = what
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if func in _READS or (func is Tensor.__format__ and not args[0].dim()):
             constant = _constant_value(args[0])
             if constant is None:
@@ -98,13 +93,7 @@ class OperationChecks(TorchDispatchMode):
         self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
         self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are these, of autograd
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}

@@ -23,6 +23,8 @@ from torch import Tensor, fx
 from hoglib._core.runtime.ambient import inside
 from hoglib._core.runtime.source_location import user_line
 from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_internals import constant_transforms_active
 from hoglib._core.torch_api.torch_private import private
 from hoglib.capture.passes import by_products, has_factors
@@ -114,12 +116,7 @@ def run_uncompiled(entry: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 
 def _replay(
-    entry: Any,
-    of_loss: int | None,
-    selects: bool,
-    parts: list["Part"],
-    args: tuple[Any, ...],
-    options: Any,
+    entry: Any, of_loss: int | None, selects: bool, parts: list["Part"], args: Any, options: Any
 ) -> list[Tensor]:
     """The results of an entry point for a function that was recorded."""
     func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID.get(of_loss), *parts)
@@ -170,9 +167,7 @@ def uncompiled(function: Callable[[], Any]) -> Any:
     return torch.compiler.disable(function)()
 
 
-def recorded(
-    func: Callable[..., Any], args: tuple[Any, ...], select: Any = None, output: Any = None
-) -> Any:
+def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
     """func(*args), between marks."""
     leaves, structure = pytree.flatten(args)
     others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
@@ -185,7 +180,7 @@ def recorded(
     return value
 
 
-def _fill_tree(others: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> Any:
+def _fill_tree(others: Sequence[Any], structure: object, tensors: Sequence[Tensor]) -> Any:
     """A tree with these tensors among its leaves, in their order."""
     left = list(tensors)
     return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
@@ -209,13 +204,7 @@ class WithoutFactors(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if has_factors(func, kwargs):
             return by_products(call, func, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -287,7 +276,7 @@ class Part:
 class TracedLoss:
     """A loss, of which Dynamo traced the outputs and the criterion."""
 
-    def __init__(self, loss: Any, outputs: Part, criterion: Part) -> None:
+    def __init__(self, loss: object, outputs: Part, criterion: Part) -> None:
         self._outputs, self._criterion, self._loss = outputs, criterion, loss
 
     def __getattr__(self, name: str) -> Any:  # the criterion and the targets, of the loss itself
@@ -300,8 +289,8 @@ class TracedLoss:
             )
         return getattr(self._loss, name)
 
-    def outputs(self, params: Any, batch: Any) -> Any:
+    def outputs(self, params: Tree, batch: object) -> Any:
         return self._outputs(params)
 
-    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+    def criterion(self, outputs: object, batch: object) -> Tensor:
         return self._criterion(outputs)

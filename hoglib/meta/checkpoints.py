@@ -141,7 +141,7 @@ class OnDisk:
     def drop(self, step: int) -> None:
         (self.directory / _file_name(step)).unlink(missing_ok=True)
 
-    def first(self, name: str, content: Any) -> Any:
+    def first(self, name: str, content: object) -> Any:
         """What the first process of a call gave by this name."""
         known = self.get(f"first-{name}.pt")
         if known is None:
@@ -191,7 +191,7 @@ def write_bytes(stream: IO[bytes], content: Any) -> None:
     stream.write(content)
 
 
-def check_directory(memory: str, directory: Any) -> Path | None:
+def check_directory(memory: str, directory: object) -> Path | None:
     """The directory of memory="disk", which needs one, as no other does."""
     if (memory == "disk") != (directory is not None):
         got = f"with {directory}; leave it out, or use memory='disk'"

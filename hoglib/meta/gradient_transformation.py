@@ -51,8 +51,8 @@ class GradientTransformation(NamedTuple):
 def transformation(
     direction_at: Callable[[int], Direction],
     slots: Sequence[str],
-    lr: Any,
-    weight_decay: Any,
+    lr: object,
+    weight_decay: object,
     *,
     decoupled: bool = False,
 ) -> GradientTransformation:
@@ -198,7 +198,7 @@ class Leaves:
         return pytree.unflatten(made, pytree.flatten(self.params)[1])
 
 
-def check_number(what: str, value: Any, *, below: float = inf) -> Option:
+def check_number(what: str, value: object, *, below: float = inf) -> Option:
     """A number of at least 0 and less than `below`, or a real tensor with one number."""
     if isinstance(value, Tensor):
         return _with_one_number(what, validation.real(what, value), "")
@@ -212,7 +212,7 @@ def check_number(what: str, value: Any, *, below: float = inf) -> Option:
     return found
 
 
-def check_pair(what: str, value: Any, *, below: float) -> tuple[Option, Option]:
+def check_pair(what: str, value: object, *, below: float) -> tuple[Option, Option]:
     """Two such numbers or tensors."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ArgumentTypeError(
@@ -223,7 +223,7 @@ def check_pair(what: str, value: Any, *, below: float) -> tuple[Option, Option]:
     return first, second
 
 
-def check_rates(what: str, value: Any, *, zero: bool = False) -> Any:
+def check_rates(what: str, value: object, *, zero: bool = False) -> Any:
     """A positive number (with `zero` also 0), a real tensor, or a tree of such."""
     if type(value) is float or type(value) is int:  # most are, and names of leaves take time
         return _rate(what, value, zero)
@@ -233,7 +233,7 @@ def check_rates(what: str, value: Any, *, zero: bool = False) -> Any:
     return pytree.unflatten(rates, structure)
 
 
-def option_of_each(what: str, value: Any, leaves: Leaves) -> Iterable[Option]:
+def option_of_each(what: str, value: object, leaves: Leaves) -> Iterable[Option]:
     """The rate of each leaf of params; none changes the shape or the dtype of what it multiplies."""
     if isinstance(value, float):
         return repeat(value)
@@ -259,14 +259,14 @@ def without_dims(value: Option) -> Option:
     return value.reshape(()) if isinstance(value, Tensor) and value.dim() else value
 
 
-def _rate(what: str, value: Any, zero: bool) -> Option:
+def _rate(what: str, value: object, zero: bool) -> Option:
     if isinstance(value, Tensor):
         return validation.real(what, value)
     _number(what, value, "a number, a tensor with one, or a tree like params of them")
     return check_number(what, value) if zero else validation.positive(what, value)
 
 
-def _number(what: str, value: Any, expected: str) -> float:
+def _number(what: str, value: object, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentTypeError(
             f"{what}: expected {expected}, got {validation.describe(value)}; convert it, for instance "

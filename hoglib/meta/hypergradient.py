@@ -20,6 +20,7 @@ from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib.curvature.algebra.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory
@@ -48,8 +49,8 @@ class Hypergradient(NamedTuple):
 def hypergradient(
     outer: Callable[..., Tensor],
     inner: Callable[..., Tensor],
-    params: Any,
-    hyper: Any,
+    params: Tree,
+    hyper: Tree,
     *,
     method: Method = "unrolled",
     memory: TrainingMemory = "store",
@@ -187,7 +188,7 @@ def hypergradient(
         return found
 
 
-def _unrolled(training: Training, hyper: Any) -> Hypergradient:
+def _unrolled(training: Training, hyper: Tree) -> Hypergradient:
     """The gradient through the graph of all steps."""
     given, own, at = _own_leaves(hyper)
     params, losses = training.unrolled(at)
@@ -197,7 +198,7 @@ def _unrolled(training: Training, hyper: Any) -> Hypergradient:
     return Hypergradient(value.detach(), _gradient(grads, own, hyper), detached(params), None)
 
 
-def _replayed(training: Training, hyper: Any, schedule: str, path: Path | None) -> Hypergradient:
+def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None) -> Hypergradient:
     """The gradient through a replay of the steps, from the last to the first."""
     given, own, at = _own_leaves(hyper)
     bar = ProgressBar("hypergradient", training.progress, unit="step")
@@ -237,7 +238,7 @@ def _outer_grads(value: Tensor, inputs: list[Tensor], given: list[Tensor]) -> li
     return autograd.vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
 
 
-def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dict[str, Any]:
+def _described(training: Training, schedule: str, start: Tree, hyper: Tree) -> dict[str, Any]:
     """What tells a call from another one, by names for messages."""
     tensors = pytree.tensors(start)
     return {
@@ -252,19 +253,19 @@ def _described(training: Training, schedule: str, start: Any, hyper: Any) -> dic
     }  # fmt: skip
 
 
-def _own_leaves(hyper: Any) -> tuple[autograd.Vector, autograd.Vector, Any]:
+def _own_leaves(hyper: Tree) -> tuple[autograd.Vector, autograd.Vector, Any]:
     """The leaves of hyper, leaves of a graph in their place, and these in the structure of hyper."""
     given, structure = pytree.flatten(hyper)
     own = [leaf.detach().requires_grad_() for leaf in given]
     return given, own, pytree.unflatten(own, structure)
 
 
-def _gradient(grads: Sequence[Tensor | None], own: autograd.Vector, hyper: Any) -> Any:
+def _gradient(grads: Sequence[Tensor | None], own: autograd.Vector, hyper: Tree) -> Any:
     check_used(grads)
     return pytree.unflatten(autograd.materialize_grads(list(grads), own), pytree.flatten(hyper)[1])
 
 
-def _implicit(training: Training, hyper: Any, solver: Solver, graph: bool) -> Hypergradient:
+def _implicit(training: Training, hyper: Tree, solver: Solver, graph: bool) -> Hypergradient:
     """The gradient through the minimum that the training ends at."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
@@ -330,7 +331,7 @@ class LeaveKOut(NamedTuple):
     subsets: Tensor  # [subsets, k]: which weights were changed
     correlation: float  # Spearman's, of the ranks of predicted and actual changes
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: object = None) -> Any:
         """Draw the predicted against the actual changes.
 
         Args:
@@ -355,8 +356,8 @@ def leave_k_out(
     found: Hypergradient,
     outer: Callable[..., Tensor],
     inner: Callable[..., Tensor],
-    params: Any,
-    hyper: Any,
+    params: Tree,
+    hyper: Tree,
     *,
     k: int,
     subsets: int = 20,
@@ -457,7 +458,7 @@ def _ranks(values: Tensor) -> Tensor:
     return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
 
 
-def _weights_index(hyper: Any, weights: str | None) -> int:
+def _weights_index(hyper: Tree, weights: str | None) -> int:
     """The place of the leaf with the weights."""
     paths = pytree.paths(hyper)
     name = "" if weights is None else weights
@@ -469,7 +470,7 @@ def _weights_index(hyper: Any, weights: str | None) -> int:
     return paths.index(name)
 
 
-def _with_scaled_weights(hyper: Any, place: int, subset: Tensor, factor: float) -> Any:
+def _with_scaled_weights(hyper: Tree, place: int, subset: Tensor, factor: float) -> Any:
     leaves, structure = pytree.flatten(hyper)
     leaf = leaves[place].clone()
     leaf.view(-1)[subset.to(leaf.device)] *= factor

@@ -27,6 +27,7 @@ from hoglib._core.substrate.autograd import (
 )
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_internals import apply
 from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.algebra.linear_systems import RTOL
@@ -93,11 +94,11 @@ _FIXED_POINT = _Equation(Policy("fixed_point"), "f", "inputs (f may be a module)
 class _Flat:
     """A tree of tensors as one vector, of the widest dtype."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Tree) -> None:
         self._parts, self._form = pytree.flatten(tree)
         self.value = self.join(tree).detach()
 
-    def join(self, tree: Any) -> Tensor:
+    def join(self, tree: Tree) -> Tensor:
         return torch.cat([x.reshape(-1) for x in pytree.leaves(tree)])
 
     def split(self, z: Tensor) -> Any:
@@ -106,7 +107,7 @@ class _Flat:
 
 
 def implicit_gradient(
-    outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver
+    outer: Scalar, inner: Scalar, params: Tree, hyper: Tree, solver: Solver
 ) -> tuple[Tensor, Any, Residual]:
     r"""The value of outer at a minimum of inner, and its gradient with respect to hyper.
 
@@ -143,7 +144,7 @@ def implicit_gradient(
 
 
 def implicit_graph(
-    outer: Scalar, inner: Scalar, params: Any, hyper: Any, solver: Solver, policy: Policy
+    outer: Scalar, inner: Scalar, params: Tree, hyper: Tree, solver: Solver, policy: Policy
 ) -> tuple[Tensor, Any, Residual, Any]:
     """`implicit_gradient` and params, with a graph to hyper, each linear system solved as the first.
 
@@ -153,13 +154,13 @@ def implicit_graph(
     form, (leaves, of_hyper) = pytree.flatten(params)[1], pytree.flatten(hyper)
     systems: list[Tensor] = []
 
-    def slope(theta: Any, h: Sequence[Tensor]) -> Any:
+    def slope(theta: object, h: Sequence[Tensor]) -> Any:
         fixed = pytree.unflatten(h, of_hyper)
         loss = lambda *own: inner(pytree.unflatten(own, form), fixed)  # noqa: E731
         found = gradient_with_graph(loss, pytree.leaves(theta), "the inner loss", create_graph=True)
         return materialize_grads(found.parts, found.leaves)
 
-    def solve(_: Any, v: Tensor) -> Tensor:
+    def solve(_: object, v: Tensor) -> Tensor:
         with ring(policy, inner, examine=False):
             (x,), system = _solve(inner, params, hyper, v, solver)
         systems.append(system)
@@ -206,7 +207,7 @@ def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tu
     return solve(operator, v, solver)
 
 
-def _sum_neumann(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]:
+def _sum_neumann(operator: object, v: Tree, solver: Solver) -> tuple[Vector, Tensor]:
     """x = step_size sum_k (I - step_size A)^k v, and its relative residual."""
     assert solver.step_size is not None  # checked by Solver
     step = solver.step_size
@@ -259,8 +260,8 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
 @when_compiled(run_uncompiled)
 def root(
     residual: Callable[[Any, Any], Any],
-    solution: Any,
-    inputs: Any,
+    solution: Tree,
+    inputs: object,
     *,
     tol: float | None = None,
     accuracy: float | None = None,
@@ -311,7 +312,7 @@ def root(
 @when_compiled(run_uncompiled)
 def fixed_point(
     f: Callable[..., Any],
-    z0: Any,
+    z0: Tree,
     *inputs: Any,
     solver: Literal["anderson", "iteration"] | Callable[..., Any] = "anderson",
     max_iter: int = 200,
@@ -367,18 +368,18 @@ def fixed_point(
     form = validation.parameters(z0, "z0")[1]
     leaves = [*params.values(), *filter(pytree.is_float, pytree.leaves(inputs))]
 
-    def image(z: Any, h: Sequence[Tensor]) -> Any:
+    def image(z: object, h: Sequence[Tensor]) -> Any:
         own = pytree.filled(inputs, h[len(params) :])
         if f is not module:
             return like_z0("f(z, *inputs)", f(z, *own))
         return like_z0("f(z, *inputs)", call_with(f, dict(zip(params, h, strict=False)), z, *own))
 
-    def like_z0(what: str, z: Any) -> Any:
+    def like_z0(what: str, z: object) -> Any:
         return pytree.unflatten(validation.vectors(what, z, z0, "z0", blocks=False)[0], form)
 
     constants = [x.detach() for x in leaves]
 
-    def step(z: Any) -> Any:  # which a solver may differentiate
+    def step(z: object) -> Any:  # which a solver may differentiate
         with ring(_FIXED_POINT.policy, f, examine=False):
             return image(z, constants)
 
@@ -388,7 +389,7 @@ def fixed_point(
     return _root(_FIXED_POINT, f, difference, like_z0("solver(f, z0)", z), leaves, tol, accuracy)[0]
 
 
-def _anderson(f: Any, z0: Any, tol: float | None, max_iter: int, depth: int) -> Any:
+def _anderson(f: Any, z0: Tree, tol: float | None, max_iter: int, depth: int) -> Any:
     """z with |f(z) - z| <= tol |f(z)|; or where max_iter calls end, or what is not finite.
 
     z_{k+1} = f(z_k) - c dF        c = argmin |r_k - c dR|        r_k = f(z_k) - z_k
@@ -422,13 +423,13 @@ def _tolerance(z: Tensor, tol: float | None) -> float:
 
 def _root(
     spec: _Equation,
-    owner: Any,
+    owner: object,
     residual: Callable[[Any, Sequence[Tensor]], Any],
-    solution: Any,
+    solution: Tree,
     leaves: Vector,
     tol: float | None = None,
     accuracy: float | None = None,
-    solve: Any = None,
+    solve: object = None,
 ) -> tuple[Any, Tensor]:
     """The root of residual(z, leaves), which calls owner, a function of the user's; and |F| there.
 

@@ -45,7 +45,7 @@ UNUSED = (
 
 
 def inner_step(
-    loss: Loss, params: Params, batch: Any, rule: GradientTransformation, state: Any
+    loss: Loss, params: Params, batch: object, rule: GradientTransformation, state: object
 ) -> tuple[Params, Any]:
     r"""Take one step of the inner loop.
 
@@ -87,7 +87,7 @@ def inner_step(
 def adapt(
     loss: Loss,
     params: Params,
-    batch: Any,
+    batch: object,
     rule: GradientTransformation,
     *,
     steps: int,
@@ -202,8 +202,8 @@ class InnerSteps(NamedTuple):
         self,
         i: int,
         params: Params,
-        state: Any,
-        constants: Any,
+        state: object,
+        constants: object,
         *,
         alone: bool = False,
         made: bool = False,
@@ -231,7 +231,7 @@ class InnerSteps(NamedTuple):
         params, state = self.rule(i, constants).update(params, g, state)
         return params, state, found
 
-    def _mixed_loss(self, i: int, constants: Any, params: Params) -> tuple[Tensor, Any]:
+    def _mixed_loss(self, i: int, constants: object, params: Params) -> tuple[Tensor, Any]:
         """The loss of step i, of whose graph its parameters are kept."""
         loss, lifted = _lift_tensors(self.loss, constants)
         value, notes = self.recomputed(loss, i, params, lifted, by_tangents=self.mixed)
@@ -408,7 +408,7 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
     Other objects are fixed: a batch may be one that holds tensors, which a recomputation refuses.
     """
 
-    def is_lifted(leaf: Any) -> bool:
+    def is_lifted(leaf: object) -> bool:
         return isinstance(leaf, Tensor | nn.Module)
 
     def run_lifted(*args: Any) -> Any:

@@ -31,6 +31,7 @@ from hoglib._core.substrate import autograd
 from hoglib._core.substrate.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.substrate.placement import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import CacheSlot
@@ -83,11 +84,11 @@ RECOMPUTES_LATER = (
 class Option(Generic[T]):
     """An attribute of a learner: one of its options, which are checked whenever it is set."""
 
-    def __set_name__(self, owner: Any, name: str) -> None:
+    def __set_name__(self, owner: object, name: str) -> None:
         # `compile` is a method of nn.Module, so that the attribute has another name
         self._name = {"compiled": "compile"}.get(name, name)
 
-    def __get__(self, learner: Any, owner: Any = None) -> T:
+    def __get__(self, learner: Any, owner: object = None) -> T:
         return self if learner is None else learner._options[self._name]  # type: ignore[return-value]
 
     def __set__(self, learner: Any, value: T) -> None:
@@ -96,7 +97,7 @@ class Option(Generic[T]):
         learner._options = changed
 
 
-def _shapes(tree: Any) -> list[torch.Size]:
+def _shapes(tree: Tree) -> list[torch.Size]:
     return [x.shape for x in pytree.tensors(tree)]
 
 
@@ -161,7 +162,7 @@ class Learner(nn.Module, ABC):
         self._checked_model: int | None = None
         self._trained_on_batches = False  # batch norms were in train mode, in a loss with gradients
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         super().__setstate__(state)
         # a copy, and one that was read from a file, has an id of its own
         BY_ID[id(self)] = self
@@ -190,7 +191,7 @@ class Learner(nn.Module, ABC):
     @when_compiled(run_uncompiled)
     @validation.explain_arguments
     def adapt(
-        self, support: Any, *, params: Params | None = None, steps: int | None = None
+        self, support: Tree, *, params: Params | None = None, steps: int | None = None
     ) -> Params:
         """Take the inner steps on one task.
 
@@ -237,7 +238,7 @@ class Learner(nn.Module, ABC):
         return ring(policy, self.model, first_order=first_order, **around)
 
     @when_compiled(lambda loss, learner, tasks, *more: learner._traced_loss(loss, tasks, *more))
-    def loss(self, tasks: Any, *more: Any) -> Tensor:
+    def loss(self, tasks: object, *more: Any) -> Tensor:
         """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
 
         The gradients of all tasks are computed here, and handed on by backward. So the result
@@ -323,7 +324,7 @@ class Learner(nn.Module, ABC):
         not_twice = NOT_TWICE.format(what=what)
         return autograd.with_gradients(found.value.mean(), grads, tensors, not_twice)
 
-    def _traced_loss(self, loss: Callable[..., Tensor], tasks: Any, *more: Any) -> Tensor:
+    def _traced_loss(self, loss: Callable[..., Tensor], tasks: object, *more: Any) -> Tensor:
         """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
         # Dynamo traces two losses of one task; what else a learner learns, or changes at a call,
         # runs uncompiled
@@ -342,7 +343,7 @@ class Learner(nn.Module, ABC):
         own = dict(self.named_parameters())
         outer, inner = self.objective, self.inner_objective
 
-        def record(own: Params, tasks: Any) -> Tensor:
+        def record(own: Params, tasks: object) -> Tensor:
             support, query = task_sets.first_task(tasks)
             params = {name: own[f"model.{name}"] for name in names}
             recorded(inner, (params, support))
@@ -353,7 +354,7 @@ class Learner(nn.Module, ABC):
         what = type(self).__name__
         return traced(what, record, replay, partial(loss, self, tasks), (own, tasks), {})
 
-    def _run(self, loop: ModuleLoop, start: MetaParams, tasks: Any, wanted: bool) -> TaskResult:
+    def _run(self, loop: ModuleLoop, start: MetaParams, tasks: object, wanted: bool) -> TaskResult:
         """What the tasks give, which were checked."""
         policy = loop.options.policy
         if policy.one_graph:
@@ -431,7 +432,7 @@ class Learner(nn.Module, ABC):
             self._losses[which] = known
         return known
 
-    def _check_change(self, name: str, value: Any) -> None:
+    def _check_change(self, name: str, value: object) -> None:
         """Raise for a change of an option that learned parameters or statistics were made from."""
         self._vmappable = self._vmappable or name == "over_tasks"
         if name == "inner_lr" and self.rates is not None:
@@ -471,7 +472,7 @@ class Learner(nn.Module, ABC):
 class _TracedObjective:
     """A loss of a model, which Dynamo traced."""
 
-    def __init__(self, loss: FunctionalLoss, part: Any) -> None:
+    def __init__(self, loss: FunctionalLoss, part: Callable[..., Tensor]) -> None:
         self.model, self.user_criterion, self._part = loss.model, loss.user_criterion, part
         self.with_norm_policy = lambda policy: self  # models without batch norms alone
 
@@ -479,9 +480,7 @@ class _TracedObjective:
         return self._part(params, batch)
 
 
-def _replay(
-    learner: int, options: int, parts: list[Any], args: tuple[Any, ...], _: Any
-) -> list[Tensor]:
+def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> list[Tensor]:
     """The loss of a learner, at parameters of its own that torch.compile traces."""
     same: Learner = copy(BY_ID[learner])
     (inner, outer), (own, tasks) = parts, args
@@ -494,7 +493,7 @@ def _replay(
 
 
 def _captured(
-    learner: Any, loop: ModuleLoop, start: MetaParams, wanted: bool
+    learner: object, loop: ModuleLoop, start: MetaParams, wanted: bool
 ) -> tuple[TaskFunction, TaskFunction]:
     """The functions of one task and of a pair of stacks, as graphs that are kept with the learner; a
     copy of it has none."""
@@ -507,7 +506,7 @@ def _captured(
         loop = replace(loop, options=replace(loop.options, step_weights=None))
     key = f"{loop.options} {loop.rule} {used}"  # all that a graph depends on besides tensors
 
-    def run(mapped: bool, support: Any, query: Any) -> TaskResult:
+    def run(mapped: bool, support: Tree, query: Tree) -> TaskResult:
         whole = partial(_meta_gradient, loop, used, mapped, wanted)
         policy = loop.options.policy
         name = f"{policy.caller}.loss"
@@ -526,8 +525,8 @@ def _meta_gradient(
     key: str,
     weights: Tensor | None,
     start: MetaParams,
-    support: Any,
-    query: Any,
+    support: Tree,
+    query: Tree,
 ) -> TaskResult:
     """The meta-gradient of tasks, all together or one."""
     given = None

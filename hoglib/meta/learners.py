@@ -11,6 +11,7 @@ from torch import nn
 
 from hoglib._core.messages import validation
 from hoglib._core.modules.swap import Params
+from hoglib._core.torch_api.pytree import Tree
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import Criterion, trainable_params
 from hoglib.meta import module_loop
@@ -245,7 +246,7 @@ class IMAML(Learner):
         return partial(self._implicit_result, loop, start, wanted)
 
     def _implicit_result(
-        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Any, query: Any
+        self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Tree, query: Tree
     ) -> TaskResult:
         # the steps only find the minimum: none of them is differentiated
         with torch.no_grad():
@@ -337,7 +338,7 @@ class Reptile(Learner):
 
 
 @torch.no_grad()
-def _moved(loop: ModuleLoop, start: MetaParams, support: Any, query: Any) -> TaskResult:
+def _moved(loop: ModuleLoop, start: MetaParams, support: Tree, query: Tree) -> TaskResult:
     """How far the parameters moved, as if that were a gradient: theta - theta_i."""
     _, (result, adapted) = loop.outer_loss(start, support, query)
     own = start.model.items()

@@ -22,6 +22,7 @@ from hoglib._core.problem import EvaluationOptions, Policy
 from hoglib._core.substrate.autograd import materialize_grads, without_graph
 from hoglib._core.substrate.placement import WHOLE, Placement
 from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.functional import Criterion, Forward, FunctionalLoss, trainable_params
@@ -142,7 +143,7 @@ class LoopOptions:
         """An option by its name, also one of how the model is evaluated."""
         return self.evaluation.get(name) if name in EVALUATION else getattr(self, name)
 
-    def changed(self, name: str, value: Any) -> "LoopOptions":
+    def changed(self, name: str, value: object) -> "LoopOptions":
         """The same with another value of an option."""
         own: dict[str, Any] = {name: value}
         if name in EVALUATION:
@@ -160,7 +161,7 @@ class LoopOptions:
         return weights
 
 
-def _check_inner_params(value: Any) -> Any:
+def _check_inner_params(value: object) -> Any:
     names = value if isinstance(value, list | tuple) else [value]
     if not (value is None or callable(value) or all(isinstance(name, str) for name in names)):
         raise ArgumentTypeError(
@@ -170,13 +171,13 @@ def _check_inner_params(value: Any) -> Any:
     return value
 
 
-def _check_rule_options(value: Any) -> dict[str, Any]:
+def _check_rule_options(value: object) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise ArgumentTypeError(f"rule_options: expected a dict, got {validation.describe(value)}.")
     return dict(value or {})
 
 
-def _check_step_weights(value: Any) -> list[float] | None:
+def _check_step_weights(value: object) -> list[float] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple):
@@ -218,7 +219,7 @@ class ModuleLoop:
         return MetaParams(model, {name: p for name, p in learned if p.requires_grad})
 
     def meta_gradient(
-        self, start: MetaParams, support: Any, query: Any, weights: StepWeights = None
+        self, start: MetaParams, support: Tree, query: Tree, weights: StepWeights = None
     ) -> TaskResult:
         """The outer loss of one task and its gradient with respect to all that is learned."""
         if torch_internals.transforms_active():
@@ -237,7 +238,7 @@ class ModuleLoop:
         return result._replace(value=value.detach(), grads=grads)
 
     def outer_loss(
-        self, start: MetaParams, support: Any, query: Any, weights: StepWeights = None
+        self, start: MetaParams, support: Tree, query: Tree, weights: StepWeights = None
     ) -> tuple[Tensor, tuple[TaskResult, Params]]:
         """The outer loss of one task after the inner loop; and its result without a gradient, and what
         adapted.
@@ -256,7 +257,7 @@ class ModuleLoop:
         return value, (result, found.params)
 
     def value(
-        self, start: MetaParams, support: Any, query: Any, weights: StepWeights = None
+        self, start: MetaParams, support: Tree, query: Tree, weights: StepWeights = None
     ) -> TaskResult:
         """The outer loss of one task alone."""
         return self.outer_loss(start, support, query, weights)[1][0]
@@ -299,7 +300,7 @@ class ModuleLoop:
         inner = inner._replace(generators=closures.generators(*criteria), modes_of=modules)
         return partial(unroll, inner, steps, params, constants, options.memory)
 
-    def inner_value(self, start: MetaParams, params: Params, support: Any, step: int) -> Tensor:
+    def inner_value(self, start: MetaParams, params: Params, support: Tree, step: int) -> Tensor:
         """The loss that an inner step decreases."""
         value = self._value(self.inner_criterion_loss, start, params, support, step)
         if self.strength:
@@ -307,7 +308,7 @@ class ModuleLoop:
             value = value + self.strength / 2 * pytree.dot(offset, offset).real
         return value
 
-    def outer_value(self, start: MetaParams, params: Params, query: Any, step: int) -> Tensor:
+    def outer_value(self, start: MetaParams, params: Params, query: Tree, step: int) -> Tensor:
         """The loss of the query set at the parameters after so many steps."""
         return self._value(self.criterion_loss, start, params, query, step)
 

@@ -37,11 +37,11 @@ from hoglib.meta.gradient_transformation import (
 
 
 def sgd(
-    lr: Any,
+    lr: object,
     *,
     momentum: Option = 0.0,
     dampening: Option = 0.0,
-    weight_decay: Any = 0.0,
+    weight_decay: object = 0.0,
     nesterov: bool = False,
 ) -> GradientTransformation:
     r"""Gradient descent, with momentum mu and dampening tau.
@@ -118,11 +118,11 @@ def sgd(
 
 
 def momentum(
-    lr: Any,
+    lr: object,
     *,
     momentum: Option = 0.9,
     dampening: Option = 0.0,
-    weight_decay: Any = 0.0,
+    weight_decay: object = 0.0,
     nesterov: bool = False,
 ) -> GradientTransformation:
     r"""Gradient descent with momentum: `sgd` with another default.
@@ -163,11 +163,11 @@ def momentum(
 
 
 def adam(
-    lr: Any,
+    lr: object,
     *,
     betas: tuple[Option, Option] = (0.9, 0.999),
     eps: Option = 1e-8,
-    weight_decay: Any = 0.0,
+    weight_decay: object = 0.0,
     amsgrad: bool = False,
 ) -> GradientTransformation:
     r"""Adam.
@@ -213,11 +213,11 @@ def adam(
 
 
 def adamw(
-    lr: Any,
+    lr: object,
     *,
     betas: tuple[Option, Option] = (0.9, 0.999),
     eps: Option = 1e-8,
-    weight_decay: Any = 0.01,
+    weight_decay: object = 0.01,
     amsgrad: bool = False,
 ) -> GradientTransformation:
     r"""Adam with decoupled weight decay.
@@ -259,11 +259,11 @@ def adamw(
 
 
 def rmsprop(
-    lr: Any,
+    lr: object,
     *,
     alpha: Option = 0.99,
     eps: Option = 1e-8,
-    weight_decay: Any = 0.0,
+    weight_decay: object = 0.0,
     momentum: Option = 0.0,
     centered: bool = False,
 ) -> GradientTransformation:
@@ -333,7 +333,7 @@ def rmsprop(
     return transformation(at, slots, lr, weight_decay)
 
 
-def scheduled(lr: Any, scheduler: Callable[[Any], Any], *, steps: int) -> Callable[[int], Any]:
+def scheduled(lr: object, scheduler: Callable[[Any], Any], *, steps: int) -> Callable[[int], Any]:
     r"""The learning rates that a scheduler of torch.optim sets, as a function of the step.
 
         lr_i = lr f_i        f_i the factors that the scheduler gives a rate of `lr`
@@ -405,7 +405,7 @@ EXPECTED = (
 )
 
 
-def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransformation:
+def resolve_rule(rule: Any, lr: object, options: dict[str, Any]) -> GradientTransformation:
     """The update rule that a name, a function of the learning rate or an object stands for."""
     if isinstance(rule, str):
         return _named(validation.choice("rule", rule, RULES), lr, options)
@@ -429,18 +429,18 @@ def resolve_rule(rule: Any, lr: Any, options: dict[str, Any]) -> GradientTransfo
     return GradientTransformation(found.init, found.update)
 
 
-def is_transformation(rule: Any) -> bool:
+def is_transformation(rule: object) -> bool:
     """Whether an object is an update rule itself."""
     return callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))
 
 
-def rule_name(rule: Any) -> str:
+def rule_name(rule: object) -> str:
     if isinstance(rule, str):
         return repr(rule)
     return str(getattr(rule, "__name__", type(rule).__name__))
 
 
-def _named(name: str, lr: Any, options: dict[str, Any]) -> GradientTransformation:
+def _named(name: str, lr: object, options: dict[str, Any]) -> GradientTransformation:
     known = [n for n in inspect.signature(RULES[name]).parameters if n != "lr"] if options else []
     for option in options:
         if option not in known:
@@ -452,7 +452,7 @@ def _named(name: str, lr: Any, options: dict[str, Any]) -> GradientTransformatio
 
 
 def _adam(
-    lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool, *, decoupled: bool
+    lr: object, betas: object, eps: object, weight_decay: object, amsgrad: bool, *, decoupled: bool
 ) -> GradientTransformation:
     beta1, beta2 = check_pair("betas", betas, below=1)
     epsilon = check_number("eps", eps)

@@ -20,6 +20,7 @@ from hoglib._core.modules.swap import Params
 from hoglib._core.runtime.source_location import warn_once
 from hoglib._core.substrate.autograd import translate_errors
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 
 Task = tuple[Any, Any]
 OverTasks = Literal["auto", "vmap", "loop"]
@@ -46,7 +47,7 @@ class Shard(NamedTuple):
     weight: float  # of their loss
 
 
-def shard(tasks: Any, *, mesh: Any = None) -> Shard:
+def shard(tasks: object, *, mesh: object = None) -> Shard:
     r"""Share out the tasks among the processes of torch.distributed.
 
         (weight maml.loss(mine)).backward(), averaged over the processes, is
@@ -93,7 +94,7 @@ def shard(tasks: Any, *, mesh: Any = None) -> Shard:
     return Shard(mine, len(range(rank, count, world)) * world / count)
 
 
-def _process_place(mesh: Any) -> tuple[int, int]:
+def _process_place(mesh: object) -> tuple[int, int]:
     """The number of this process among those of a mesh, or of all, and how many there are."""
     if mesh is None:
         return dist.get_rank(), dist.get_world_size()
@@ -126,7 +127,7 @@ TaskFunction = Callable[[Any, Any], TaskResult]  # of support and query
 def run_tasks(
     of_task: TaskFunction,
     of_stack: TaskFunction,
-    tasks: Any,
+    tasks: object,
     what: str,
     params: Params,
     over_tasks: str,
@@ -164,7 +165,7 @@ def run_tasks(
     return result, False
 
 
-def _stack_for_vmap(tasks: Any, params: Params, over_tasks: str, vmappable: bool) -> Any | None:
+def _stack_for_vmap(tasks: object, params: Params, over_tasks: str, vmappable: bool) -> Any | None:
     """The tasks as one stack, if vmap is to run them."""
     if over_tasks == "loop" or (over_tasks == "auto" and not (vmappable and prefer_vmap(params))):
         return None
@@ -186,7 +187,7 @@ def prefer_vmap(params: Params) -> bool:
     return small and all(p.numel() <= 2**12 for p in on_cpu if p.dim() > 2)
 
 
-def map_tasks(function: TaskFunction, support: Any, query: Any) -> TaskResult:
+def map_tasks(function: TaskFunction, support: Tree, query: Tree) -> TaskResult:
     """A function of one task over a stack of tasks, by vmap."""
     # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
     tasks = support, query
@@ -218,7 +219,7 @@ def loop_tasks(function: TaskFunction, tasks: Sequence[Task]) -> TaskResult:
     return pytree.map(lambda *parts: torch.stack(parts), *results)._replace(grads=means)
 
 
-def unpack(tasks: Any) -> Any:
+def unpack(tasks: object) -> Any:
     """A stack as a tuple, also when a collate function made it a list; a list of tasks as it is."""
     # a DataLoader collates a tuple (support, query) to a list, which a list of two tasks looks
     # like, too
@@ -265,7 +266,7 @@ def check_tasks(tasks: Any) -> int:
     return counts[0]
 
 
-def _is_of_tensors(pair: Any) -> bool:
+def _is_of_tensors(pair: object) -> bool:
     """Whether a tuple or list is a pair of tensors, as (inputs, targets) are."""
     return (
         isinstance(pair, tuple | list)
@@ -275,7 +276,7 @@ def _is_of_tensors(pair: Any) -> bool:
 
 
 @contextmanager
-def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
+def stacks_in_errors(what: str, tasks: object, count: int) -> Iterator[None]:
     """Add to an error that a model raises how the tasks were read, which a single task shows by it."""
     try:
         yield
@@ -288,7 +289,7 @@ def stacks_in_errors(what: str, tasks: Any, count: int) -> Iterator[None]:
         raise
 
 
-def unstacked(tasks: Any) -> Sequence[Task]:
+def unstacked(tasks: object) -> Sequence[Task]:
     """The tasks one by one."""
     if isinstance(tasks, list):
         return tasks
@@ -296,12 +297,12 @@ def unstacked(tasks: Any) -> Sequence[Task]:
     return [pytree.map_tensors(itemgetter(i), tasks) for i in range(count)]
 
 
-def first_task(tasks: Any) -> Task:
+def first_task(tasks: object) -> Task:
     """One of the tasks."""
     return tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
 
 
-def stacked(tasks: Any) -> Any | None:
+def stacked(tasks: object) -> Any | None:
     """Tasks as one pair of stacks; None for a list whose tasks differ in size or structure."""
     if not isinstance(tasks, list):
         return tasks
@@ -358,13 +359,13 @@ def check_batch(what: str, batch: Any, dims: int = 1) -> None:
         )
 
 
-def _is_object(leaf: Any) -> bool:
+def _is_object(leaf: object) -> bool:
     """Whether a leaf is an object that only the model can read."""
     known = (Tensor, str, bytes, int, float, complex, type(None), type)
     return not (isinstance(leaf, known) or hasattr(leaf, "__array__"))
 
 
-def _count_tasks(what: str, stack: Any) -> int:
+def _count_tasks(what: str, stack: object) -> int:
     """The number of tasks in a stack: the leading dimension of every tensor."""
     tensors = pytree.tensors(stack)
     counts = {len(x) if x.dim() else 0 for x in tensors}

@@ -40,6 +40,7 @@ from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.remat.recomputation import ByTangents
 from hoglib._core.substrate.autograd import clone_inference_tensors
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_internals import gradients
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 from hoglib.meta import inner_loop
@@ -226,7 +227,7 @@ class Training:
         policy = Policy(caller, stand_ins=stand_ins)
         return cls(policy, outer, inner, start, rule, count, batches, progress, truncate)
 
-    def unrolled(self, hyper: Any) -> tuple[Any, list[Tensor]]:
+    def unrolled(self, hyper: Tree) -> tuple[Any, list[Tensor]]:
         """The parameters at the end, with the graph of all steps, and the loss of each step."""
         found = inner_loop.unroll(self.steps, self.count, self.initial(hyper), hyper, "store")
         return found.params, found.losses
@@ -242,17 +243,17 @@ class Training:
             generators=self.generators() if self.mixed else (),
         )
 
-    def initial(self, hyper: Any) -> Any:
+    def initial(self, hyper: Tree) -> Any:
         """The parameters before the first step."""
         given = clone_inference_tensors(self.start)
         return given(hyper) if callable(given) else detached(given)
 
-    def value(self, params: Any, hyper: Any, batch: Any) -> Tensor:
+    def value(self, params: Tree, hyper: Tree, batch: object) -> Tensor:
         """The inner loss."""
         more = (batch,) if self.batches.given else ()
         return validation.scalar("inner(params, hyper)", self.inner(params, hyper, *more))
 
-    def outer_value(self, params: Any, hyper: Any) -> Tensor:
+    def outer_value(self, params: Tree, hyper: Tree) -> Tensor:
         """The outer loss."""
         return validation.scalar("outer(params, hyper)", self.outer(params, hyper))
 
@@ -273,7 +274,7 @@ class Training:
             validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
-def _check_rule(rule: Any, count: int) -> None:
+def _check_rule(rule: object, count: int) -> None:
     """Raise for what is no update rule of so many steps."""
     if count and rule is None:
         raise ArgumentValueError(
@@ -313,7 +314,7 @@ def make_batches(source: Any, steps: int | None) -> Batches:
     return Batches(source.__getitem__, count) if indexed else Passes(source, steps, count)
 
 
-def detached(tree: Any) -> Any:
+def detached(tree: Tree) -> Any:
     return pytree.map_tensors(Tensor.detach, tree)
 
 
@@ -343,8 +344,8 @@ class Replay:
     def __init__(
         self,
         training: Training,
-        start: Any,
-        constants: Any,
+        start: Tree,
+        constants: object,
         schedule: str,
         files: OnDisk | None,
         advance: Callable[[], None],
@@ -435,7 +436,7 @@ class Replay:
 
     # Backward
 
-    def pull(self, cotangents: Any, constants: Sequence[Tensor | None]) -> Cotangents:
+    def pull(self, cotangents: object, constants: Sequence[Tensor | None]) -> Cotangents:
         """The gradients by the first state and the constants, of those by the last state.
 
         Args:
@@ -528,7 +529,7 @@ class Replay:
                 if max(step, 1) <= position < self.training.count:
                     kept.drop(position)
 
-    def _in_order(self, carry: Any) -> list[Any]:
+    def _in_order(self, carry: object) -> list[Any]:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
             return leaves
@@ -561,7 +562,7 @@ def _fresh_leaves(leaves: list[Any]) -> list[Any]:
     return [x.detach().requires_grad_() if pytree.is_float(x) else x for x in leaves]
 
 
-def _is_wanted(x: Any) -> bool:
+def _is_wanted(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
@@ -570,7 +571,7 @@ def _has_equal_runs(x: Tensor) -> bool:
     return x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
-def _is_equal(a: Any, b: Any) -> bool:
+def _is_equal(a: object, b: object) -> bool:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return bool(a == b)
     return agree(a, b, BITS if _has_equal_runs(a) else SUMS)

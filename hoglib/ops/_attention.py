@@ -427,7 +427,7 @@ def _gradients_by(needs: str, *given: Any) -> blocks.Parts:
     return by_name(blocks.NAMES, needs, found)
 
 
-def _values_backward(saved: Saved, g: Tensor, _: Any) -> blocks.Parts:
+def _values_backward(saved: Saved, g: Tensor, _: object) -> blocks.Parts:
     *tensors, plan = saved.inputs
     return *_gradients_by(saved.needed(blocks.NAMES), *tensors, g, *saved.outputs, plan), None, None
 

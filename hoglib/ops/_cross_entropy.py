@@ -173,7 +173,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     label_smoothing: float = 0.0,
-    options: Any = None,
+    options: object = None,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer, as torch.nn.functional.linear_cross_entropy of torch 2.13.
 
@@ -246,7 +246,7 @@ def linear_cross_entropy(
     return value if is_autocast(input) else value.to(input.dtype)
 
 
-def chunk_size_of(options: Any, classes: int) -> int:
+def chunk_size_of(options: object, classes: int) -> int:
     """The rows of a chunk, for the `options` of :func:`linear_cross_entropy`."""
     size = getattr(options, "batch_chunk_size", options)
     if not isinstance(size, int):

@@ -319,7 +319,7 @@ def _leaving_directions(w: Tensor, stays: Tensor, dims: tuple[int, ...]) -> Tens
     return _unit(w, root((w * w).sum(dims, keepdim=True)))
 
 
-def _norm_forward(x: Tensor, dims: tuple[int, ...], _: Any) -> Tensor:
+def _norm_forward(x: Tensor, dims: tuple[int, ...], _: object) -> Tensor:
     return torch.linalg.vector_norm(x, dim=dims, keepdim=True)
 
 
@@ -371,7 +371,7 @@ def _gradient_vjp(saved: Saved, w: Tensor) -> list[Tensor | None]:
     return [by_g, g * _unit(w, n), by_n, None, None]
 
 
-def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: Any, *_: Any) -> Tensor:
+def _gradient_jvp(saved: Saved, tg: Any, tx: Any, tn: object, *_: Any) -> Tensor:
     g, x, n, dims, directions = saved.inputs
     if tx is not None:
         _find_kinks(g, n, tx, dims, directions)
@@ -441,7 +441,7 @@ for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
 
 @stands_in_for(torch.linalg.matrix_norm, name=_NORMS)
 def matrix_norm(
-    A: Tensor, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
+    A: Tensor, ord: object = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
 ) -> Any:
     """torch.linalg.matrix_norm by the Euclidean norm and by singular values that may be equal."""
     if not _is_plain(A, **kw) or ord not in ("fro", "nuc", 2, -2):

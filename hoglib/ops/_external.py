@@ -212,7 +212,7 @@ def _decode(which: str) -> list[Index]:
     return [tuple(int(i) for i in index.split(",") if i) for index in which.split(" ")]
 
 
-def _component(chain: _Chain, values: Any, index: Index, count: int) -> Array:
+def _component(chain: _Chain, values: object, index: Index, count: int) -> Array:
     """values[i][j]..., checked, since user code returned it."""
     part = values
     for depth, i in enumerate(index if count > 1 else ()):

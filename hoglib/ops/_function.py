@@ -84,7 +84,7 @@ def make_function(
         inputs = tuple(tensor if other is None else other for tensor, other in pairs)
         return Saved(inputs, tensors[num_inputs:], *ctx.like, needs_input_grad)  # type: ignore[call-arg]
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
         # a gradient that did not arrive is None, which costs nothing, and not a tensor of zeros
         ctx.set_materialize_grads(False)
@@ -108,7 +108,7 @@ def make_function(
         with nullcontext() if seen else without_stand_ins():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
 
-    def run_jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+    def run_jvp(ctx: object, *tangents: Tensor | None) -> Any:
         return jvp(saved(ctx, (True,) * num_inputs), *tangents)
 
     def run_forward(*inputs: Any) -> Any:

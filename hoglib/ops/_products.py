@@ -587,7 +587,7 @@ def _conv(rank: int, x: Tensor, weight: Tensor, b: Tensor | None, options: ConvO
     return y if x.dim() == rank + 2 else y.squeeze(0)
 
 
-def _one_for_each(what: str, value: Any, rank: int, minimum: int) -> tuple[int, ...]:
+def _one_for_each(what: str, value: object, rank: int, minimum: int) -> tuple[int, ...]:
     if not isinstance(value, tuple | list):
         return (validation.at_least(what, value, minimum),) * rank
     if len(value) not in (1, rank):
@@ -781,7 +781,7 @@ def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
     return _amax(x, dim, keepdim=keepdim)
 
 
-def _share_of_maximum(u: Tensor, _: Any, dims: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
+def _share_of_maximum(u: Tensor, _: object, dims: tuple[int, ...], x: Tensor, y: Tensor) -> Tensor:
     attained = x == y
     return torch.where(attained, u, 0) / attained.sum(dims, True)
 

@@ -115,7 +115,7 @@ def _pow_operator(self: Tensor, other: Any) -> Tensor:
     return power(self, other) if isinstance(other, Tensor) else Tensor.__pow__(self, other)
 
 
-def _power_slope(x: Tensor, n: Tensor, _: Any) -> Tensor:
+def _power_slope(x: Tensor, n: Tensor, _: object) -> Tensor:
     base = x.masked_fill(n == 0, 1.0) if x.shape == n.shape else x.where(n != 0, 1.0)
     return n * _powers(base, n - 1)
 

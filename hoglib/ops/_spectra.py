@@ -184,7 +184,7 @@ def _values_vjp(saved: Saved, W: Tensor) -> list[Tensor | None]:
     return [_diagonal(K, R), None, by_V, None]
 
 
-def _values_jvp(saved: Saved, tg: Any, tL: Any, tV: Any, *_: Any) -> Tensor:
+def _values_jvp(saved: Saved, tg: Any, tL: object, tV: object, *_: Any) -> Tensor:
     by_L, L, V, directions = saved.inputs
     directions.warn(_treated_unequally(by_L, L), _CLOSE)
     found = torch.zeros_like(V) if tg is None else _from_spectrum(V, tg)

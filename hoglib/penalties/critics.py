@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.messages import validation
+from hoglib._core.torch_api.pytree import Tree
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.evaluation import PenaltyWithOutputs, penalty, traceable, traceable_at_first
 from hoglib.penalties.module import BOTH, FAKE, REAL, register
@@ -22,8 +23,8 @@ Critic = Callable[..., Any]
 @traceable_at_first
 def wgan_gp(
     critic: Critic,
-    real: Any,
-    fake: Any,
+    real: Tree,
+    fake: Tree,
     *args: Any,
     target: float = 1.0,
     one_sided: bool = False,
@@ -84,8 +85,8 @@ def wgan_gp(
 @traceable_at_first
 def zero_centred(
     critic: Critic,
-    real: Any,
-    fake: Any,
+    real: Tree,
+    fake: Tree,
     *args: Any,
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
@@ -134,7 +135,7 @@ def zero_centred(
 
 @register(REAL, term="|g_n|^2 / 2 at real")
 @traceable
-def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
+def r1(critic: Critic, real: Tree, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1: the squared slope at real samples, halved, so that its weight is gamma.
 
         1/N sum_n |grad_x D(x_n)|^2 / 2        x_n = real_n
@@ -177,7 +178,7 @@ def r1(critic: Critic, real: Any, *args: Any, **options: Unpack[Options]) -> Ten
 
 @register(FAKE, term="|g_n|^2 / 2 at fake")
 @traceable
-def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
+def r2(critic: Critic, fake: Tree, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R2: the squared slope at fake samples, halved, so that its weight is gamma.
 
         1/N sum_n |grad_x D(x_n)|^2 / 2        x_n = fake_n
@@ -218,7 +219,7 @@ def r2(critic: Critic, fake: Any, *args: Any, **options: Unpack[Options]) -> Ten
 
 
 @register(BOTH, term="|g_n|^2 / 2 at real and fake, summed,")
-def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
+def r1_r2(critic: Critic, real: Tree, fake: Tree, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""R1 at real samples plus R2 at fake ones.
 
         1/N sum_n |grad_x D(real_n)|^2 / 2 + 1/M sum_m |grad_x D(fake_m)|^2 / 2
@@ -272,7 +273,7 @@ def r1_r2(critic: Critic, real: Any, fake: Any, *args: Any, **options: Unpack[Op
 @traceable
 def dragan(
     critic: Critic,
-    real: Any,
+    real: Tree,
     *args: Any,
     target: float = 1.0,
     noise: float | None = None,

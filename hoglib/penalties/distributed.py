@@ -49,7 +49,7 @@ _CREATION_ORDER = itertools.count()
 DDPParameters = tuple[DistributedDataParallel, dict[str, Tensor]]
 
 
-def averaged(name: str, penalty: Tensor, outputs: Any = ()) -> Tensor:
+def averaged(name: str, penalty: Tensor, outputs: object = ()) -> Tensor:
     """The same penalty, whose backward gives the mean gradient over the processes or raises.
 
     outputs: all that the critic returned, with its graph, which may depend on further parameters.

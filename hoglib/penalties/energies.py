@@ -11,6 +11,7 @@ from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import Vector, materialize_grads, vjp
 from hoglib._core.substrate.gradient_graph import depends_on_any
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture.within import when_compiled, within_compile
 from hoglib.errors import ArgumentValueError
@@ -24,7 +25,7 @@ from hoglib.penalties.terms import check_batch_dependence, is_batch_dependent
 OF_PENALTIES = ("reduction", "micro_batch", "return_outputs")  # options that forces do not have
 
 
-def _like_forces(value: Any, options: dict[str, Any], positions: Any, *args: Any) -> Any:
+def _like_forces(value: object, options: dict[str, Any], positions: Tree, *args: Any) -> Any:
     y = select_output(value, options.get("output"))
     forces = pytree.map(lambda x: x.detach() * y.sum(), positions)
     if not options.get("hessian"):
@@ -139,7 +140,7 @@ class EnergyForcesHessian(NamedTuple):
     hessian: Any
 
 
-def _as_result(energy: Tensor, forces: Any, hessian: Any = None) -> Any:
+def _as_result(energy: Tensor, forces: object, hessian: object = None) -> Any:
     found = energy, forces
     return EnergyForces(*found) if hessian is None else EnergyForcesHessian(*found, hessian)
 
@@ -148,9 +149,9 @@ def _energies_and_forces(
     func: Function,
     with_hessian: bool,
     options: CheckedOptions,
-    positions: Any,
+    positions: Tree,
     args: tuple[Any, ...],
-    batch: Any,
+    batch: object,
     draws: object = None,
 ) -> Any:
     """(E, F) or (E, F, H), as a function of tensors; no random numbers are drawn."""
@@ -217,7 +218,7 @@ def _hessian_blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
     return [torch.stack([*r], batched).reshape(*x.shape, *y.shape[batched:]) for y, r in pairs]
 
 
-def _structure_rows(at: InputVJP, index: Any) -> Samples | None:
+def _structure_rows(at: InputVJP, index: object) -> Samples | None:
     """Which rows belong to which structure, one for each energy; None for a single structure."""
     y, count = at.y, at.leaves[0].shape[0]
     if index is None:

@@ -51,7 +51,7 @@ class PenaltyWithOutputs(NamedTuple):
     outputs: Any
 
 
-def _like_penalty(value: Any, options: dict[str, Any], x: Any, *args: Any) -> Any:
+def _like_penalty(value: object, options: dict[str, Any], x: object, *args: Any) -> Any:
     y, first = select_output(value, options.get("output")), pytree.tensors(x)[0]
     rows = y if y.dim() else y * first
     terms = rows.reshape(len(rows), -1).sum(1) if options.get("reduction") == "none" else y.sum()
@@ -66,9 +66,7 @@ traceable_at_first = when_compiled(
 )
 
 
-def penalty(
-    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions
-) -> Any:
+def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
     """The reduced terms at x; with return_outputs also what func returned there."""
     try:
         return _penalty(func, x, args, term, options)
@@ -83,9 +81,7 @@ def penalty(
         raise
 
 
-def _penalty(
-    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions
-) -> Any:
+def _penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
     if options.micro_batch is not None:
         return _in_micro_batches(func, x, args, term, options, options.micro_batch)
     if captures(options.policy):
@@ -96,7 +92,7 @@ def _penalty(
     return with_outputs(options, *found)
 
 
-def with_outputs(options: CheckedOptions, value: Tensor, outputs: Any) -> Any:
+def with_outputs(options: CheckedOptions, value: Tensor, outputs: object) -> Any:
     """What a penalty returns: its value, whose gradient is that of all processes, or also the outputs
     of the function."""
     value = averaged(options.name, value, outputs)
@@ -107,9 +103,9 @@ def evaluate(
     func: Function,
     term: Term,
     options: CheckedOptions,
-    x: Any,
+    x: object,
     args: tuple[Any, ...],
-    batch: Any,
+    batch: object,
     draws: "RecordedDraws | list[Tensor] | None" = None,
 ) -> tuple[Tensor, Any]:
     """The reduced terms, with all checks done, and the outputs of the function.
@@ -241,7 +237,7 @@ NO_SECOND_BACKWARD = (
 
 
 def _in_micro_batches(
-    func: Function, x: Any, args: tuple[Any, ...], term: Term, options: CheckedOptions, size: int
+    func: Function, x: object, args: tuple[Any, ...], term: Term, options: CheckedOptions, size: int
 ) -> Tensor:
     """The penalty as a sum over pieces of the samples, each with its gradients before the next."""
     validation.refuse_transforms(f"{options.name}(micro_batch=...)", "leave micro_batch out there.")

@@ -30,6 +30,7 @@ from hoglib._core.substrate.gradient_graph import (
     graph_summary,
 )
 from hoglib._core.torch_api import function_watch, mixed_precision, pytree, torch_internals
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative
 from hoglib.penalties.distributed import GatheredParameters
@@ -234,7 +235,7 @@ class InputVJP:
         assert self.samples.count is not None
         return self.samples.count
 
-    def random(self, sampler: Any, shape: tuple[int, ...]) -> Tensor:
+    def random(self, sampler: object, shape: tuple[int, ...]) -> Tensor:
         """Random numbers like the output, from the generator."""
         return (self.draws or random_like)(self.y, sampler, shape, self.options.generator)
 
@@ -255,7 +256,7 @@ class InputVJP:
         """The error of a penalty at these points that has no effect."""
         return no_gradient_flow(self.problem, self.leaves, reason)
 
-    def _select(self, outputs: Any) -> Tensor:
+    def _select(self, outputs: object) -> Tensor:
         """The output that is differentiated, checked."""
         y = select_output(outputs, self.options.output)
         if not isinstance(y, Tensor) or not y.is_floating_point():
@@ -314,7 +315,7 @@ def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
 
 
 def without_autocast(
-    options: CheckedOptions, leaves: Sequence[Tensor], tree: Any, func: Any = None
+    options: CheckedOptions, leaves: Sequence[Tensor], tree: Tree, func: Any = None
 ) -> tuple[list[str], Any]:
     """The device types of the leaves, where autocast is on and to be turned off; and the tree for that:
     half-precision tensors, as an autocast region returns them, in float32, or all in half precision if

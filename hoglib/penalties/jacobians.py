@@ -12,6 +12,7 @@ from hoglib._core.problem import Problem
 from hoglib._core.substrate.autograd import gradient_with_graph
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.mixed_precision import upcast_half
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_internals import transforms_active, uncompiled
 from hoglib.errors import ArgumentValueError
 from hoglib.ops._distance import root
@@ -37,7 +38,7 @@ OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")
 
 @register(REAL)
 @traceable
-def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options]) -> Tensor:
+def input_gradient(loss: Function, x: object, *args: Any, **options: Unpack[Options]) -> Tensor:
     r"""Double backpropagation: the squared gradient of each sample's loss by its inputs, halved.
 
         1/N sum_n |grad_x L(x_n)|^2 / 2
@@ -80,7 +81,7 @@ def input_gradient(loss: Function, x: Any, *args: Any, **options: Unpack[Options
 @traceable
 def jacobian(
     func: Function,
-    x: Any,
+    x: object,
     *args: Any,
     num_projections: int | None = 1,
     generator: torch.Generator | None = None,
@@ -132,8 +133,8 @@ def jacobian(
 @traceable_at_first
 def sobolev(
     func: Function,
-    x: Any,
-    derivatives: Any,
+    x: object,
+    derivatives: Tree,
     *args: Any,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
@@ -191,7 +192,7 @@ def sobolev(
     func = uncompiled(func)
 
     # derivatives are an argument, so that micro-batches split them like x
-    def ignoring_derivatives(x: Any, derivatives: Any, *rest: Any) -> Any:
+    def ignoring_derivatives(x: object, derivatives: Tree, *rest: Any) -> Any:
         return func(x, *rest)
 
     # by which its owner is found, and so the graphs and checks of earlier calls
@@ -205,7 +206,7 @@ def sobolev(
 @traceable
 def lipschitz(
     func: Function,
-    x: Any,
+    x: object,
     *args: Any,
     bound: float = 1.0,
     num_iterations: int | None = 10,
@@ -260,7 +261,7 @@ def lipschitz(
 @register(REAL, without=OF_SAMPLES)
 @traceable
 def parameter_gradient(
-    func: Function, params: Any, *args: Any, squared: bool = False, **options: Unpack[Options]
+    func: Function, params: Tree, *args: Any, squared: bool = False, **options: Unpack[Options]
 ) -> Tensor:
     r"""The norm of a loss's gradient by the parameters.
 
@@ -313,7 +314,7 @@ def _norm_and_value(
     func: Function,
     squared: bool,
     options: CheckedOptions,
-    params: Any,
+    params: Tree,
     args: tuple[Any, ...],
     draws: object = None,
 ) -> tuple[Tensor, Tensor]:

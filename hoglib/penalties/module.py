@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hoglib._core.messages import validation
 from hoglib._core.problem import check_option_names
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib.capture.capturing import in_other_tracer
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.penalties.options import OPTION_NAMES, check_options
@@ -61,7 +62,7 @@ def register(sets: tuple[str, ...], **facts: Any) -> Callable[[F], F]:
     return registered
 
 
-def kind_named(name: Any, known: Collection[str] = KINDS.keys()) -> str:
+def kind_named(name: object, known: Collection[str] = KINDS.keys()) -> str:
     """The name of a kind, also with hyphens, or an error with the closest one that is known."""
     wanted = str(name).replace("-", "_")
     if wanted in known:
@@ -154,7 +155,7 @@ class GradientPenalty(nn.Module):
     __call__: Callable[..., Tensor]  # torch's own annotation says Any
 
     def forward(
-        self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
+        self, critic: Callable[..., Any], real: Tree, fake: Tree = None, *args: Any, **options: Any
     ) -> Tensor:
         """The penalty times its weight, by the schedule.
 
@@ -198,7 +199,7 @@ class GradientPenalty(nn.Module):
         return 0.0 if (self.calls - 1) % self.every else self.weight * self.every
 
     def value(
-        self, critic: Callable[..., Any], real: Any, fake: Any = None, *args: Any, **options: Any
+        self, critic: Callable[..., Any], real: Tree, fake: Tree = None, *args: Any, **options: Any
     ) -> Tensor:
         """The penalty by itself, without weight and schedule.
 

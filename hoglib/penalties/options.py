@@ -75,7 +75,7 @@ class CheckedOptions(NamedTuple):
 
 
 def check_options(
-    name: str, options: Mapping[str, Any], generator: Any = None, without: Collection[str] = ()
+    name: str, options: Mapping[str, Any], generator: object = None, without: Collection[str] = ()
 ) -> CheckedOptions:
     """The options of the function with that name, with defaults, or an error.
 

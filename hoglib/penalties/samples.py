@@ -9,6 +9,7 @@ from torch import Generator, Tensor
 from hoglib._core.messages import validation
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.mixed_precision import upcast_dtype, upcast_half
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_internals import tracing
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
@@ -42,7 +43,7 @@ def interpolate(name: str, real: Any, fake: Any, batch: Any, generator: Generato
     return pytree.unflatten(mixed, structure)
 
 
-def add_noise(name: str, real: Any, std: float | None, generator: Generator | None) -> Any:
+def add_noise(name: str, real: Tree, std: float | None, generator: Generator | None) -> Any:
     """x = real + d, d ~ N(0, std^2) for each entry; std None: half the deviation of the batch."""
     leaves, structure = check_points(name, "real", real)
     moved = []
@@ -63,7 +64,7 @@ def random_like(like: Tensor, sampler: Any, shape: Any, generator: Generator | N
     return sampler(shape, **given, device=device, dtype=dtype).to(like.device)
 
 
-def check_points(name: str, argument: str, tree: Any) -> tuple[list[Tensor], Any]:
+def check_points(name: str, argument: str, tree: Tree) -> tuple[list[Tensor], Any]:
     """Leaves and structure of a tree of points: real floating-point tensors of samples."""
     leaves, structure = pytree.flatten(tree)
     if not leaves:
@@ -166,7 +167,7 @@ def _indices(name: str, leaves: Sequence[Tensor], form: Any, batch: Any) -> list
     return found
 
 
-def _check_same_shapes(name: str, real: Any, leaves: list[Tensor], others: list[Tensor]) -> None:
+def _check_same_shapes(name: str, real: Tree, leaves: list[Tensor], others: list[Tensor]) -> None:
     """Raises if tensors of fake have other shapes or devices than those of real."""
     for k, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if a.shape != b.shape or a.device != b.device:
@@ -180,7 +181,7 @@ def _check_same_shapes(name: str, real: Any, leaves: list[Tensor], others: list[
             )
 
 
-def _describe_tree(tree: Any) -> str:
+def _describe_tree(tree: Tree) -> str:
     paths = pytree.paths(tree)
     listed = f"a {type(tree).__name__} of {len(paths)} ({', '.join(paths[:5])})"
     return "one tensor" if paths == [""] else listed

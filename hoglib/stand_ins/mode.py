@@ -12,7 +12,7 @@ torch's own kernels, scripted or compiled code) are not seen.
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any, final
@@ -28,6 +28,7 @@ from hoglib._core.runtime.ambient import AMBIENT, StandIns, inside
 from hoglib._core.runtime.provided import provided
 from hoglib._core.runtime.source_location import running_module
 from hoglib._core.torch_api import function_watch, pytree, torch_internals, torch_library
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_forward_mode import follow_grad_mode
 from hoglib._core.torch_api.torch_modes import StandInMode, copy_without_override_check
 from hoglib._core.torch_api.torch_private import is_missing, require
@@ -164,7 +165,7 @@ def stand_in_table() -> tuple[StandIn, ...]:
     return tuple(row._replace(modes=row.needed) for row in STAND_INS if row.needed)
 
 
-def stand_in_of(func: Any) -> StandIn | None:
+def stand_in_of(func: object) -> StandIn | None:
     """The row of the table for a torch callable, or None."""
     return _table_rows().get(func, (None, None))[0]
 
@@ -200,13 +201,7 @@ class _SecondOrder(StandInMode):
                     return result
         return func(*args, **kwargs)  # the error of torch
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
         # torch calls a mode before the `__torch_function__` of types; here the types go first, and the
@@ -265,9 +260,7 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return result
 
 
-def _check_tangents(
-    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any
-) -> None:
+def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
     """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
     moved = any(map(torch_internals.has_tangent, pytree.tensors((args, kwargs))))
     dropped = moved and not any(map(torch_internals.has_tangent, pytree.tensors(result)))
@@ -278,7 +271,7 @@ def _check_tangents(
         )
 
 
-def _has_graph(x: Any) -> bool:
+def _has_graph(x: object) -> bool:
     """Whether a tensor is differentiated, at any level of torch.func."""
     if not isinstance(x, Tensor):
         return False
@@ -286,9 +279,7 @@ def _has_graph(x: Any) -> bool:
     return x.requires_grad or (inner is not x and _has_graph(inner))
 
 
-def _functions_of(
-    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> list[type[Function]]:
+def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
     """The custom Functions that a call of an operator applies, found by a call of it with copies."""
     found: list[type[Function]] = []
     with function_watch.watching_functions(lambda function, _: found.append(function)):

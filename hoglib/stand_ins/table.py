@@ -165,7 +165,7 @@ def by_operator(
 
 
 def _run(
-    operator: Any, op: Any, by_name: bool, given: dict[str, Any], /, *args: Any, **kwargs: Any
+    operator: object, op: Any, by_name: bool, given: dict[str, Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """A call of an operator, by the function that runs in its place: with the order of the operator's
     arguments, or by their names. What the function does not return is the operator's own."""

@@ -151,7 +151,7 @@ def _clamp(x: Tensor, y: Tensor, K: int, low: Any = None, high: Any = None) -> l
     return _kink(mask, K)
 
 
-def power_of(x: Tensor, y: Tensor, K: int, p: Any) -> list[Derivative]:
+def power_of(x: Tensor, y: Tensor, K: int, p: object) -> list[Derivative]:
     if not isinstance(p, Tensor):
         return power(x, p, K)
     factor, found = torch.ones_like(p, dtype=y.dtype), []

@@ -22,6 +22,7 @@ from hoglib._core.runtime.source_location import first_time, warn_once
 from hoglib._core.substrate.autograd import clone_inference_tensors, fresh_leaves
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.pytree import Tree
 from hoglib.capture.within import when_compiled, within_compile
 from hoglib.ring import ring, run
 from hoglib.taylor.kinks import Kink, Kinks, along_paths, warn_if_linear, without_derivative
@@ -33,7 +34,7 @@ Leaves = list[Tensor]
 TaylorMode = Literal["auto", "taylor", "nested"]
 
 
-def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
+def _like_jet(value: object, options: object, primals: Any, series: Any) -> Any:
     order = len(series if isinstance(primals, Tensor) else series[0])
     return value, pytree.map(lambda y: [y.clone() for _ in range(order)], value)
 
@@ -44,8 +45,8 @@ def _like_jet(value: Any, options: Any, primals: Any, series: Any) -> Any:
 @validation.explain_arguments
 def jet(
     func: Callable[..., Any],
-    primals: Any,
-    series: Any,
+    primals: Tree,
+    series: Tree,
     *,
     mode: TaylorMode = "auto",
     create_graph: bool | None = None,
@@ -132,7 +133,7 @@ class TaylorOptions(NamedTuple):
 
     @classmethod
     def of(
-        cls, caller: str, func: Any, modes: Any, mode: str, create_graph: Any, options: Any
+        cls, caller: str, func: object, modes: object, mode: str, create_graph: Any, options: Any
     ) -> "TaylorOptions":
         validation.function("func", func)
         validation.choice("mode", mode, get_args(modes))
@@ -141,9 +142,7 @@ class TaylorOptions(NamedTuple):
         keep = torch.is_grad_enabled() if create_graph is None else create_graph
         return cls(caller, Policy.of(caller, options), mode, keep, create_graph is True)
 
-    def evaluate(
-        self, func: Callable[..., Any], body: Callable[..., Any], key: Hashable, *inputs: Any
-    ) -> Any:
+    def evaluate(self, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
         """body(*inputs), which derives from the user's function, inside the ring; by its graph where it
         is captured.
 
@@ -157,9 +156,7 @@ class TaylorOptions(NamedTuple):
         return call_with(func, {}, *args) if isinstance(func, nn.Module) else func(*args)
 
 
-def _inside_ring(
-    policy: Policy, func: Callable[..., Any], body: Callable[..., Any], *inputs: Any
-) -> Any:
+def _inside_ring(policy: Policy, func: Any, body: Callable[..., Any], *inputs: Any) -> Any:
     with ring(policy, func):
         return body(*clone_inference_tensors(inputs))
 

@@ -34,7 +34,7 @@ class Kink(NamedTuple):
         return f"{self.operation} at {self.line}" if self.line else self.operation
 
 
-def _at_limits(x: Tensor, low: Any = None, high: Any = None) -> Tensor:
+def _at_limits(x: Tensor, low: object = None, high: object = None) -> Tensor:
     at = torch.zeros_like(x, dtype=torch.bool)
     for limit in (low, high):
         if limit is not None:
@@ -73,12 +73,12 @@ class Kinks:
         self.not_finite: Kink | None = None  # where coefficients ceased to be finite
         self._masks = WeakTensorKeyDictionary()  # comparisons of tensors with coefficients
 
-    def record_mask(self, name: str, out: Any) -> None:
+    def record_mask(self, name: str, out: object) -> None:
         """Notes a mask whose elements depend on the point."""
         if name in COMPARISONS and isinstance(out, Tensor):
             self._masks[out] = name
 
-    def record_derived_mask(self, args: tuple[Any, ...], out: Any) -> None:
+    def record_derived_mask(self, args: tuple[Any, ...], out: object) -> None:
         """Notes what is computed from masks alone, such as `mask.float()`."""
         if self._masks and isinstance(out, Tensor) and self._from_mask(args):
             self._masks[out] = True

@@ -92,13 +92,7 @@ class Propagation(TorchDispatchMode):
         self._pending = None
         self._stack.close()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _reads_no_values(func):  # runs also before the last output is part of autograd's graph
             return func(*args, **kwargs)
@@ -144,7 +138,7 @@ class Propagation(TorchDispatchMode):
         # not computed yet: the output is part of autograd's graph when the next operation runs
         self._pending = rule, call, written, kink_here(names[1]) if looked else None
 
-    def _of_rank(self, x: Any, rank: int) -> Any:
+    def _of_rank(self, x: object, rank: int) -> Any:
         """An operand that broadcasts to more dimensions, with these, and so its coefficients: behind a
         leading dimension of directions they would broadcast as others, or in silence as wrong ones."""
         if not isinstance(x, Tensor) or x.dim() >= rank or (parts := self._parts(x)) is None:
@@ -175,7 +169,7 @@ class Propagation(TorchDispatchMode):
             if written is not None:
                 self._write_through(written)
 
-    def _parts(self, x: Any) -> Parts | None:
+    def _parts(self, x: object) -> Parts | None:
         if not isinstance(x, Tensor):
             return None
         found: Parts | None = self._series.get(x)

@@ -279,7 +279,7 @@ class Call(NamedTuple):
             found = plus(found, self.algebra.product(bilinear, a_n, b_n))
         return found
 
-    def known(self, x: Any) -> Parts:
+    def known(self, x: object) -> Parts:
         """The coefficients of a tensor, zeros if it is constant."""
         parts = self.parts(x)
         return self.algebra.zeros() if parts is None else parts

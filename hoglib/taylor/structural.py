@@ -38,7 +38,7 @@ def by_dim(operation: Callable[..., Any]) -> Linear:
     """Of an operation whose first argument is a dimension, or several."""
 
     def run(
-        part: Tensor, lead: int, x: Tensor, out: Any, dim: Any = 0, *args: Any, **kwargs: Any
+        part: Tensor, lead: int, x: Tensor, out: Any, dim: object = 0, *args: Any, **kwargs: Any
     ) -> Any:
         if lead and not x.dim():  # for which torch takes one dimension
             found = operation(part.unsqueeze(1), shifted(dim, lead, x), *args, **kwargs)
@@ -75,7 +75,7 @@ def _indexed(part: Tensor, lead: int, x: Tensor, out: Tensor, indices: Sequence[
 
 
 def _gathered(
-    part: Tensor, lead: int, x: Tensor, out: Any, dim: int, index: Tensor, *args: Any, **_: Any
+    part: Tensor, lead: int, x: Tensor, out: object, dim: int, index: Tensor, *args: Any, **_: Any
 ) -> Tensor:
     if x.dim() == 0:
         return part.reshape(part.shape[:lead] + index.shape)
@@ -102,7 +102,7 @@ def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
 
 
 def _strided(
-    part: Tensor, lead: int, x: Tensor, out: Any, size: Any, stride: Any, offset: Any = None
+    part: Tensor, lead: int, x: Tensor, out: object, size: Any, stride: Any, offset: Any = None
 ) -> Tensor:
     start = 0 if offset is None else offset - x.storage_offset()
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
@@ -114,7 +114,7 @@ def _strided(
     return part.as_strided(shape, strides, part.storage_offset() + start)
 
 
-def _rolled(part: Tensor, lead: int, x: Tensor, out: Any, shifts: Any, dims: Any = ()) -> Tensor:
+def _rolled(part: Tensor, lead: int, x: Tensor, out: object, shifts: Any, dims: Any = ()) -> Tensor:
     if dims and x.dim():
         return part.roll(shifts, shifted(list(dims), lead, x))
     return part.flatten(lead).roll(shifts, lead).reshape(part.shape) if x.dim() else part
@@ -180,7 +180,7 @@ LINEAR: dict[str, Linear] = {
 }  # fmt: skip
 
 
-def _split(part: Tensor, lead: int, x: Tensor, out: Any, sizes: Any, dim: int = 0) -> Any:
+def _split(part: Tensor, lead: int, x: Tensor, out: object, sizes: object, dim: int = 0) -> Any:
     return part.split(sizes, shifted(dim, lead, x))
 
 
@@ -241,7 +241,7 @@ def _joined(operation: Any) -> Rule:
     return rule
 
 
-def where_tensors(call: Call, mask: Tensor, a: Any, b: Any) -> Parts:
+def where_tensors(call: Call, mask: Tensor, a: object, b: object) -> Parts:
     """where(mask, a, b)"""
     return where_parts(call, mask, call.known(a), call.known(b))
 

@@ -55,7 +55,7 @@ PHASES = (
 @validation.explain_arguments
 def verify(
     fn: Callable[..., Any] | type[Function],
-    inputs: Any,
+    inputs: object,
     *,
     reference: Callable[..., Any] | None = None,
     orders: Sequence[int] | int | None = None,
@@ -151,9 +151,7 @@ def verify(
     return report.raise_if_failed() if raise_exception else report
 
 
-def _report(
-    fn: Callable[..., Any], inputs: tuple[Any, ...], reference: Reference, options: Options
-) -> Report:
+def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Options) -> Report:
     """The report of all checks, with the causes of failures first."""
     name, subject, judged = name_of(fn), None, None
     rows: list[Row] = []

@@ -12,7 +12,7 @@ plain functions with one slot taken from x +- h v. What autograd computes of it 
 backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple, final
@@ -29,7 +29,8 @@ from hoglib._core.runtime import source_location
 from hoglib._core.runtime.source_location import error_line, format_error
 from hoglib._core.substrate.detachment import DetachedGradient, DetachmentWatch
 from hoglib._core.torch_api import pytree
-from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
+from hoglib._core.torch_api.pytree import Tree, is_float
 from hoglib._core.torch_api.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import function_rules, maps
 from hoglib.verification.comparison import Bounds, Discrepancy, Found, Target, compared
@@ -301,7 +302,7 @@ class _Probe:
         return slots + [Slot(name, "gradient", name) for name in self._moved]
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a: object, b: object) -> bool:
     """Whether a slot does not move: the same tensor or number at both ends."""
     if isinstance(a, Tensor):
         return same(a, b)
@@ -445,13 +446,7 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
                 yield Row(f"culprit: {called} in {title}", "fail", None, text)
 
 
-def _operation_fault(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    mode: str,
-    order: int,
-) -> str:
+def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
     try:
         f, _ = symmetrized(maps.map_of(lambda a, k: func(*a, **k), (args, kwargs)).seeded())
         which = [i for i, y in enumerate(f.run_with_grad()) if is_float(y) and y.requires_grad]
@@ -473,13 +468,7 @@ class _Calls(TorchFunctionMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, source_location.SourceLine | None]] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         live, made = (any(map(requires_grad, pytree.leaves(x))) for x in ((args, kwargs), result))
@@ -489,12 +478,12 @@ class _Calls(TorchFunctionMode):
         return result
 
 
-def detached_copy(tree: Any) -> Any:
+def detached_copy(tree: Tree) -> Any:
     """A copy whose tensors are leaves, which require grad where the originals do."""
     return pytree.map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
 
 
-def requires_grad(x: Any) -> bool:
+def requires_grad(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 

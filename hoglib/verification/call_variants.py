@@ -275,11 +275,11 @@ class _UndefinedGradient(Function):
     """The identity, whose gradient is undefined."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
+    def backward(ctx: object, grad: Tensor) -> None:
         return None
 
 

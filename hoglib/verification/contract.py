@@ -21,6 +21,7 @@ from hoglib._core.runtime import source_location
 from hoglib._core.runtime.source_location import error_line
 from hoglib._core.substrate.detachment import tensors_written
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
@@ -330,13 +331,7 @@ class InPlaceWatch(TorchFunctionMode):
         super().__init__()
         self.places: dict[int, source_location.SourceLine | None] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         name = getattr(func, "__name__", "")
         written = tensors_written(name, args, kwargs or {})
         place = source_location.torch_call_line() if written else None
@@ -365,13 +360,7 @@ class DeviceWatch(TorchFunctionMode):
         # made on the default device; kept alive so that ids stay unique
         self._made: dict[int, Tensor] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         given = pytree.tensors((args, kwargs))

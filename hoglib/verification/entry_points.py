@@ -146,7 +146,7 @@ class examined_functions:  # noqa: N801 a context manager
         AMBIENT.examination = Examination(outside.on_wrong, not self._by_hand, functions)
         return functions
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         functions, self._functions = self._functions, None
         if functions is None:
             return
@@ -396,7 +396,7 @@ class AppliedFunctions:
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
     def _watch_application(
-        self, key: Key, given: Args, versions: list[Any], node: Any, result: Any
+        self, key: Key, given: Args, versions: list[Any], node: Any, result: object
     ) -> None:
         results = result if isinstance(result, tuple) else (result,)
         changed = [(i, x) for i, x, version in versions if x._version != version]
@@ -463,7 +463,7 @@ class AppliedFunctions:
         found = [(f"ctx.{name}", x) for name, x in own if torch_internals.storage_id(x) in memory]
         kept = [(label, x, x._version) for label, x in found if _counts_changes(x)]
 
-        def before(_: Any) -> None:
+        def before(_: object) -> None:
             changed = " ".join(name for name, x, version in kept if x._version != version)
             kept.clear()
             if changed and self._mark_mutating(key, given):
@@ -575,7 +575,7 @@ def _forward_mode() -> str:
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
-def _verdict_key(x: Any, needs_grad: bool, given: Args) -> Any:
+def _verdict_key(x: object, needs_grad: bool, given: Args) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad

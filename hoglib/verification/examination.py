@@ -131,7 +131,7 @@ def applied(
     return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding, by_vmap)
 
 
-def held_kinds(x: Any, given: tuple[Any, ...]) -> tuple[int, ...]:
+def held_kinds(x: object, given: tuple[Any, ...]) -> tuple[int, ...]:
     """Of each tensor in a list, tuple or dict: which of the arguments it is too; else NO_GRADIENT if it
     needs a gradient, which torch does not give it, or CONSTANT."""
     if not isinstance(x, list | tuple | dict):
@@ -543,13 +543,7 @@ def _no_communication() -> AbstractContextManager[Any]:
 class _NoCommunication(TorchDispatchMode):
     """Stops a Function that communicates between processes: the others do not run it again."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             raise _NotExamined("it communicates between processes, and is not run again")
         return func(*args, **(kwargs or {}))
@@ -564,13 +558,7 @@ class _Operations(TorchDispatchMode):
         self.plain = True
         self._unwritten: dict[int, Any] = {}  # by the address of the memory
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.plain &= func.namespace in ("aten", "prim", "prims")
@@ -587,7 +575,7 @@ class _Operations(TorchDispatchMode):
                 self.returned(tensors)
         return result
 
-    def returned(self, values: Any) -> None:
+    def returned(self, values: object) -> None:
         """These are read: something must have written them."""
         addresses = [_memory_address(x) for x in pytree.leaves(values) if isinstance(x, Tensor)]
         self.plain &= not any(address in self._unwritten for address in addresses if address)

@@ -47,7 +47,7 @@ OPAQUE = (
 )  # fmt: skip
 
 
-def opened(value: Any, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key, ...], Any]]:
+def opened(value: object, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key, ...], Any]]:
     """The innermost members, with the keys that lead to them; the value itself if it is no container,
     or an empty one. depth: how many levels are opened."""
     members = list(_members(value)) if depth else []
@@ -82,7 +82,7 @@ def spelled(label: str, keys: Sequence[Key]) -> str:
     return label
 
 
-def _members(value: Any) -> Iterator[tuple[Key, Any]]:
+def _members(value: object) -> Iterator[tuple[Key, Any]]:
     if isinstance(value, OPAQUE):
         return
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -95,7 +95,7 @@ def _members(value: Any) -> Iterator[tuple[Key, Any]]:
         yield from ((("attribute", n), x) for n, x in vars(value).items())
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether it is an object of a class that a user wrote, which keeps values in attributes."""
     kind = type(value)
     own: Callable[..., Any] | None = getattr(kind, "__setattr__", None)
@@ -123,13 +123,13 @@ class SavedAt:
         self._frame, self.place = frame, SourceLine(frame.f_code.co_filename, frame.f_lineno)
         self._expressions = _expressions(*self.place, target)
 
-    def noted(self, value: Any, position: int, keys: Sequence[Key]) -> Noted:
+    def noted(self, value: object, position: int, keys: Sequence[Key]) -> Noted:
         """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
         expression = _pick(self._expressions, position, keys)
         text = "" if expression is None else _expression_text(expression)
         return Noted(self.place, text or self._local(value))
 
-    def _local(self, value: Any) -> str:
+    def _local(self, value: object) -> str:
         """The local variable that is the value, or holds it, there or further out."""
         if value is None or isinstance(value, bool | int | str):
             return ""  # the same object may have any name
@@ -282,7 +282,7 @@ class Record:
             self._describe(f"ctx.{name}", value, 0, name)
         self.written.clear()  # which lets the frames go, and what they hold
 
-    def _describe(self, label: str, value: Any, position: int, place: str) -> None:
+    def _describe(self, label: str, value: object, position: int, place: str) -> None:
         at = self.written.get(place)
         if at is not None:
             for keys, part in (((), value), *opened(value)):
@@ -291,7 +291,7 @@ class Record:
     def noted(self, label: str) -> Noted:
         return self.notes.get(label, Noted(None, ""))
 
-    def is_silent(self, output: Any) -> bool:
+    def is_silent(self, output: object) -> bool:
         return any(output is y for y in self.silent)
 
 
@@ -418,7 +418,7 @@ def is_classic(function: type[Function]) -> bool:
     return function.setup_context is Function.setup_context
 
 
-def is_surrogate(function: Any) -> bool:
+def is_surrogate(function: object) -> bool:
     """Whether its class says that its gradient differs from the derivative on purpose."""
     return getattr(function, "surrogate", False) is True
 
@@ -450,7 +450,7 @@ def offers_vmap(function: type[Function]) -> bool:
     return bool(own) and not is_classic(function)
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: object) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -469,7 +469,7 @@ class Slot:
     graphed: bool = False  # it has a graph, which forward built
 
 
-def kind_of(value: Any, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
+def kind_of(value: object, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
     """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
     found = pytree.tensors(value)
     labels = [*names, *range(len(names), len(run.inputs))]

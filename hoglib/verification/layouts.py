@@ -66,7 +66,7 @@ def copied(x: Tensor) -> Tensor:
     return laid_out_as(x, x.detach().clone())
 
 
-def fresh(value: Any) -> Any:
+def fresh(value: object) -> Any:
     """A copy of what a run may change: a tensor's values, the state of a random generator, the items of
     a container."""
     if isinstance(value, Tensor):

@@ -1,7 +1,7 @@
 """Matrix products in full precision, modes that notice where float64 numbers lose digits, and the dtype
 in which a function is judged."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -15,6 +15,7 @@ from hoglib._core.runtime import source_location
 from hoglib._core.runtime.ambient import replaced
 from hoglib._core.runtime.source_location import format_error
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.mixed_precision import is_half
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import settable_precisions
@@ -74,13 +75,7 @@ class PrecisionWatch(TorchFunctionMode):
         self.rounded = self.met = self.foreign = ""
         self._made: list[Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
@@ -111,13 +106,7 @@ class HalfWatch(TorchDispatchMode):
     dtype: torch.dtype | None = None
     where = ""
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if self.dtype is None:
             given = [x for x in pytree.leaves((args, kwargs or {})) if is_float(x)]
@@ -162,9 +151,7 @@ class Precision(NamedTuple):
     half: torch.dtype | None = None  # the dtype, if that is half precision
 
 
-def judged_map(
-    fn: Callable[..., Any], inputs: Sequence[Any], *, own_dtype: bool = False
-) -> tuple[Map, Precision]:
+def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tuple[Map, Precision]:
     """The map in float64; in its own dtypes if only these get as far as a second derivative; in
     float32 if it computes in float32 anyway. Raises its error if it does not run at all.
 

@@ -167,7 +167,7 @@ class Report:
             "rows": [row._asdict() for row in known],
         }
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: object = None) -> Any:
         """Draw the relative error of each check that compares numbers, and what failed without one.
 
         Args:

@@ -332,7 +332,7 @@ def parameters(function: type[Function], count: int) -> tuple[str, ...]:
     return tuple(names[:count])
 
 
-def _argument_kind(value: Any) -> Any:
+def _argument_kind(value: object) -> Any:
     """A key that is equal for arguments that are examined alike."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
@@ -561,11 +561,7 @@ class Subject:
 
 
 def subject_of(
-    fn: Callable[..., Any],
-    inputs: Sequence[Any],
-    *,
-    own_dtype: bool = False,
-    as_given: bool = False,
+    fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, as_given: bool = False
 ) -> Subject:
     """The subject of a call fn(*inputs).
 
@@ -633,7 +629,7 @@ def lifted(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Lifted | None:
     return Lifted(module, rest, Row("arguments: a module", "warn", None, text))
 
 
-def _modules_among(value: Any) -> list[nn.Module]:
+def _modules_among(value: object) -> list[nn.Module]:
     if isinstance(value, nn.Module):
         return [value]
     return [capture.value for capture in held(value) if isinstance(capture.value, nn.Module)]

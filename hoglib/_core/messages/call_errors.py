@@ -19,11 +19,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
 
 
 def explain_call_error(
-    error: Exception,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    keywords: Any,
-    explain: Callable[[str], str],
+    error: Exception, function: Any, args: Any, keywords: Any, explain: Callable[[str], str]
 ) -> None:
     """Raises an error that says what to do, if this one is about the arguments of the function.
 
@@ -58,9 +54,7 @@ def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def explain_criterion(
-    criterion: Callable[..., Any], outputs: Any, targets: Any, whole: bool, reason: str
-) -> str:
+def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, reason: str) -> str:
     """What to do about outputs and targets that a criterion does not take."""
     second = "batch" if whole else "targets"
     function = criterion.forward if isinstance(criterion, nn.Module) else criterion
@@ -107,7 +101,7 @@ def binding_error(
     return None
 
 
-def describe_argument(value: Any) -> str:
+def describe_argument(value: object) -> str:
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with {', '.join(map(repr, value))}"
     return validation.describe(value)
@@ -116,7 +110,7 @@ def describe_argument(value: Any) -> str:
 _OF_TARGETS = re.compile(r"label|target|mask|weight|length|^(y|idx?|index)$", re.IGNORECASE)
 
 
-def forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: Any) -> str:
+def forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: object) -> str:
     """A `forward` that may be what the user needs."""
     whole = len(args) == 1 and args[0] is batch
     part = "batch" if whole else "batch[0]"
@@ -146,7 +140,7 @@ class ErrorTranslation:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):
             self.explain(error)
 
@@ -185,7 +179,7 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     what: the name of the batch.
     """
 
-    def __init__(self, batch: Any, reference: Any, what: str = "batch") -> None:
+    def __init__(self, batch: object, reference: Any, what: str = "batch") -> None:
         self._batch, self._reference, self._what = batch, reference, what
 
     def __enter__(self) -> None:

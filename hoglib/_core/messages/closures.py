@@ -97,7 +97,7 @@ class Capture(NamedTuple):
         return f"{self.via}{self.how} `{self.path}`"
 
 
-def held(value: Any) -> Iterator[Capture]:
+def held(value: object) -> Iterator[Capture]:
     """The tensors, modules and generators inside any object, nearest first."""
     return _search_captures(value, "holds", "value", HELD)
 
@@ -178,14 +178,14 @@ def owner_of(func: Callable[..., Any]) -> Any:
 _MODULE_FIELDS = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
-def _is_trainable(value: Any) -> bool:
+def _is_trainable(value: object) -> bool:
     """Whether a value is a module or a leaf tensor that requires grad."""
     if isinstance(value, Tensor):
         return value.requires_grad and value.is_leaf
     return isinstance(value, nn.Module)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A few words on a tensor or module."""
     if isinstance(value, Tensor):
         return validation.describe(value)
@@ -204,7 +204,7 @@ def _advise(what: str, fn: Callable[..., Any], capture: Capture) -> str:
     return f"Make it an argument: `{what}(lambda {name}, *args: ...)({name}, ...)`."
 
 
-def _search_captures(root: Any, how: str, path: str, scope: Scope) -> Iterator[Capture]:
+def _search_captures(root: object, how: str, path: str, scope: Scope) -> Iterator[Capture]:
     """The tensors, modules and generators that are reached, with a description of the way there."""
     if isinstance(root, FOUND):
         yield Capture(how, path, root)
@@ -245,7 +245,7 @@ class ClosureWalker:
         places: id of an object -> its index in ``objects``.
     """
 
-    def __init__(self, root: Any, scope: Scope = READ) -> None:
+    def __init__(self, root: object, scope: Scope = READ) -> None:
         self.objects: list[Any] = []
         self.found: list[int] = []
         self.edges: list[Edge] = []
@@ -262,7 +262,7 @@ class ClosureWalker:
         while self._queue and len(self.objects) < _MAX_OBJECTS:
             self._enter(self._queue.popleft())
 
-    def add(self, value: Any) -> int:
+    def add(self, value: object) -> int:
         """Adds an object that was not reached, and returns its place."""
         self.places[id(value)] = len(self.objects)
         self.objects.append(value)  # kept alive, so that no other object gets its id
@@ -346,7 +346,7 @@ class ClosureWalker:
         return found
 
 
-def _names_in_method(method: Any) -> set[str]:
+def _names_in_method(method: object) -> set[str]:
     code = getattr(getattr(method, "fget", method), "__code__", None)
     return set(names_in(code)) if isinstance(code, CodeType) else set()
 
@@ -366,7 +366,7 @@ _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 _attributes = attrgetter("__dict__")
 
 
-def references(value: Any, libraries: bool = True) -> Iterator[Reference]:
+def references(value: object, libraries: bool = True) -> Iterator[Reference]:
     """What an object holds: a closure, the items of a container, attributes, methods."""
     if isinstance(value, FunctionType):
         yield from _of_function(value, libraries)
@@ -409,7 +409,7 @@ _FIELDS = {key: attrgetter(key) for key in ("__defaults__", "__kwdefaults__", "a
 
 
 def _of_arguments(
-    holder: Any, field: str, how: str, names: tuple[str, ...] | list[str] = ()
+    holder: object, field: str, how: str, names: tuple[str, ...] | list[str] = ()
 ) -> Iterator[Reference]:
     """Defaults or partial arguments, each under its name; plain ones as a whole."""
     values = getattr(holder, field)
@@ -440,7 +440,7 @@ def _of_globals(fn: FunctionType) -> Iterator[Reference]:
             yield _at_global(names[:used], value)
 
 
-def _at_global(path: tuple[str, ...], value: Any) -> Reference:
+def _at_global(path: tuple[str, ...], value: object) -> Reference:
     return Reference(value, partial(_global, path), ".".join(path), "reads the global")
 
 
@@ -473,7 +473,7 @@ def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:
             yield Reference(item, partial(_stored, base, i), f"[{i}]")
 
 
-def _of_object(value: Any) -> Iterator[Reference]:
+def _of_object(value: object) -> Iterator[Reference]:
     """The attributes of an object, and the members of its classes that are the user's."""
     fields = getattr(value, "__dict__", None)
     if isinstance(fields, dict):
@@ -586,11 +586,11 @@ def _closed_over(i: int, fn: Any) -> Any:
     return fn.__closure__[i].cell_contents
 
 
-def _length(field: str, value: Any) -> int:
+def _length(field: str, value: object) -> int:
     return len(getattr(value, field))
 
 
-def _item_of(field: str, key: Any, value: Any) -> Any:
+def _item_of(field: str, key: object, value: object) -> Any:
     return getattr(value, field)[key]
 
 
@@ -609,9 +609,9 @@ def _global(path: tuple[str, ...], fn: Callable[..., Any]) -> Any:
     return value
 
 
-def _of_class(i: int, name: str, value: Any) -> Any:
+def _of_class(i: int, name: str, value: object) -> Any:
     return vars(type(value).__mro__[i])[name]
 
 
-def _getter(i: int, name: str, value: Any) -> Any:
+def _getter(i: int, name: str, value: object) -> Any:
     return vars(type(value).__mro__[i])[name].fget

@@ -109,7 +109,7 @@ class ScoreFile:
         self.scores = torch.from_numpy(numpy.load(path, mmap_mode="r+"))
         self.done = int((~self.scores.view(shape[0], -1).sum(1).isnan()).cumprod(0).sum())
 
-    def keep(self, factors: Any) -> None:
+    def keep(self, factors: object) -> None:
         """Write the record of the call, with its factors."""
         with write_atomically(self._record) as stream:
             torch.save({"call": self._call, "factors": factors}, stream)

@@ -118,7 +118,7 @@ def watching_modules(
         if watched():
             start(module, args)
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if watched():
             end(module, args, output)
 

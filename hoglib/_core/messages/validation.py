@@ -24,7 +24,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """A short description of a value: dtype and shape of a tensor, type and repr of anything else."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
@@ -44,7 +44,7 @@ def short_repr(kind: type[T]) -> type[T]:
     return kind
 
 
-def _shortened(value: Any) -> str:
+def _shortened(value: object) -> str:
     count = sum(x.numel() for x in pytree.tensors(value))
     if count <= 10:
         return shorten(repr(value), 200)
@@ -63,7 +63,7 @@ def package(name: str, caller: str, install: str) -> Any:
         ) from error
 
 
-def tensor(what: str, value: Any, advice: str = "make one with `torch.as_tensor`") -> Tensor:
+def tensor(what: str, value: object, advice: str = "make one with `torch.as_tensor`") -> Tensor:
     if not isinstance(value, Tensor):
         raise errors.ArgumentTypeError(
             f"{what}: expected a torch.Tensor, got {describe(value)}; {advice}."
@@ -96,7 +96,7 @@ def real(what: str, value: Any) -> Tensor:
     return value
 
 
-def number(what: str, value: Any, *, minimum: float | None = None) -> float:
+def number(what: str, value: object, *, minimum: float | None = None) -> float:
     """Checks for a real Python number that is not NaN and at least `minimum`. An int stays an int."""
     if isinstance(value, bool) or not isinstance(value, Real):
         advice = "; take one out of a tensor with `.item()`" if isinstance(value, Tensor) else ""
@@ -109,7 +109,7 @@ def number(what: str, value: Any, *, minimum: float | None = None) -> float:
     return result
 
 
-def fraction(what: str, value: Any, *, below_one: bool = False, usual: Any = None) -> float:
+def fraction(what: str, value: object, *, below_one: bool = False, usual: object = None) -> float:
     """Checks for a real Python number from 0 to 1, or to less than 1. `usual` is named in the error."""
     result = number(what, value)
     if not 0 <= result <= 1 or (below_one and result == 1):
@@ -120,7 +120,7 @@ def fraction(what: str, value: Any, *, below_one: bool = False, usual: Any = Non
     return result
 
 
-def tensor_or_number(what: str, value: Any) -> Any:
+def tensor_or_number(what: str, value: object) -> Any:
     """Checks for a differentiable tensor, or a Python number, which is a constant."""
     if isinstance(value, Tensor):
         return differentiable(what, value)
@@ -132,7 +132,7 @@ def tensor_or_number(what: str, value: Any) -> Any:
     return value
 
 
-def dim(what: str, value: Any, rank: int) -> int:
+def dim(what: str, value: object, rank: int) -> int:
     """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
     extent, number = max(rank, 1), integer(what, value)
     if not -extent <= number < extent:
@@ -153,7 +153,7 @@ def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
     return tuple(sorted(result)) if result else tuple(range(max(rank, 1)))
 
 
-def positive(what: str, value: Any) -> float:
+def positive(what: str, value: object) -> float:
     """Checks for a finite real number greater than zero."""
     if isinstance(value, bool) or not isinstance(value, Real):
         text = f"{what}: expected a positive number, got {describe(value)}."
@@ -167,7 +167,7 @@ def positive(what: str, value: Any) -> float:
     return number
 
 
-def integer(what: str, value: Any) -> int:
+def integer(what: str, value: object) -> int:
     """Checks for an integer."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise errors.ArgumentTypeError(f"{what}: expected an integer, got {describe(value)}.")
@@ -184,7 +184,7 @@ def at_least(what: str, value: Any, minimum: int) -> int:
     return int(value)
 
 
-def none_or_at_least(what: str, value: Any, minimum: int) -> int | None:
+def none_or_at_least(what: str, value: object, minimum: int) -> int | None:
     return None if value is None else at_least(what, value, minimum)
 
 
@@ -192,14 +192,14 @@ def none_or_at_least(what: str, value: Any, minimum: int) -> int | None:
 BACKENDS = ("inductor", "eager", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
-def backend(name: str, value: Any) -> str:
+def backend(name: str, value: object) -> str:
     """The backend that an option compile= names, or "" for none."""
     if isinstance(value, str):
         return choice(name, value, BACKENDS)
     return "inductor" if boolean(name, value) else ""
 
 
-def choice(what: str, value: Any, options: Iterable[str]) -> str:
+def choice(what: str, value: object, options: Iterable[str]) -> str:
     known = list(options)
     if value not in known:
         text = f"{what}: expected one of {', '.join(known)}; got {value!r}."
@@ -207,13 +207,13 @@ def choice(what: str, value: Any, options: Iterable[str]) -> str:
     return str(value)
 
 
-def boolean(what: str, value: Any) -> bool:
+def boolean(what: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise errors.ArgumentTypeError(f"{what}: expected True or False, got {describe(value)}.")
     return value
 
 
-def generator(value: Any) -> torch.Generator | None:
+def generator(value: object) -> torch.Generator | None:
     """Checks for a torch.Generator, or None for the default generator."""
     if value is not None and not isinstance(value, torch.Generator):
         raise errors.ArgumentTypeError(
@@ -223,14 +223,14 @@ def generator(value: Any) -> torch.Generator | None:
     return value
 
 
-def function(what: str, value: Any) -> Any:
+def function(what: str, value: object) -> Any:
     if not callable(value):
         text = f"{what}: expected a function, got {describe(value)}; pass the callable itself."
         raise errors.ArgumentTypeError(text)
     return value
 
 
-def loss_function(what: str, value: Any) -> Any:
+def loss_function(what: str, value: object) -> Any:
     """Checks for a function of (params, batch)."""
     if isinstance(value, nn.Module):
         raise errors.ArgumentTypeError(
@@ -240,7 +240,7 @@ def loss_function(what: str, value: Any) -> Any:
     return function(what, value)
 
 
-def not_the_model(what: str, value: Any, params: Any) -> None:
+def not_the_model(what: str, value: object, params: object) -> None:
     """Checks that a function is not the module whose parameters it should be a function of."""
     if isinstance(value, nn.Module) and isinstance(params, Mapping):
         names = {name for name, _ in value.named_parameters(remove_duplicate=False)}
@@ -263,7 +263,7 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
             )
 
 
-def parameters(params: Any, what: str = "params") -> tuple[list[Tensor], Any]:
+def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]:
     """Leaves and structure of a pytree, checked: floating-point tensors, at least one of them."""
     leaves, structure = pytree.flatten(params)
     if not leaves:
@@ -285,7 +285,7 @@ def parameters(params: Any, what: str = "params") -> tuple[list[Tensor], Any]:
 
 
 def other_structure(
-    what: str, tree: Any, params: Any, leaf: str = "...", like: str = "params"
+    what: str, tree: object, params: object, leaf: str = "...", like: str = "params"
 ) -> errors.ArgumentValueError:
     """The error for a tree whose structure differs from params; `leaf` describes an expected leaf."""
     names, came = pytree.paths(params), pytree.paths(tree)
@@ -321,8 +321,8 @@ def _in_order_of(params: Any, tree: Any) -> Any:
 
 def vectors(
     what: str,
-    tree: Any,
-    params: Any,
+    tree: object,
+    params: object,
     like: str = "params",
     blocks: bool = True,
     flat: tuple[list[Tensor], Any] | None = None,
@@ -450,7 +450,7 @@ def leaf_name(what: str, name: str) -> str:
     return f"{what}{name}" if name.startswith("[") else f"{what}[{name!r}]" if name else what
 
 
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The end of a sentence about a name that is not known."""
     close = get_close_matches(str(name), [*known], n=1)
     return f"; did you mean {close[0]!r}?" if close else "."
@@ -516,7 +516,7 @@ class TorchTypeError(errors.ArgumentTypeError, RuntimeError):
     """An ArgumentTypeError where torch raises RuntimeError."""
 
 
-def torch_real(what: str, value: Any) -> Tensor:
+def torch_real(what: str, value: object) -> Tensor:
     """:func:`real`, where torch raises RuntimeError for tensors of another dtype."""
     try:
         return real(what, value)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core.modules.swap import RNN_WEIGHT_LISTS
 from hoglib._core.numerics.finite_differences import to_double
 from hoglib._core.runtime.source_location import SourceLine, torch_call_line
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_modes import AutocastState
 
 Generators = Iterable[torch.Generator]
@@ -149,13 +150,7 @@ class _FirstDraw(TorchFunctionMode):
         self._device = device
         self.line: SourceLine | None = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if self.line is not None:
             return func(*args, **(kwargs or {}))
         before = generator_state(self._device)
@@ -444,7 +439,7 @@ _LARGEST = 1000  # items of a container whose contents are copied too
 _MISSING = object()
 
 
-def same(a: Tensor, b: Any) -> bool:
+def same(a: Tensor, b: object) -> bool:
     """The same values of one shape, dtype, layout and device; NaN is the same as NaN."""
     if not isinstance(b, Tensor) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False

@@ -87,7 +87,7 @@ def _largest_of(*given: Tensor | float) -> list[float]:
 _FOUND: Any = WeakIdKeyDictionary()  # object -> key -> what was found
 
 
-def found_once(owner: Any, key: Hashable, find: Callable[[], T | None]) -> T | None:
+def found_once(owner: object, key: Hashable, find: Callable[[], T | None]) -> T | None:
     """The first result of `find` that is not None, kept for an object as long as it lives.
 
     key: all else that the result depends on.

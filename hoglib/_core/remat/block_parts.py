@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core.messages import closures
 from hoglib._core.runtime.ambient import replaced
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_modes import copy_without_override_check
 
 
@@ -118,13 +119,7 @@ class SlicedOperations(TorchFunctionMode):
     by five or six tensors of its size, which then are of the size of a slice.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         if func in _ELEMENTWISE or func in _BY_ROWS:
             return _by_slices(func, *args, **kwargs)

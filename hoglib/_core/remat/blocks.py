@@ -35,7 +35,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
 NAMED = "Name modules, as in `remat='layers.*'`, or call a block by `hoglib.ops.remat(block)(...)`."
 
 
-def check_remat(remat: Any) -> Remat:
+def check_remat(remat: object) -> Remat:
     """The option, as it is or as a tuple of patterns, or an error."""
     if isinstance(remat, bool):
         return remat
@@ -52,9 +52,7 @@ def check_remat(remat: Any) -> Remat:
 
 
 @contextmanager
-def rematerialized(
-    remat: Remat, func: Callable[..., Any], recomputed: Any
-) -> Iterator[list["BlockForward"]]:
+def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["BlockForward"]]:
     """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward;
     entering returns their forwards.
 
@@ -281,12 +279,7 @@ def _checkpoint_wrappers(block: nn.Module) -> list[Any]:
     return [module for module in block.modules() if isinstance(module, kind)]
 
 
-def call_forward(
-    forward: Callable[..., Any],
-    block: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-) -> Any:
+def call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
     """One run. Objects among the arguments are copied: a cache of keys and values that a run fills
     would be full in the next one, and what is in it have no gradient."""
     leaves, structure = pytree.flatten((args, kwargs))
@@ -299,7 +292,7 @@ def call_forward(
 _SHARED = (Tensor, nn.Module, torch.Generator, FunctionType, MethodType, partial)
 
 
-def _own_copy(leaf: Any) -> Any:
+def _own_copy(leaf: object) -> Any:
     if is_plain(leaf) or isinstance(leaf, _SHARED):
         return leaf
     try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, final
 class StandIns(AbstractContextManager[Any], Protocol):
     """The interface of the mode of `second_order()`, which is in `hoglib.stand_ins`."""
 
-    def run_script(self, script: Any, run: Callable[[], Any]) -> Any:
+    def run_script(self, script: object, run: Callable[[], Any]) -> Any:
         """Runs a scripted function, whose calls no TorchFunctionMode sees, with stand-ins."""
 
 
@@ -112,7 +112,7 @@ class replaced:  # noqa: N801 a context manager
         _set_attributes(self._before)
 
 
-def _is_dict(holder: Any) -> bool:
+def _is_dict(holder: object) -> bool:
     return isinstance(holder, dict) or holder is os.environ
 
 

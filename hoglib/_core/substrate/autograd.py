@@ -448,7 +448,7 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
 def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
     """Puts the first node whose later backward makes finite gradients infinite or NaN into `found`."""
 
-    def note(node: Any, by: Any, given: Any) -> None:
+    def note(node: object, by: Any, given: Any) -> None:
         if not found and _finite(given) and not _finite(by):
             found.append(node)
 

@@ -7,7 +7,7 @@ out, the mode can repair one: it returns the tensor that was detached, or enable
 that ran without.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core.runtime import source_location
 from hoglib._core.runtime.source_location import SourceLine
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.function_watch import Applying, watching_functions
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import watching_constructors
@@ -108,13 +109,7 @@ class DetachmentWatch(TorchFunctionMode):
         super().__exit__(*error)
         self._constructors.__exit__(*error)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         if self.applying:
             return func(*args, **kwargs)
@@ -147,9 +142,7 @@ class DetachmentWatch(TorchFunctionMode):
             return self._check(func, name, args, kwargs, result)
         return result
 
-    def _check(
-        self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, result: Any
-    ) -> Any:
+    def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         """The result of a call, after noting whether it lost the graph of the arguments."""
         outputs = [y for y in pytree.leaves(result) if is_float(y)]
         without = [y for y in outputs if not y.requires_grad or name == "Parameter"]

@@ -36,7 +36,7 @@ class StateFingerprint:
     """
 
     def __init__(
-        self, loss: Any, leaves: Callable[[], list[Tensor]], data: Callable[[], Any]
+        self, loss: object, leaves: Callable[[], list[Tensor]], data: Callable[[], Any]
     ) -> None:
         self._leaves, self._data = leaves, data
         reached = ClosureWalker(loss, STATE).objects

@@ -124,7 +124,7 @@ def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterat
             yield leaf
 
 
-def _leaf_of(node: Any) -> Any:
+def _leaf_of(node: object) -> Any:
     """The tensor at the end of a graph; the end itself for an input of what torch.compile traces, which
     stands for a tensor outside."""
     return node if type(node).__name__ == "Error" else getattr(node, "variable", None)

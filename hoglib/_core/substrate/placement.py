@@ -40,7 +40,7 @@ AGREEMENT = (
 INSTEAD = "for anything else pass `p.full_tensor()` of each, or the model before it is sharded"
 
 
-def is_sharded(value: Any) -> bool:
+def is_sharded(value: object) -> bool:
     """Whether it is a DTensor, without importing the module that defines them."""
     library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
     return library is not None and isinstance(value, library.DTensor)
@@ -153,7 +153,7 @@ class _Exchange(torch.autograd.Function):
         return apply(_Exchange, tangent, *ctx.options)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, value: Tensor, *options: Any) -> Any:
+    def vmap(info: object, in_dims: Any, value: Tensor, *options: Any) -> Any:
         return apply(_Exchange, value.movedim(in_dims[0], -1), *options), -1
 
 
@@ -185,7 +185,7 @@ class Whole:
     def gather_named(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
         return params
 
-    def defer(self, model: Any, blocks: Sequence[Any]) -> "Placement":
+    def defer(self, model: object, blocks: Sequence[Any]) -> "Placement":
         return self
 
     def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
@@ -335,7 +335,7 @@ class Sharding:
             mine += [items[i]] if owner == dist.get_rank() else []
         return mine
 
-    def defer(self, model: Any, blocks: Sequence[Any]) -> "Sharding":
+    def defer(self, model: object, blocks: Sequence[Any]) -> "Sharding":
         """This sharding, where each block gathers the parameters that it alone uses, when it runs.
 
         blocks: of `hoglib._core.remat.blocks.rematerialized`.
@@ -529,7 +529,7 @@ class _Mean(torch.autograd.Function):
         ctx.sharding = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: object, grad: Tensor) -> Any:
         return grad, None
 
     @staticmethod
@@ -537,5 +537,5 @@ class _Mean(torch.autograd.Function):
         return apply(_Mean, tangent, ctx.sharding)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, value: Tensor, sharding: Any) -> Any:
+    def vmap(info: object, in_dims: Any, value: Tensor, sharding: Any) -> Any:
         return apply(_Mean, value, sharding), in_dims[0]

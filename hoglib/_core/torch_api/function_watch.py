@@ -98,7 +98,7 @@ class _Identity(Function):
         return x.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
         pass
 
 
@@ -122,14 +122,14 @@ class _Descriptor:
     def __init__(self, name: str, answer: Callable[[Any, Any], Any]) -> None:
         self._name, self._answer = name, answer
 
-    def __get__(self, function: Any, kind: Any = None) -> Any:
+    def __get__(self, function: object, kind: object = None) -> Any:
         return self if function is None else self._answer(function, _look_up(function, self._name))
 
-    def __set__(self, function: Any, value: Any) -> None:
+    def __set__(self, function: object, value: object) -> None:
         with self._beside():
             setattr(function, self._name, value)
 
-    def __delete__(self, function: Any) -> None:
+    def __delete__(self, function: object) -> None:
         with self._beside():
             delattr(function, self._name)
 
@@ -154,12 +154,12 @@ def _look_up(function: Any, name: str) -> Any:
     raise AttributeError(f"type object {function.__name__!r} has no attribute {name!r}")
 
 
-def _answer_backward_class(function: Any, backward_class: Any) -> Any:
+def _answer_backward_class(function: Any, backward_class: object) -> Any:
     _STATE.begun, _STATE.enabled = function, _enabled()
     return backward_class
 
 
-def _answer_forward(function: Any, forward: Any) -> Any:
+def _answer_forward(function: object, forward: Any) -> Any:
     if (begun := _STATE.begun) is None or begun is not function:
         return forward  # looked up by Python code
     _STATE.begun = None
@@ -170,7 +170,7 @@ def _answer_forward(function: Any, forward: Any) -> Any:
     return _Application(begun, forward, watches).forward
 
 
-def _answer_setup_context(function: Any, setup_context: Any) -> Any:
+def _answer_setup_context(function: object, setup_context: Any) -> Any:
     ran = _STATE.ran
     if ran is None or ran.function is not function:
         return setup_context
@@ -246,7 +246,7 @@ class _Application:
     def setup_context(self, setup_context: Callable[..., Any]) -> Callable[..., None]:
         """The Function's setup_context, after which the application has ended."""
 
-        def run(ctx: Any, inputs: Any, output: Any) -> None:
+        def run(ctx: object, inputs: object, output: object) -> None:
             self._count(1)
             try:
                 setup_context(ctx, inputs, output)
@@ -270,6 +270,6 @@ class _Application:
         with as_around() if torch_internals.forward_mode_active() else nullcontext():
             return [ended for watch in outermost if (ended := watch.seen(*written)) is not None]
 
-    def _end(self, node: Any, result: Any) -> None:
+    def _end(self, node: object, result: object) -> None:
         for ended in self._ended:
             ended(node, result)

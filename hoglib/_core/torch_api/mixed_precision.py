@@ -82,5 +82,5 @@ def full_precision(widen: bool) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def _to_float32(value: Any) -> Any:
+def _to_float32(value: object) -> Any:
     return upcast_half(value) if isinstance(value, Tensor) else value

@@ -26,7 +26,7 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     return found, _flatten(tree, found)
 
 
-def unflatten(leaves: Sequence[Any], structure: Any) -> Tree:
+def unflatten(leaves: Sequence[Any], structure: object) -> Tree:
     left = iter(leaves)
     try:
         tree = _unflatten(structure, left)
@@ -94,7 +94,7 @@ def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(terms)).sum() if terms else torch.zeros(())
 
 
-def _path_step(key: Any) -> str:
+def _path_step(key: object) -> str:
     name = getattr(key, "key", getattr(key, "name", None))  # of a mapping, and of an attribute
     return str(key) if name is None else f".{name}"
 
@@ -146,12 +146,12 @@ def _is_named(kind: type) -> bool:
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and kind not in _REGISTERED
 
 
-def rows(tree: Any, count: int, start: int, end: int) -> Any:
+def rows(tree: Tree, count: int, start: int, end: int) -> Any:
     """Rows of each tensor whose leading dimension is the number of examples."""
     return map_tensors(lambda t: t[start:end] if t.dim() and len(t) == count else t, tree)
 
 
-def tensors_in(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(name: str, value: object, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
     """The tensors in containers and in the attributes of objects, with their names."""
     if isinstance(value, Tensor):
         yield name, value
@@ -169,7 +169,7 @@ def tensors_in(name: str, value: Any, depth: int = 4) -> Iterator[tuple[str, Ten
         yield from tensors_in(where, part, depth - 1)
 
 
-def is_float(value: Any) -> bool:
+def is_float(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

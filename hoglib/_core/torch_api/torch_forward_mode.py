@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core.runtime.ambient import AMBIENT
 from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_library import OPERATORS
 from hoglib._core.torch_api.torch_private import holder, private, require
 from hoglib.errors import UnsupportedError
@@ -120,13 +121,7 @@ class NoGradStopsForwardAD(TorchFunctionMode):
         self._outside, self._run_operator = outside, run_operator
         self._frame = torch_internals.checkpoint_frame()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if type(func) in OPERATORS:
             result = self._run_operator(func, args, kwargs or {})
         else:

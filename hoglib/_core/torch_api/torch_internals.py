@@ -99,12 +99,12 @@ without_transforms: Callable[[], AbstractContextManager[Any]] = private(
 )
 
 
-def beneath(tensor: Any) -> Any:
+def beneath(tensor: object) -> Any:
     """The tensor beneath the outermost wrapper of torch.func; itself where there is none."""
     return _get_unwrapped(tensor) if _is_wrapped(tensor) else tensor
 
 
-def unwrap(tensor: Any) -> Any:
+def unwrap(tensor: object) -> Any:
     """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
     while (inner := beneath(tensor)) is not tensor:
         tensor = inner
@@ -226,7 +226,7 @@ def is_held_elsewhere(grad: Tensor) -> bool:
     return is_whole and _storage_use_count(storage._cdata) > 3
 
 
-def is_batched(tensor: Any) -> bool:
+def is_batched(tensor: object) -> bool:
     """Whether a tensor stands for the samples of `torch.autograd.grad(is_grads_batched=True)`, whose
     vmap is not one of the transforms of torch.func."""
     return bool(_is_legacy_batched(tensor))
@@ -329,12 +329,12 @@ def made_at(node: Any) -> list[str]:
 # Nodes of a graph, and the custom Functions that they belong to
 
 
-def is_custom(node: Any) -> bool:
+def is_custom(node: object) -> bool:
     """Whether a node of a graph belongs to a custom Function in Python."""
     return isinstance(node, torch_function.BackwardCFunction)
 
 
-def custom_function(node: Any) -> type[Function] | None:
+def custom_function(node: object) -> type[Function] | None:
     """The custom Function that a node of a graph belongs to, if to one."""
     if not is_custom(node):
         return None
@@ -407,7 +407,7 @@ def output_shapes(node: Any) -> list[tuple[int, ...]]:
     return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
 
 
-def output_dtypes(node: Any) -> list[torch.dtype]:
+def output_dtypes(node: object) -> list[torch.dtype]:
     """The dtypes of what the operation of a node put out."""
     return [out.dtype for out in getattr(node, "_input_metadata", ())]
 
@@ -548,7 +548,7 @@ class watching_scripts:  # noqa: N801 a context manager
                 _FUNCTION.__call__, _METHOD.__call__ = _SCRIPTS
 
 
-def _call_script(script: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_script(script: object, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     followed = forward_mode_active() or transforms_active() or _dispatch_mode() is not None
     if AMBIENT.stand_ins is None or not followed:
         return call(script, *args, **kwargs)

@@ -52,7 +52,7 @@ _BY_LIBRARY: WeakKeyDictionary[Overload, type[Function] | None] = WeakKeyDiction
 
 
 def call_as_function(
-    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Callable[..., Any]
+    operator: object, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Callable[..., Any]
 ) -> Application | None:
     """A call of an operator as the application of a Function; None for one without rules in Python.
 
@@ -78,7 +78,7 @@ def call_as_function(
     return None if function is None else (function, _flat(overload, args, kwargs))
 
 
-def is_users(operator: Any) -> bool:
+def is_users(operator: object) -> bool:
     """Whether an operator is neither torch's nor hoglib's."""
     return operator.__module__.rpartition(".")[-1] not in _OWN  # torch._ops.aten
 

@@ -1,6 +1,6 @@
 """Which modes the caller runs in: stand-ins, autocast, forward mode, tracing, and checks of values."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FunctionType
@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from hoglib._core.runtime.ambient import AMBIENT, PlainOperations, inside
 from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 
 
 class StandInMode(TorchFunctionMode):
@@ -71,13 +72,7 @@ class ContiguousDropout(TorchFunctionMode):
     # elsewhere the order is that of the input's memory: a run inside of transforms would draw another
     # mask than one outside
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         if func in (F.dropout, torch.dropout) and not kwargs.get("inplace") and args:
             args = (args[0].contiguous(), *args[1:])

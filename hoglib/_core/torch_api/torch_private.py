@@ -10,7 +10,7 @@ The comment over a group of rows says what torch has no public API for. hoglib r
 of torch's objects directly; they have rows, too: `Tensor._version`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from inspect import getclosurevars, signature
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib.errors import UnsupportedError
 
 ALL = "any derivative by hoglib"
@@ -88,11 +89,7 @@ def _within_mode(probe: Callable[[Any], Any]) -> Any:
         seen: Any = None
 
         def __torch_function__(
-            self,
-            func: Callable[..., Any],
-            types: Sequence[type],
-            args: tuple[Any, ...] = (),
-            kwargs: dict[str, Any] | None = None,
+            self, func: Op, types: Types, args: Args = (), kwargs: Kw = None
         ) -> Any:
             self.seen = func
             return func(*args, **(kwargs or {}))
@@ -122,11 +119,7 @@ def _sees_operations(kind: Any) -> bool:
         seen = 0
 
         def __torch_dispatch__(
-            self,
-            func: Callable[..., Any],
-            types: Sequence[type],
-            args: tuple[Any, ...] = (),
-            kwargs: dict[str, Any] | None = None,
+            self, func: Op, types: Types, args: Args = (), kwargs: Kw = None
         ) -> Any:
             self.seen += 1
             return func(*args, **(kwargs or {}))
@@ -150,11 +143,11 @@ class _Twice(Function):
         return 2 * x
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: object) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
+    def backward(ctx: object, g: Tensor) -> Tensor:
         return 2 * g
 
 
@@ -170,7 +163,7 @@ def _made_of() -> Any:
     return _within(torch.func.grad, made)
 
 
-def _identity(x: Any) -> Any:
+def _identity(x: object) -> Any:
     return x
 
 
@@ -424,7 +417,7 @@ _ABSENT: Any = object()
 REFUSED: list[str] = []  # each time that a name was: for code that goes on after errors
 
 
-def private(name: str, default: Any = _REFUSE) -> Any:
+def private(name: str, default: object = _REFUSE) -> Any:
     """What a name of the table stands for; where torch lacks it the default, or what refuses all use.
 
     To be bound at import; modules that torch imports later, in the function that needs them.
@@ -453,12 +446,12 @@ def require(*found: Any) -> None:
             one()
 
 
-def is_missing(found: Any) -> bool:
+def is_missing(found: object) -> bool:
     """Whether it is what `private` returns where torch lacks a name."""
     return type(found) is _Refusing
 
 
-def needing(found: Any, *others: Any) -> Any:
+def needing(found: object, *others: Any) -> Any:
     """found, where torch has these others, too, without which it is of no use."""
     return next(filter(is_missing, (found, *others)), found)
 

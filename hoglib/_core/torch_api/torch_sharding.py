@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_private import refuse
 
 
@@ -86,19 +87,17 @@ def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, An
     return found
 
 
-def _is_sharding(hook: Any) -> bool:
+def _is_sharding(hook: object) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_SHARDING_HOOKS)
 
 
-def _cast_inputs(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
 
 
-def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     return _cast_floats(output, dtype)
 
 
-def _cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+def _cast_floats(tree: Tree, dtype: torch.dtype) -> Any:
     return pytree.map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

@@ -67,7 +67,7 @@ class Eigenpairs:
             f"{float(self.residuals.max()):.1g}, {self.products} products)"
         )
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: object = None) -> Any:
         """Draw the eigenvalues in descending order, with their residuals.
 
         Args:

@@ -198,7 +198,7 @@ class SpectralDensity(NamedTuple):
             f"{self.products} products)"
         )
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: object = None) -> Any:
         """Draw the density with one standard error.
 
         Args:

@@ -160,7 +160,7 @@ class RectangularOperator(ABC):
         return product_of(_transpose_chain(_chain_of(self)))
 
     @when_compiled(run_uncompiled)
-    def __matmul__(self, v: Any) -> Any:
+    def __matmul__(self, v: Tree) -> Any:
         if isinstance(v, RectangularOperator):
             return product_of(_chain_of(self) + _chain_of(v))
         rows, rebuild = self.space.rows(v)
@@ -175,7 +175,7 @@ class RectangularOperator(ABC):
 
     __array_ufunc__ = None  # a product with what is of numpy is that of the operator
 
-    def __rmatmul__(self, v: Any) -> Any:
+    def __rmatmul__(self, v: Tree) -> Any:
         if isinstance(v, Tensor) and self.T.space.is_block(v):
             text = f"v @ A: expected one vector, got {validation.describe(v)}; use (A.T @ V.T).T."
             raise errors.ArgumentTypeError(text)
@@ -203,18 +203,18 @@ class RectangularOperator(ABC):
 
     __rsub__ = __add__  # only operators can be added
 
-    def __mul__(self, factor: Any) -> "RectangularOperator":
+    def __mul__(self, factor: object) -> "RectangularOperator":
         return sum_of((as_number(factor), self))
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> "RectangularOperator":
+    def __truediv__(self, divisor: object) -> "RectangularOperator":
         number = as_number(divisor)
         if number == 0:
             raise errors.ArgumentValueError("A / c: expected a number other than 0, got 0.")
         return self * (1 / number)
 
-    def __rtruediv__(self, other: Any) -> NoReturn:
+    def __rtruediv__(self, other: object) -> NoReturn:
         text = f"c / A: expected a number for A, got {validation.describe(self)}; use `A.solve(b)`."
         raise errors.ArgumentTypeError(text)
 
@@ -222,7 +222,7 @@ class RectangularOperator(ABC):
         # not self * -1, for which Kronecker factors would need their eigenvectors
         return sum_of((-1.0, self))
 
-    def matvec(self, v: Any) -> Any:
+    def matvec(self, v: Tree) -> Any:
         """A @ v, by the name that SciPy has for it.
 
         Args:
@@ -406,18 +406,18 @@ class LinearOperator(RectangularOperator):
         def __matmul__(self, v: RectangularOperator) -> RectangularOperator: ...
         @overload
         def __matmul__(self, v: Vector) -> Vector: ...
-        def __matmul__(self, v: Any) -> Any: ...
+        def __matmul__(self, v: Tree) -> Any: ...
         @overload
         def matvec(self, v: RectangularOperator) -> RectangularOperator: ...
         @overload
         def matvec(self, v: Vector) -> Vector: ...
-        def matvec(self, v: Any) -> Any: ...
+        def matvec(self, v: Tree) -> Any: ...
         def __add__(self, other: Term) -> Term: ...
-        def __radd__(self, other: Any) -> "LinearOperator": ...
+        def __radd__(self, other: object) -> "LinearOperator": ...
         def __sub__(self, other: Term) -> Term: ...
-        def __mul__(self, factor: Any) -> "LinearOperator": ...
-        def __rmul__(self, factor: Any) -> "LinearOperator": ...
-        def __truediv__(self, divisor: Any) -> "LinearOperator": ...
+        def __mul__(self, factor: object) -> "LinearOperator": ...
+        def __rmul__(self, factor: object) -> "LinearOperator": ...
+        def __truediv__(self, divisor: object) -> "LinearOperator": ...
         def __neg__(self) -> "LinearOperator": ...
 
     def ravel(self, tree: Tree) -> Tensor:
@@ -498,13 +498,13 @@ class LinearOperator(RectangularOperator):
     ) -> tuple[Vector, linear_systems.Solution]: ...
     def solve(
         self,
-        b: Any,
+        b: object,
         *,
         damping: float = 0.0,
         tol: float | None = None,
         atol: float = 0.0,
         max_iter: int | None = None,
-        preconditioner: Any = None,
+        preconditioner: object = None,
         x0: Tree | None = None,
         stagnation_tol: float = 0.0,
         return_info: bool = False,
@@ -1190,7 +1190,7 @@ def check_invertible(lowest: float, damping: float, rounding: float = 0.0) -> No
         )
 
 
-def as_number(value: Any, what: str = "factor") -> float:
+def as_number(value: object, what: str = "factor") -> float:
     if isinstance(value, RectangularOperator) or (isinstance(value, Tensor) and value.dim()):
         text = f"{what}: expected a number, got {validation.describe(value)}; a product is A @ v."
         raise errors.ArgumentTypeError(text)

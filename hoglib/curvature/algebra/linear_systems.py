@@ -9,6 +9,7 @@ from torch import Tensor
 from hoglib._core.messages import validation
 from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib._core.runtime.source_location import warn
+from hoglib._core.torch_api.pytree import Tree
 from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
@@ -38,13 +39,13 @@ class Solution(NamedTuple):
 
 def cg(
     operator: SymmetricMatrix,
-    b: Any,
+    b: object,
     tol: float | None,
     atol: float,
     max_iter: int | None,
     stagnation_tol: float,
-    preconditioner: Any,
-    x0: Any,
+    preconditioner: object,
+    x0: Tree,
     return_info: bool,
 ) -> Any:
     """Solve A x = b to |b - A x| <= max(tol |b|, atol), as `LinearOperator.solve` describes it.
@@ -213,7 +214,7 @@ def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None
 
 
 def _preconditioner(
-    operator: SymmetricMatrix, given: Any, rebuild: Callable[[Tensor], Any]
+    operator: SymmetricMatrix, given: object, rebuild: Callable[[Tensor], Any]
 ) -> Callable[[Tensor], Tensor]:
     """The preconditioner as a function of rows."""
     if given is None:

@@ -186,14 +186,14 @@ class Space:
         # of params that are one vector [P, k] is a flat block
         return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
 
-    def is_block(self, v: Any) -> bool:
+    def is_block(self, v: Tree) -> bool:
         """Whether v, in a form that `rows` takes, is a block of vectors."""
         dims: int = pytree.leaves(v)[0].dim()
         if isinstance(v, Tensor) and not self._like_params(v):
             return dims > 1
         return dims > len(self._like[0][0])
 
-    def is_flat(self, v: Any) -> bool:
+    def is_flat(self, v: Tree) -> bool:
         """Whether v is flat, also where params are one tensor of one dimension."""
         return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
 
@@ -431,7 +431,7 @@ class _RandomNumbers:
         return every[:count]
 
 
-def check_named(params: Any) -> None:
+def check_named(params: Tree) -> None:
     """Raise for parameters that are no dict of tensors by name."""
     if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
         raise ArgumentTypeError(
@@ -440,7 +440,7 @@ def check_named(params: Any) -> None:
         )
 
 
-def chosen_names(names: Any, params: Tree) -> list[str]:
+def chosen_names(names: object, params: Tree) -> list[str]:
     """The names in params that a function takes, or that patterns match."""
     check_named(params)
     given = names if isinstance(names, Iterable) and not isinstance(names, str) else [names]

@@ -69,7 +69,7 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: object) -> list[Any]:
     """The value of each process of torch.distributed; it has to be one that can be pickled."""
     values = [value] * world_size()
     if len(values) > 1:
@@ -85,7 +85,7 @@ class Processes:
     its part.
     """
 
-    def __init__(self, name: str, how: str | None, data: Any) -> None:
+    def __init__(self, name: str, how: str | None, data: object) -> None:
         self._name = name
         if how is not None:
             validation.choice("processes", how, [SHARD, SHARDED])
@@ -118,7 +118,7 @@ class Processes:
         """The number, counted over all processes, of the piece that this one has at an index."""
         return index if self.alone or self.splitting else self.rank + self.world * index
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """The value of each process; it has to be one that can be pickled."""
         return [value] if self.alone else gathered(value)
 
@@ -174,7 +174,7 @@ class Processes:
                     f"other {name} in process {others[0]} than in process 0; {advice}."
                 )
 
-    def _check_sampler(self, how: str | None, data: Any) -> None:
+    def _check_sampler(self, how: str | None, data: object) -> None:
         """Raise where a DistributedSampler of the data does not go with `how`."""
         batch_sampler = getattr(data, "batch_sampler", None)
         samplers = [getattr(x, "sampler", None) for x in (data, batch_sampler)]
@@ -203,7 +203,7 @@ class Processes:
             )
 
 
-def constants_of(loss: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
+def constants_of(loss: object, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The tensors of a model that are not among the leaves: frozen parameters, and buffers in use."""
     model = getattr(loss, "model", None)
     known = {id(leaf) for leaf in leaves}
@@ -311,7 +311,7 @@ class Batches:
         """The batches as they are now."""
         return list(self._data)
 
-    def _weight(self, batch: Any) -> float:
+    def _weight(self, batch: object) -> float:
         try:
             weight = float(self._batch_size(batch))
         except ArgumentTypeError:
@@ -325,7 +325,7 @@ class Batches:
             )
         return weight
 
-    def _split(self, batch: Any) -> list[Any]:
+    def _split(self, batch: object) -> list[Any]:
         """The batch, or its pieces along the leading dimension."""
         if not (self._micro_batch or self.shared):
             return [batch]
@@ -341,13 +341,13 @@ class Batches:
         return [rows_of(batch, count, start, start + size) for start in range(0, count, size)]
 
 
-def first_examples(batch: Any, count: int) -> Any:
+def first_examples(batch: object, count: int) -> Any:
     """The first rows of each tensor with as many as the first one; None where there are no more."""
     size = row_count(batch)
     return None if size is None or size <= count else rows_of(batch, size, 0, count)
 
 
-def row_count(batch: Any) -> int | None:
+def row_count(batch: object) -> int | None:
     """The leading dimension of the first tensor of a batch that has one."""
     return next((len(x) for x in pytree.tensors(as_dict(batch)) if x.dim()), None)
 
@@ -359,12 +359,12 @@ def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
     return piece if own is batch else type(batch)(piece)
 
 
-def as_dict(batch: Any) -> Any:
+def as_dict(batch: object) -> Any:
     """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
-def leading_dimension(batch: Any) -> float:
+def leading_dimension(batch: object) -> float:
     """The leading dimension of the first tensor of a batch."""
     first = next(iter(pytree.tensors(as_dict(batch))), None)
     if first is not None and first.dim():
@@ -376,13 +376,13 @@ def leading_dimension(batch: Any) -> float:
     )
 
 
-def fingerprint(batch: Any) -> tuple[float, ...]:
+def fingerprint(batch: object) -> tuple[float, ...]:
     """For each tensor in a batch its sum, and a sum that changes with the order of the examples too."""
     numbers = numbers_of(batch)
     return tuple(torch.stack(numbers).tolist()) if numbers else ()
 
 
-def numbers_of(batch: Any) -> list[Tensor]:
+def numbers_of(batch: object) -> list[Tensor]:
     """The same as scalars in float64."""
     numbers = []
     for _, x in tensors_in("", batch):
@@ -394,7 +394,7 @@ def numbers_of(batch: Any) -> list[Tensor]:
     return numbers
 
 
-def is_batch(data: Any) -> bool:
+def is_batch(data: object) -> bool:
     """Whether data is one batch, and no re-iterable of batches; raises for what is neither."""
     if isinstance(data, Tensor | Mapping | tuple):
         return True
@@ -418,7 +418,7 @@ def is_batch(data: Any) -> bool:
     return not isinstance(data, Iterable)
 
 
-def in_fixed_order(name: str, data: Any) -> None:
+def in_fixed_order(name: str, data: object) -> None:
     """Raise for a DataLoader that shuffles."""
     if isinstance(getattr(data, "sampler", None), RandomSampler):
         raise ArgumentValueError(
@@ -427,7 +427,7 @@ def in_fixed_order(name: str, data: Any) -> None:
         )
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: object, device: torch.device) -> Any:
     """The batch with its tensors on the device."""
     if pytree.tensors(batch):
         return pytree.map_tensors(lambda x: x.to(device, non_blocking=device.type != "cpu"), batch)

@@ -18,7 +18,7 @@ from hoglib._core.torch_api import pytree
 from hoglib.curvature.batches.data import row_count
 
 
-def number_of_examples(batch: Any) -> int:
+def number_of_examples(batch: object) -> int:
     """The leading dimension of the first tensor of a batch."""
     count = row_count(batch)
     if count is None:

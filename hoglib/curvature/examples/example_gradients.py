@@ -62,9 +62,9 @@ ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
 
 
 def per_example_gradients(
-    loss: Any,
+    loss: object,
     params: Tree,
-    batch: Any,
+    batch: object,
     *,
     chunk_size: int | None = None,
     **options: Unpack[Options],
@@ -139,7 +139,7 @@ def _of_single_examples(
 
 
 def gradient_rows(
-    loss: Any, params: Tree, batch: Any, weights: Tensor | None = None
+    loss: object, params: Tree, batch: object, weights: Tensor | None = None
 ) -> Iterator[Tensor]:
     """The gradients of the examples of a batch, times their weights, as rows [n, P], some at a time."""
     size = max(1, ROWS_AT_ONCE // max(pytree.size(params), 1))
@@ -152,7 +152,7 @@ def gradient_rows(
         yield rows if weights is None else scaled(rows, weights[start : start + size])
 
 
-def check_apart(loss: Any, params: Tree, batch: Any, caller: str) -> None:
+def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
     """Raise, at the first batch of its shapes, for a loss that couples examples; warn of a mean that
     counts something else."""
     validation.loss_function("loss", loss)
@@ -183,20 +183,20 @@ def _warn_of_weights(caller: str) -> bool:
     return True
 
 
-def _halves(loss: Any, params: Tree, batch: Any) -> Relation | None:
+def _halves(loss: object, params: Tree, batch: object) -> Relation | None:
     """How the loss of a batch is made of those of its halves."""
     policy = Policy("per_example_gradients")
     with torch.inference_mode(False), ring(policy, loss, examine=False) as blocks:
         problem = Problem.of(policy, loss, params, batch).entered(blocks)
 
-        def at(seed: int, part: Any) -> Tensor:
+        def at(seed: int, part: object) -> Tensor:
             leaves = nearby(problem.leaves, seed)
             return without_graph(lambda: problem.with_args(part)(*leaves))
 
         return compare_halves(at, batch)
 
 
-def check_norms(loss: Any) -> None:
+def check_norms(loss: object) -> None:
     """Raise for batch norm in train mode."""
     model = getattr(loss, "model", None)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
@@ -212,7 +212,7 @@ CALLER = "per_example_gradient_norms"
 _OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True)
 
 
-def per_example_gradient_norms(loss: Any, params: Tree, batch: Any) -> Tensor:
+def per_example_gradient_norms(loss: object, params: Tree, batch: object) -> Tensor:
     r"""The norm of the gradient of each example of a batch, without the gradients.
 
         |d l_n / d params|        l_n = loss(params, example n), a batch of one
@@ -249,7 +249,7 @@ def per_example_gradient_norms(loss: Any, params: Tree, batch: Any) -> Tensor:
     return _products_of(loss, params, batch, False).sqrt()
 
 
-def per_example_gradient_products(loss: Any, params: Tree, batch: Any) -> Tensor:
+def per_example_gradient_products(loss: object, params: Tree, batch: object) -> Tensor:
     r"""The dot products of the gradients of the examples of a batch.
 
         K_nm = <d l_n / d params, d l_m / d params>
@@ -275,7 +275,7 @@ def per_example_gradient_products(loss: Any, params: Tree, batch: Any) -> Tensor
     return _products_of(loss, params, batch, True)
 
 
-def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
+def _products_of(loss: object, params: Tree, batch: object, pairs: bool) -> Tensor:
     """Squared norms [N], or with pairs the products [N, N]."""
     caller = "per_example_gradient_products" if pairs else "per_example_gradient_norms"
     check_apart(loss, params, batch, caller)
@@ -290,7 +290,7 @@ def _products_of(loss: Any, params: Tree, batch: Any, pairs: bool) -> Tensor:
 
 
 def _layer_by_layer(
-    loss: Any, params: Tree, batch: Any, pairs: bool, factors: Tensor | None
+    loss: object, params: Tree, batch: object, pairs: bool, factors: Tensor | None
 ) -> Tensor | None:
     """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
     space = Space(params)
@@ -411,7 +411,7 @@ class NoiseScale(NamedTuple):
     square: Tensor
 
 
-def gradient_noise_scale(loss: Any, params: Tree, data: Any) -> NoiseScale:
+def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
     r"""The simple noise scale of gradients, an estimate of the largest useful batch size.
 
         B = tr S / |g|^2        tr S = sum_n |g_n - m|^2 / (N - 1)        |g|^2 = |m|^2 - tr S / N
@@ -467,10 +467,10 @@ Solver = Literal["cg", "kfac", "ekfac"]
 
 @validation.explain_arguments
 def influence(
-    loss: Any,
+    loss: object,
     params: Tree,
-    train: Any,
-    query: Any,
+    train: object,
+    query: Tree,
     *,
     solver: Solver | KFACOperator = "ekfac",
     damping: float,
@@ -674,7 +674,7 @@ class Examples(NamedTuple):
         return cls(name, batches, torch.cat(weights), digest(found))
 
     def parts(
-        self, loss: Any, space: Space, bar: ProgressBar, compute: Any, done: int = 0
+        self, loss: object, space: Space, bar: ProgressBar, compute: Any, done: int = 0
     ) -> Iterator[tuple[slice, Tensor]]:
         """compute(batch, weights=) of the examples from number `done` on, and their places."""
         at = 0

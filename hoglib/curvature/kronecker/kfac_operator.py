@@ -69,7 +69,7 @@ class KFACError(_Distances):
 
     layers: Mapping[str, Estimate] = {}
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: object = None) -> Any:
         """Draw the distances with one standard error, of the whole matrix and of each layer.
 
         Args:
@@ -182,15 +182,15 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     @validation.explain_arguments
     def __init__(
         self,
-        loss: Any,
+        loss: object,
         params: Tree,
-        data: Any,
+        data: object,
         *,
         kind: Literal["auto"] | FisherKind = "auto",
         approximation: Literal["expand", "reduce"] = "expand",
         eigenvalue_corrected: bool = False,
         joint_bias: bool = True,
-        likelihood: Any = None,
+        likelihood: object = None,
         num_samples: int = 1,
         generator: Generator | None = None,
         unsupported: Literal["raise", "diagonal"] = "raise",

@@ -247,7 +247,7 @@ class KroneckerOperator(LinearOperator):
         number = validation.number("damping", damping)
         return self.map(lambda values: values + number)
 
-    def __mul__(self, factor: Any) -> "KroneckerMatrix":
+    def __mul__(self, factor: object) -> "KroneckerMatrix":
         number = as_number(factor)
         return self.map(lambda values: values * number)
 

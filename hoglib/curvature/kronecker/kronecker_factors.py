@@ -82,7 +82,7 @@ class BlockSums(ABC):
         return finite or all(bool(x.isfinite().all()) for x in self.tensors())
 
     def include(  # noqa: B027 (whose blocks are known has nothing to do)
-        self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any
+        self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: object
     ) -> None:
         """Zeros for those that are not there: of several processes one may have no batch."""
 

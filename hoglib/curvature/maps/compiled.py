@@ -64,8 +64,8 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
 
 def _product(
     kind: CurvatureKind,
-    loss: Any,
-    structure: Any,
+    loss: object,
+    structure: object,
     policy: Policy,
     vector: Vector,
     leaves: Vector,

@@ -175,7 +175,7 @@ class FisherMetric(OutputMetric):
         return torch.Generator(device).manual_seed(self.seed)
 
 
-def fisher_metric(options: FisherMetric, loss: Any, outputs: Tree, batch: Any) -> Metric:
+def fisher_metric(options: FisherMetric, loss: object, outputs: Tree, batch: object) -> Metric:
     """M, as a function of a list of tensors like the floating-point leaves of outputs.
 
     M is linear, symmetric and positive semi-definite, holds nothing larger than num_samples times the
@@ -213,7 +213,7 @@ class _Outputs:
     """Outputs of a model at a batch: their floating-point tensors, which have to be real and finite, as
     leaves, in float32 at least."""
 
-    def __init__(self, outputs: Tree, batch: Any) -> None:
+    def __init__(self, outputs: Tree, batch: object) -> None:
         for name, leaf in zip(pytree.paths(outputs), pytree.leaves(outputs), strict=True):
             if pytree.is_float(leaf):
                 where = f"outputs[{name!r}]" if name else "outputs"
@@ -245,7 +245,7 @@ def _output_ring(like: Tensor) -> ring:
 
 
 def _distribution(
-    options: FisherMetric, loss: Any, at: _Outputs
+    options: FisherMetric, loss: object, at: _Outputs
 ) -> tuple[Likelihood, D.Distribution, Weight]:
     """The likelihood, its distribution at the outputs, and the weight of a term."""
     constant = at.constant
@@ -327,7 +327,7 @@ def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outpu
     return metric
 
 
-def _scores(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
+def _scores(options: FisherMetric, loss: object, at: _Outputs) -> Scores:
     """Of the kinds "mc" and "empirical"."""
     if options.kind == "empirical":
         return _empirical(options, loss, at)

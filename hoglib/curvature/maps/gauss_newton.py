@@ -151,7 +151,7 @@ class GaussNewtonKind(CurvatureKind):
 
         return LinearMap(apply)
 
-    def check_loss(self, loss: Any, what: str = "loss") -> Any:
+    def check_loss(self, loss: object, what: str = "loss") -> Any:
         for part in ("outputs", "criterion"):
             if not callable(getattr(loss, part, None)):
                 raise errors.ArgumentTypeError(

@@ -38,7 +38,7 @@ CALLER = "jvp"
 OPERATOR = "JacobianOperator"  # which has no modes
 
 
-def _like_jvp(value: Any, *given: Any) -> Any:
+def _like_jvp(value: object, *given: Any) -> Any:
     return value, pytree.map(torch.clone, value)
 
 
@@ -142,12 +142,7 @@ def _check_primals(primals: Tree) -> tuple[Vector, Any]:
 
 
 def _value_and_tangent(
-    func: Callable[..., Any],
-    structure: Any,
-    mode: str,
-    policy: Policy,
-    leaves: Vector,
-    vector: Vector,
+    func: Any, structure: Any, mode: str, policy: Policy, leaves: Vector, vector: Vector
 ) -> tuple[Tree, Tree]:
     """The value and the tangent in eager mode, in their structure."""
     inside = torch_internals.transforms_active()
@@ -336,11 +331,7 @@ Pair = tuple[Vector, Vector]  # of an inner product
 
 
 def are_adjoint(
-    func: Callable[..., Any],
-    inputs: Pair,
-    outputs: Pair,
-    graphs: Iterable[Tensor],
-    placement: Placement = WHOLE,
+    func: Any, inputs: Pair, outputs: Pair, graphs: Iterable[Tensor], placement: Placement = WHOLE
 ) -> bool:
     """<v, J^T w> = <J v, w>, unless either lacks a part; this costs two inner products, which a device
     has to wait for: there only the first call of a function at these shapes is checked.

@@ -154,7 +154,7 @@ CRITERIA: tuple[Criterion, ...] = (
 )  # fmt: skip
 
 
-def specified(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likelihood:
+def specified(likelihood: object, loss: object, outputs: Tree, batch: object) -> Likelihood:
     """The likelihood of the user: by its name, or as a function of the outputs."""
     if isinstance(likelihood, str):
         family = FAMILIES[validation.choice("likelihood", likelihood, FAMILIES)]
@@ -166,7 +166,7 @@ def specified(likelihood: Any, loss: Any, outputs: Tree, batch: Any) -> Likeliho
     return Likelihood(validation.function("likelihood", likelihood))
 
 
-def token_axis(loss: Any, outputs: Tree, batch: Any) -> int:
+def token_axis(loss: object, outputs: Tree, batch: object) -> int:
     """The dimension of the classes of logits [N, V, T] or [N, T, V]."""
     row = row_of(loss)
     if isinstance(outputs, Tensor) and outputs.dim() > 2 and (row is None or row.family.classes):
@@ -180,7 +180,7 @@ def token_axis(loss: Any, outputs: Tree, batch: Any) -> int:
     )
 
 
-def _classes_last(loss: Any, f: Tensor, batch: Any) -> bool:
+def _classes_last(loss: object, f: Tensor, batch: object) -> bool:
     """Whether the classes of logits are in the last dimension, not in dimension 1, by the targets.
 
     Targets are indices of classes, and have the shape of the logits without the classes' dimension.
@@ -273,7 +273,7 @@ def mask(likelihood: Likelihood, f: Tensor) -> Tensor:
     return likelihood.counted.to(f).unsqueeze(class_axis(f))
 
 
-def row_of(loss: Any) -> Criterion | None:
+def row_of(loss: object) -> Criterion | None:
     """The row of the table that the criterion of a loss belongs to."""
     criterion = getattr(loss, "user_criterion", None)
     called = criterion.func if isinstance(criterion, partial) else criterion
@@ -284,7 +284,7 @@ def row_of(loss: Any) -> Criterion | None:
     return None
 
 
-def check_reduction(loss: Any, reduction: str) -> None:
+def check_reduction(loss: object, reduction: str) -> None:
     """Raise where the criterion has a `reduction` that differs; "batchmean" is a mean over examples."""
     criterion = getattr(loss, "user_criterion", None)
     if criterion is None:
@@ -379,7 +379,7 @@ def relation_of_halves(
 
 
 def compare_halves(
-    at: Callable[[int, Any], Tensor], batch: Any, value: Tensor | None = None
+    at: Callable[[int, Any], Tensor], batch: object, value: Tensor | None = None
 ) -> Relation | None:
     """How the loss of a batch is made of those of its halves, at the point and at others near it.
 
@@ -432,7 +432,7 @@ def _all_options(criterion: Callable[..., Any]) -> dict[str, Any]:
     return {**_options(criterion), **buffers}
 
 
-def _options(func: Any) -> Mapping[str, Any]:
+def _options(func: object) -> Mapping[str, Any]:
     return func.keywords if isinstance(func, partial) else getattr(func, "__dict__", {})
 
 
@@ -616,7 +616,7 @@ def refuse_constant() -> None:
     )
 
 
-def _differentiable(value: Any) -> bool:
+def _differentiable(value: object) -> bool:
     """Whether a tensor in a constraint or transform, or in the parts of one, requires grad."""
     if isinstance(value, Tensor):
         return value.requires_grad

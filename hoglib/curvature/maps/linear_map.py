@@ -66,7 +66,7 @@ class CurvatureKind(ABC):
         """The kind for a batch of that number, which decides its random numbers."""
         return self
 
-    def check_loss(self, loss: Any, what: str = "loss") -> Any:
+    def check_loss(self, loss: object, what: str = "loss") -> Any:
         return validation.function(what, loss)
 
     def check_policy(self, policy: Policy) -> Policy:

@@ -38,7 +38,7 @@ Loss = Callable[..., Tensor]
 Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
 
 
-def _like_product(value: Any, options: Any, params: Any, v: Any, *args: Any) -> Any:
+def _like_product(value: object, options: object, params: Tree, v: Tree, *args: Any) -> Any:
     """What a product looks like to torch.compile: a number, and tensors like v."""
     value, *_ = pytree.tensors(value)
     return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
@@ -165,7 +165,7 @@ def fisher_vp(
     batch: Any,
     *,
     kind: FisherKind = "exact",
-    likelihood: Any = None,
+    likelihood: object = None,
     reduction: Literal["mean", "sum"] = "mean",
     num_samples: int = 1,
     generator: torch.Generator | None = None,
@@ -226,12 +226,7 @@ def fisher_vp(
 
 
 def _product(
-    kind: CurvatureKind,
-    func: Callable[..., Any],
-    params: Any,
-    v: Any,
-    args: tuple[Any, ...],
-    policy: Policy,
+    kind: CurvatureKind, func: Any, params: Any, v: Any, args: tuple[Any, ...], policy: Policy
 ) -> tuple[Tensor, Any]:
     """The value, and the product of a matrix with v or with each vector of a block."""
     kind.check_loss(func, "func")
@@ -277,7 +272,7 @@ def _refuse_sharded(policy: Policy, func: Callable[..., Any]) -> None:
     refuse_wrapped_calls(policy.caller, func)
 
 
-def _like_hessian(value: Any, options: Any, params: Any, *args: Any) -> Any:
+def _like_hessian(value: Any, options: object, params: Any, *args: Any) -> Any:
     """The same of a matrix: its blocks, for each two leaves."""
 
     def row(p: Tensor) -> Any:
@@ -405,9 +400,7 @@ def ggn(
     return _matrix(kind, _real_problem(policy, loss, params, (batch,)), params, blocks)
 
 
-def _real_problem(
-    policy: Policy, func: Callable[..., Any], params: Tree, args: tuple[Any, ...]
-) -> Problem:
+def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]) -> Problem:
     refuse_sharded(policy.caller, pytree.leaves(params))
     problem = Problem.of(policy, func, params, *args)
     for leaf in problem.leaves:

@@ -73,7 +73,7 @@ class JacobianOperator(RectangularOperator):
                 [2., 1.]])
     """
 
-    def __init__(self, func: Any, params: Tree, data: Any, **options: Any) -> None:
+    def __init__(self, func: object, params: Tree, data: object, **options: Any) -> None:
         policy, of_data = split_options(NAME, options, OPTIONS)
         in_fixed_order("data", data)
         refuse_sharded(NAME, pytree.leaves(params))
@@ -158,7 +158,7 @@ class JacobianOperator(RectangularOperator):
 
 
 # no lambda, which an operator could not be pickled with
-def _unit_weight(batch: Any) -> float:
+def _unit_weight(batch: object) -> float:
     return 1.0
 
 
@@ -166,17 +166,17 @@ def _unit_weight(batch: Any) -> float:
 class _Outputs:
     """Outputs as a loss, their mean square, by which passes over the data are compared."""
 
-    def __init__(self, func: Any) -> None:
+    def __init__(self, func: object) -> None:
         if isinstance(func, nn.Module):
             func = functional_loss(func)
         func = func.with_logits() if hasattr(func, "with_logits") else func
         self.model = getattr(func, "model", None)
         self.outputs = validation.function("func", getattr(func, "outputs", func))
 
-    def __call__(self, params: Tree, batch: Any) -> Tensor:
+    def __call__(self, params: Tree, batch: object) -> Tensor:
         return self.criterion(self.outputs(params, batch), batch)
 
-    def criterion(self, outputs: Any, batch: Any) -> Tensor:
+    def criterion(self, outputs: object, batch: object) -> Tensor:
         every = [y.reshape(-1) for y in pytree.leaves(outputs) if pytree.is_float(y)]
         return torch.cat(every).square().sum() / max(sum(map(len, every)), 1)
 

@@ -50,7 +50,7 @@ class DatasetOperator(LinearOperator):
     _adds_factors = False  # of all processes, instead of products
 
     def __init__(
-        self, loss: Any, params: Tree, data: Any, kind: CurvatureKind, options: Mapping[str, Any]
+        self, loss: Any, params: Tree, data: object, kind: CurvatureKind, options: Mapping[str, Any]
     ) -> None:
         name = type(self).__name__
         policy, of_data = split_options(name, options)
@@ -272,9 +272,9 @@ class HessianOperator(DatasetOperator):
     @validation.explain_arguments
     def __init__(
         self,
-        loss: Any,
+        loss: object,
         params: Tree,
-        data: Any,
+        data: object,
         *,
         mode: HessianMode = "auto",
         **options: Unpack[OperatorOptions],
@@ -327,9 +327,9 @@ class GGNOperator(DatasetOperator):
     @validation.explain_arguments
     def __init__(
         self,
-        loss: Any,
+        loss: object,
         params: Tree,
-        data: Any,
+        data: object,
         *,
         mode: GaussNewtonMode = "auto",
         **options: Unpack[OperatorOptions],
@@ -389,12 +389,12 @@ class FisherOperator(DatasetOperator):
     @validation.explain_arguments
     def __init__(
         self,
-        loss: Any,
+        loss: object,
         params: Tree,
-        data: Any,
+        data: object,
         *,
         kind: FisherKind = "exact",
-        likelihood: Any = None,
+        likelihood: object = None,
         num_samples: int = 1,
         generator: torch.Generator | None = None,
         mode: GaussNewtonMode = "auto",
@@ -436,7 +436,7 @@ class Spectrum(NamedTuple):
             f"{self.trace[0]:.4g} ± {self.trace[1]:.2g}, {self.products} products)"
         )
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: object = None) -> Any:
         """Draw the density with one standard error, and the eigenvalues at both ends as ticks.
 
         Args:
@@ -469,9 +469,9 @@ class Spectrum(NamedTuple):
 
 
 def hessian_spectrum(
-    loss: Any,
-    params: Any,
-    batch: Any,
+    loss: object,
+    params: Tree,
+    batch: object,
     *,
     k: int = 5,
     num_samples: int = 10,

@@ -31,6 +31,7 @@ from hoglib._core.substrate.autograd import (
 )
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.torch_api import torch_forward_mode, torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import ArgumentValueError, NoSecondDerivative
@@ -313,13 +314,7 @@ class _BatchNormWatcher(TorchFunctionMode):
 
     in_training = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm or func is torch.batch_norm:
             self.in_training |= bool(args[5] if len(args) > 5 else kwargs.get("training", False))

@@ -76,7 +76,7 @@ def _like_laplacian(value: Any, options: Any, x: Tensor, *args: Any) -> Any:
     return value, value.clone(), value.sum().expand(*value.shape, *x.shape[min(value.dim(), 1) :])
 
 
-def _like_directional(value: Any, options: Any, x: Tensor, v: Tensor, *args: Any) -> Any:
+def _like_directional(value: Any, options: object, x: Tensor, v: Tensor, *args: Any) -> Any:
     return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
@@ -85,7 +85,7 @@ def laplacian(
     func: Callable[..., Tensor],
     x: Tensor,
     *args: Any,
-    coefficients: Any = None,
+    coefficients: object = None,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: Literal[False] = False,
@@ -98,7 +98,7 @@ def laplacian(
     func: Callable[..., Tensor],
     x: Tensor,
     *args: Any,
-    coefficients: Any = None,
+    coefficients: object = None,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: Literal[True],
@@ -111,7 +111,7 @@ def laplacian(
     func: Callable[..., Tensor],
     x: Tensor,
     *args: Any,
-    coefficients: Any = None,
+    coefficients: object = None,
     num_projections: int | None = None,
     generator: torch.Generator | None = None,
     return_gradient: bool = False,
@@ -189,9 +189,7 @@ def laplacian(
     signs = _draw_directions(x, num_projections, generator, signs=True)
     of_x = coefficients if callable(coefficients) else None
 
-    def body(
-        x: Tensor, args: tuple[Any, ...], coefficients: Any, signs: Tensor | None
-    ) -> tuple[Any, ...]:
+    def body(x: Tensor, args: Any, coefficients: Any, signs: Tensor | None) -> tuple[Any, ...]:
         values = point_values(func, args)
 
         @cache
@@ -519,7 +517,7 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
     return a
 
 
-def _draw_directions(x: Tensor, number: Any, generator: Any, *, signs: bool) -> Tensor | None:
+def _draw_directions(x: Tensor, number: object, generator: object, *, signs: bool) -> Tensor | None:
     """number random vectors like x, [number, *x.shape], normal or of signs -1 and 1 at each element of
     each point; None for none."""
     if number is None:

@@ -166,12 +166,12 @@ class DatasetSum:
     def __init__(
         self,
         at: Term,
-        data: Any,
+        data: object,
         options: CheckedDataOptions,
         processes: Processes,
         *,
         fixed_batches: bool,
-        metric: Any = None,
+        metric: object = None,
         further: Watchers = (),
     ) -> None:
         loss, space, mean = at.loss, at.space, options.reduction == "mean"

@@ -36,7 +36,7 @@ class Term(NamedTuple):
         """The batch."""
         return self.piece.batch
 
-    def of(self, batch: Any) -> "Term":
+    def of(self, batch: object) -> "Term":
         """The term with another batch."""
         return self._replace(piece=self.piece._replace(batch=batch))
 

@@ -8,7 +8,7 @@ result belongs to another loss. `DatasetSum` chooses the watchers by the data an
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import fsum, isfinite
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -218,7 +218,7 @@ class Determinism(Losses):
         )
 
 
-def _not_finite(batch: Any) -> bool:
+def _not_finite(batch: object) -> bool:
     floats = (x for _, x in tensors_in("", batch) if x.is_floating_point())
     return not all(bool(x.isfinite().all()) for x in floats)
 
@@ -291,7 +291,7 @@ class Symmetry(Watcher):
             )
 
 
-def criterion_denominator(loss: Any, batch: Any) -> float:
+def criterion_denominator(loss: object, batch: object) -> float:
     """The number that the criterion's mean divides by; for an unknown criterion the leading dimension.
 
     The default weight of a batch.
@@ -348,7 +348,7 @@ class Denominators(Watcher):
         if number & (number - 1) or likelihoods.example_counts(term.loss, batch) is not None:
             return
 
-        def at(seed: int, part: Any) -> Tensor:
+        def at(seed: int, part: object) -> Tensor:
             uncompiled = term.policy._replace(backend="")  # halves have shapes of their own
             with ring(uncompiled, term.loss, examine=False) as blocks:
                 problem = term.of(part).problem().entered(blocks)
@@ -395,7 +395,7 @@ class IgnoredLabels(Watcher):
                 return
 
 
-def counted_labels(batch: Any) -> dict[str, tuple[int, bool]]:
+def counted_labels(batch: object) -> dict[str, tuple[int, bool]]:
     """For each integer tensor in a batch, how many elements are not -100, and whether any is -100."""
     found = {}
     for name, x in tensors_in("batch", batch):
@@ -596,7 +596,7 @@ def random_cause(term: Term) -> str:
     )
 
 
-def random_modules(model: Any) -> str:
+def random_modules(model: object) -> str:
     """A sentence on the modules that draw random numbers in train mode; "" for none."""
     random = in_training(model, _draws_in_training)
     if not random:
@@ -607,7 +607,7 @@ def random_modules(model: Any) -> str:
     )
 
 
-def in_training(model: Any, chosen: Callable[[nn.Module], bool]) -> list[str]:
+def in_training(model: object, chosen: Callable[[nn.Module], bool]) -> list[str]:
     """Names and types of the modules in train mode for which `chosen` is true."""
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     return [f"{name} ({type(m).__name__})" for name, m in named if m.training and chosen(m)]

@@ -137,7 +137,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         return {**vars(self), **super().__getstate__()}
 
     @abstractmethod
-    def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
+    def step(self, closure: object = None) -> Tensor:  # type: ignore[override]
         """Take one step; return the loss before it.
 
         Args:
@@ -247,7 +247,7 @@ class NewtonCG(BatchOptimizer):
 
     def __init__(
         self,
-        loss: Any,
+        loss: object,
         params: dict[str, Tensor] | None = None,
         *,
         lr: float = 1.0,
@@ -279,7 +279,7 @@ class NewtonCG(BatchOptimizer):
         self._row_order: RowOrder | None = None  # found at the first step
         super().__init__(loss, params, defaults, options)
 
-    def step(self, closure: Any = None, curvature: Any = None) -> Tensor:  # type: ignore[override]
+    def step(self, closure: object = None, curvature: object = None) -> Tensor:  # type: ignore[override]
         """Take one step.
 
         Args:
@@ -293,7 +293,7 @@ class NewtonCG(BatchOptimizer):
         with examined_functions("NewtonCG"):
             return self._step(self._batch(closure), curvature)
 
-    def _step(self, batch: Any, curvature: Any) -> Tensor:
+    def _step(self, batch: object, curvature: object) -> Tensor:
         group = self.param_groups[0]
         G = self._matrix(batch)
         model = G if curvature is None else self._matrix(curvature)
@@ -321,11 +321,11 @@ class NewtonCG(BatchOptimizer):
         self.info = NewtonStep(before, after, ratio, damping, length, iterations, products, values)
         return value
 
-    def _matrix(self, batch: Any) -> GGNOperator:
+    def _matrix(self, batch: object) -> GGNOperator:
         """The Gauss-Newton matrix at a batch."""
         return GGNOperator(self._loss, self._params, batch, **self._options)
 
-    def _prepared(self, G: GGNOperator, batch: Any) -> Any:
+    def _prepared(self, G: GGNOperator, batch: object) -> Any:
         """The preconditioner of this step: a new one, or one of the last steps."""
         make, steps = self._preconditioner, self.param_groups[0]["steps"]
         if make is None:
@@ -343,7 +343,7 @@ class NewtonCG(BatchOptimizer):
         return self._last[1]
 
     def _direction(
-        self, G: GGNOperator, g: Tensor, start: Tensor | None, precondition: Any
+        self, G: GGNOperator, g: Tensor, start: Tensor | None, precondition: object
     ) -> tuple[Tensor, float, float, int]:
         """The direction d, g^T d, d^T G d, and the iterations of conjugate gradients."""
         group, iterations = self.param_groups[0], 0
@@ -502,7 +502,7 @@ class KFAC(BatchOptimizer):
 
     def __init__(
         self,
-        loss: Any,
+        loss: object,
         params: dict[str, Tensor] | None = None,
         *,
         lr: float = 1.0,
@@ -541,7 +541,7 @@ class KFAC(BatchOptimizer):
         instead = "precondition the gradients of a torch optimizer by `KFACOperator.precondition_`"
         refuse_sharded("KFAC", self._params.values(), instead=instead)
 
-    def step(self, closure: Any = None) -> Tensor:  # type: ignore[override]
+    def step(self, closure: object = None) -> Tensor:  # type: ignore[override]
         """Take one step.
 
         Args:
@@ -553,7 +553,7 @@ class KFAC(BatchOptimizer):
         with examined_functions("KFAC"):
             return self._step(self._batch(closure))
 
-    def _step(self, batch: Any) -> Tensor:
+    def _step(self, batch: object) -> Tensor:
         group = self.param_groups[0]
         seeded = self._seeded(group["seed"])
         K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
@@ -642,7 +642,7 @@ class KFAC(BatchOptimizer):
         return store, f"{region.start}:{region.stop} "
 
     def _move(
-        self, K: KFACOperator, batch: Any, inverse: KroneckerMatrix, g: Tensor
+        self, K: KFACOperator, batch: object, inverse: KroneckerMatrix, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """The change of the parameters, the slope along d, what the model expects, and products."""
         group = self.param_groups[0]
@@ -661,7 +661,7 @@ class KFAC(BatchOptimizer):
             d = d + group["momentum"] * before / group["lr"]
         return group["lr"] * d, slope, slope * nan, 0
 
-    def _minimizer(self, batch: Any, V: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    def _minimizer(self, batch: object, V: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The minimizer of g^T s + s^T (G + damping I) s / 2 over the columns of V, and the minimum."""
         group = self.param_groups[0]
         G = GGNOperator(self._loss, self._params, batch, **self._data_options())

@@ -35,9 +35,9 @@ class CriticalSharpness(NamedTuple):
 
 
 def critical_sharpness(
-    loss: Any,
+    loss: object,
     params: Tree,
-    batch: Any,
+    batch: object,
     *,
     direction: Tree = None,
     step: float | None = None,
