@@ -148,17 +148,18 @@ def adapt(
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
     own: Any = {"modes_of": modes, "generators": drawn_from}
     inner = InnerSteps(_value_of(loss), lambda i, _: rule, constant, **own)
-    with _ring("adapt", stand_ins=memory == "mixed"):
+    with _ring("adapt", stand_ins=memory == "mixed", first_order=first_order):
         params, batch = autograd.clone_inference_tensors((params, batch))
         return unroll(inner, steps, params, (batch, rest, modules), memory).params
 
 
-def _ring(caller: str, stand_ins: bool = False) -> ring:
+def _ring(caller: str, stand_ins: bool = False, first_order: bool = False) -> ring:
     """Stand-ins and grad mode are those of the caller, since the result has the caller's graph.
 
     stand_ins: on, for a graph of Functions that run the loss again in forward mode.
     """
-    return ring(Policy(caller, stand_ins=stand_ins), gradients=autograd.outside_inference_mode)
+    policy, around = Policy(caller, stand_ins=stand_ins), autograd.outside_inference_mode
+    return ring(policy, first_order=first_order, gradients=around)
 
 
 def _value_of(loss: Loss) -> Callable[[int, Params, Any], tuple[Tensor, Any]]:

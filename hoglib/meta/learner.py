@@ -26,7 +26,7 @@ from hoglib._core.numerics.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.remat.blocks import Remat
 from hoglib._core.runtime.device_reads import read_late
-from hoglib._core.runtime.source_location import warn
+from hoglib._core.runtime.source_location import warn, warn_once
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.substrate.placement import Placement, Sharding, placement_of, refuse_sharded
@@ -537,6 +537,11 @@ def _meta_gradient(
         return map_tasks(of_task, support, query) if mapped else of_task(support, query)
 
 
+PARAMETER_HOOKS = (
+    "the hooks of {} do not run in inner steps, which take gradients by copies of the parameters. To "
+    "mask a gradient, multiply the parameter by the mask in the model "
+    "(`torch.nn.utils.parametrize`), or freeze it."
+)
 AGREEMENT = "number of tasks", "number of inner steps", "parameters, where they are not sharded,"
 
 
@@ -550,6 +555,9 @@ def check_derivatives(
     other tensors that require grad, and of custom Functions whose second derivative is not that of
     differences.
     """
+    hooked = [name for name, x in learned.items() if x._backward_hooks]
+    if hooked:
+        warn_once(f"{what}: {PARAMETER_HOOKS.format(', '.join(hooked))}")
     # copies, as a model or a rule of the user's may write in place
     start = pytree.map(Tensor.clone, start)
     support, query = task

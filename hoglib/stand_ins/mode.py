@@ -26,7 +26,7 @@ from hoglib._core.messages import validation
 from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.runtime.ambient import AMBIENT, StandIns, inside
 from hoglib._core.runtime.provided import provided
-from hoglib._core.runtime.source_location import running_module
+from hoglib._core.runtime.source_location import running_module, torch_call_line
 from hoglib._core.torch_api import function_watch, pytree, torch_internals, torch_library
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_forward_mode import follow_grad_mode
@@ -228,6 +228,13 @@ class _SecondOrder(StandInMode):
                 return result
         if func is COND_OPERATOR:
             return cond(*args, **kwargs)
+        if func is Tensor.register_hook and AMBIENT.examination.examiner is not None:
+            hook, line = (args[1:] or [*kwargs.values()])[0], torch_call_line()
+            # hoglib's own hooks have no line of the user's
+            watched = (
+                hook if line is None else AMBIENT.examination.examiner.watched_hook(hook, line)
+            )
+            return func(args[0], watched)
         result = func(*args, **kwargs)
         if (
             func is torch_internals.set_grad_enabled or _UNSEEN

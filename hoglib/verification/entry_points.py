@@ -49,6 +49,7 @@ from hoglib.verification.examination import (
     outside,
     ranges_of,
 )
+from hoglib.verification.gradient_hooks import watch_module_hooks, watched
 from hoglib.verification.layouts import layout_of
 from hoglib.verification.subject import Application, application, is_users
 
@@ -179,6 +180,8 @@ class examined_functions:  # noqa: N801 a context manager
                 self._report_verdict(key[0], verdict, nothing_is_left=lost)
             elif text := functions.mutation(key):
                 self._report_verdict(key[0], Verdict("wrong", text))
+        for text in sorted(functions.changing_hooks if not self._first_order else ()):
+            self._report_verdict(Function, Verdict("wrong", text))
         if functions.in_cpp:
             text = IN_CPP.format(", ".join(sorted(functions.in_cpp)))
             self._report_verdict(Function, Verdict("not examined", text))
@@ -240,6 +243,7 @@ class AppliedFunctions:
         self.differentiated: dict[Key, int] = {}
         self.gradient_has_no_graph = False
         self.in_cpp: set[str] = set()
+        self.changing_hooks: set[str] = set()  # texts about hooks that return another gradient
         # those that change in place, undeclared, an argument of which the gradient is not theirs
         # alone, or an incoming gradient that others get, too: what, by MUTATES
         self._mutates: dict[Key, str] = {}
@@ -270,8 +274,21 @@ class AppliedFunctions:
         """Notes Functions in C++, which are reported as not examined."""
         self.in_cpp |= names
 
+    def watched_hook(self, hook: Callable[..., Any], line: object) -> Callable[..., Any]:
+        """The hook of a tensor, registered in this line; it notes here that it returns another gradient
+        than it gets."""
+        return watched(hook, self._note_hook, 0, f"the hook registered at {line}")
+
+    def _note_hook(self, text: str) -> None:
+        # by hand a hook that changes a first derivative does what it is for
+        if self.by_hand is None or torch.is_grad_enabled():
+            self.changing_hooks.add(text)
+            self._report_after_backward()
+
     def record(self, function: type[Function], args: Args) -> Ended | None:
         """Notes an application; what is returned is called with its node and results."""
+        if function.__name__ == "BackwardHookFunction":  # torch applies it for hooks of modules
+            watch_module_hooks(self._note_hook)
         if function.__module__.startswith("hoglib.") or not records_gradients():
             return None
         if self.by_hand is not None and (
@@ -490,14 +507,17 @@ class AppliedFunctions:
         def note(_: Any) -> None:
             twice = runs_again or torch.is_grad_enabled()
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
-            # after the context
-            if self.by_hand is not None and AMBIENT.examination.examiner is not self:
-                torch_internals.after_backward(partial(self.by_hand, self))
+            self._report_after_backward()
 
         if any(isinstance(y, Tensor) and torch_internals.unwrap(y) is not y for y in results):
             self.differentiated[key] = 2
         elif any(node.needs_input_grad):
             node.register_prehook(note)
+
+    def _report_after_backward(self) -> None:
+        """Reports at the end of the backward that runs, after the context."""
+        if self.by_hand is not None and AMBIENT.examination.examiner is not self:
+            torch_internals.after_backward(partial(self.by_hand, self))
 
 
 def _counts_changes(x: Tensor) -> bool:
@@ -538,6 +558,8 @@ def _explain_backward_error(caller: str, error: Exception, functions: AppliedFun
         ) from error
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
+    if isinstance(error, NoSecondDerivative):
+        texts += sorted(functions.changing_hooks)
     names = [f.__qualname__ for f, _ in functions.differentiated]
     names = [name for name in names if name not in str(error)]
     if "modified by an inplace operation" in str(error) and names and not texts:

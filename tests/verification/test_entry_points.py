@@ -3,8 +3,10 @@
 ENTRY_POINTS x (WRONG, RIGHT of faults.py). All that is public is an entry point, or listed with a reason.
 """
 
+import functools
 import itertools
 import logging
+import re
 import time
 import warnings
 
@@ -304,6 +306,132 @@ def test_a_function_that_ends_the_process_is_not_examined():
     EndsTheProcess.allowed = X
     with pytest.warns(UserWarning, match="EndsTheProcess was not examined: it raised SystemExit"):
         hog.hvp(lambda x: EndsTheProcess.apply(x).sum(), X, X)
+
+
+def hooked(*hooks):
+    def function(x):
+        y = x.sin()
+        for hook in hooks if y.requires_grad else ():
+            y.register_hook(hook)
+        return y
+
+    return function
+
+
+def hooked_module(register, hook):
+    module = torch.nn.Tanh()
+    getattr(module, register)(hook)
+    return module
+
+
+def solved(removed):
+    """An equilibrium as it is often published: its hook solves the adjoint equation, without a graph."""
+
+    def function(x):
+        f = lambda z: (z / 3 + x).sin()  # noqa: E731
+        with torch.no_grad():
+            z = functools.reduce(lambda z, _: f(z), range(60), torch.zeros_like(x))
+        z = f(z)
+        start = z.detach().requires_grad_()
+        value = f(start)
+
+        def solve(g):
+            if removed:
+                handle.remove()
+            step = lambda y, _: torch.autograd.grad(value, start, y, retain_graph=True)[0] + g  # noqa: E731
+            return functools.reduce(step, range(60), g)
+
+        handle = z.register_hook(solve) if z.requires_grad else None
+        return z
+
+    return function
+
+
+HOOK, PRE_HOOK = "register_full_backward_hook", "register_full_backward_pre_hook"
+CHANGING_HOOKS = {
+    "halved": hooked(lambda g: g / 2),
+    "clipped": hooked(lambda g: g.clamp(-1e-3, 1e-3)),
+    "a second hook": hooked(lambda g: None, lambda g: 2 * g),
+    "a module": hooked_module(HOOK, lambda module, given, outgoing: (given[0] / 2,)),
+    "a module, before it": hooked_module(PRE_HOOK, lambda module, outgoing: (outgoing[0] / 2,)),
+    "an equilibrium": solved(removed=False),
+    "an equilibrium, once": solved(removed=True),
+}
+LOOKING_HOOKS = {
+    "looked at": hooked(lambda g: None, lambda g: g),
+    "a clip that does nothing": hooked(lambda g: g.clamp(-1e3, 1e3)),
+    "a module": hooked_module(HOOK, lambda module, given, outgoing: None),
+    "a module, before it": hooked_module(PRE_HOOK, lambda module, outgoing: outgoing),
+}
+# No backward runs, the first derivative alone is taken, or gradients are the user's own (see `adapt`).
+NO_HOOKS = (
+    "jvp", "jet", "directional", "adapt", "inner_step", "compile without check", *FIRST_ORDER
+)  # fmt: skip
+
+
+def told_of_hooks(name, function):
+    call = {**ENTRY_POINTS, **FIRST_ORDER}[name]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        try:
+            call(function)
+        except (UnsupportedError, NoSecondDerivative) as error:
+            warnings.warn(str(error), stacklevel=1)
+    return [
+        str(w.message) for w in found if "returns another gradient than it gets" in str(w.message)
+    ]
+
+
+@pytest.mark.parametrize("name", [*ENTRY_POINTS, *FIRST_ORDER])
+def test_a_hook_that_changes_a_gradient_is_told_at_every_entry_point(name):
+    assert len(told_of_hooks(name, CHANGING_HOOKS["halved"])) == (name not in NO_HOOKS)
+    assert not told_of_hooks(name, LOOKING_HOOKS["looked at"])
+
+
+@pytest.mark.parametrize("name", WAYS)
+@rows("hook", CHANGING_HOOKS)
+def test_what_changes_a_gradient_is_told_by_its_line(name, hook):
+    if name not in NO_HOOKS:
+        (text,) = told_of_hooks(name, CHANGING_HOOKS[hook])
+        assert "hog.meta.fixed_point" in text
+        assert re.search(r"test_entry_points.py:\d+: `", text)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@rows("hook", LOOKING_HOOKS)
+def test_a_hook_that_changes_nothing_is_not_told(name, hook):
+    assert not told_of_hooks(name, LOOKING_HOOKS[hook])
+
+
+def test_a_hook_by_hand_is_told_where_a_second_derivative_is_taken():
+    x = X.clone().requires_grad_()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with hog.second_order():
+            CHANGING_HOOKS["halved"](x).sum().backward()  # as trainings clip
+        assert not found
+        with hog.second_order():
+            torch.autograd.grad(CHANGING_HOOKS["halved"](x).sum(), x, create_graph=True)
+    assert len(found) == 1
+
+
+def test_a_hook_that_leaves_no_graph_is_named_in_the_error():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Identity()).double()
+    model[1].forward = CHANGING_HOOKS["an equilibrium"]
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    with pytest.raises(
+        NoSecondDerivative, match=r"test_entry_points.py.* returns another gradient"
+    ):
+        hog.ggn_vp(loss, params, params, (X, X), mode="reverse")
+
+
+def test_hooks_of_parameters_are_told_where_inner_steps_leave_them_out():
+    model = torch.nn.Linear(3, 3).double()
+    model.weight.register_hook(lambda g: 0 * g)
+    with pytest.warns(
+        UserWarning, match=r"MAML: the hooks of model.weight do not run in inner steps"
+    ):
+        hog.MAML(model, F.mse_loss).loss([((X, X), (X, X))])
 
 
 def test_a_changed_argument_does_no_harm_in_taylor_mode():

@@ -30,6 +30,9 @@ class Examiner(Protocol):
     def note_gradient(self, gradient: Any) -> None:
         """Notes the `Gradient` that is differentiated again."""
 
+    def watched_hook(self, hook: Callable[..., Any], line: object) -> Callable[..., Any]:
+        """The hook of a tensor, which notes that it returns another gradient than it gets."""
+
     def note_cpp(self, names: Set[str]) -> None:
         """Notes C++ Functions in a graph: Python sees only the names of their nodes."""
 
