@@ -111,6 +111,55 @@ def test_the_weight_of_a_batch_can_be_given():
     assert relative(examples @ v, counted @ v) > 1e-3  # the mean of batches, which is asked for
 
 
+def _square(z, y):
+    return (z - y).square()
+
+
+SUMMED = {  # criteria, and what a message says of them over a loader
+    "a sum": (lambda z, y: _square(z, y).sum(), "got their sum"),
+    "a sum over a constant": (lambda z, y: _square(z, y).sum() / 7, "got their sum"),
+    "a sum of cross entropies": (lambda z, y: -(y.softmax(1) * z.log_softmax(1)).sum(), "got their sum"),
+    "a summed penalty": (lambda z, y: _square(z, y).mean() + 0.1 * z.square().sum(), "a mean plus a sum"),
+    "a summed term": (lambda z, y: _square(z, y).sum() + z.exp().mean(), "a mean plus a sum"),
+    "a mean": (lambda z, y: _square(z, y).mean(), ""),
+    "a mean of sums": (lambda z, y: _square(z, y).sum(1).mean(), ""),
+    "a mean and a constant": (lambda z, y: _square(z, y).mean() + 3, ""),
+    "statistics of the batch": (lambda z, y: _square(z, y).mean() + z.mean(0).square().sum(), ""),
+    "contrastive": (lambda z, y: F.cross_entropy(z @ y.T, torch.arange(len(z))), ""),
+}  # fmt: skip
+OVER_LOADERS = {
+    "HessianOperator": lambda loss, p, data: hog.HessianOperator(loss, p, data) @ torch.ones(15, dtype=F64),
+    "GGNOperator": lambda loss, p, data: hog.GGNOperator(loss, p, data) @ torch.ones(15, dtype=F64),
+    "gradient": lambda loss, p, data: hog.HessianOperator(loss, p, data).gradient(),
+    "value": lambda loss, p, data: hog.GGNOperator(loss, p, data).value(),
+}  # fmt: skip
+
+
+@rows("name", SUMMED)
+@pytest.mark.parametrize("door", OVER_LOADERS)
+def test_a_loss_that_sums_over_examples_is_refused_over_a_loader(name, door):
+    criterion, told = SUMMED[name]
+    model = nn.Linear(4, 3).double()
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    x, y = draw(11, 4), draw(11, 3)
+    run = OVER_LOADERS[door]
+    run(loss, params, (x, y))  # of one batch it is what it is
+    batches = [(x[:5], y[:5]), (x[5:9], y[5:9]), (x[9:], y[9:])]
+    if not told:
+        run(loss, params, batches)
+        return
+    with pytest.raises(ValueError, match=f"{told}.*reduction='sum'"):
+        run(loss, params, batches)
+
+
+def test_a_summed_loss_with_its_reduction_is_that_of_all_data():
+    model = nn.Linear(4, 3).double()
+    loss, params = hog.functional_loss(model, SUMMED["a sum"][0]), hog.trainable_params(model)
+    x, y = draw(11, 4), draw(11, 3)
+    found = hog.HessianOperator(loss, params, [(x[:5], y[:5]), (x[5:], y[5:])], reduction="sum")
+    assert_close(found.to_dense(), dense_hessian(loss, params, (x, y)))
+
+
 WEIGHTS = torch.tensor([0.1, 1.0, 7.0], dtype=F64)
 
 
@@ -253,9 +302,9 @@ def test_criteria_that_couple_examples_have_none(name, dtype):
         else:
             with pytest.raises(ValueError, match="couples"):
                 compute()
-    # The mean of batches is what it is
+    # the mean of batches is what it is
     data = [tuple(t[:5] for t in batch), tuple(t[5:] for t in batch)]
-    hog.HessianOperator(loss, params, data) @ draw(67).to(dtype)
+    hog.HessianOperator(loss, params, data, **options) @ draw(67).to(dtype)
 
 
 def policy_loss(o, batch):
@@ -641,7 +690,7 @@ def test_micro_batches_are_refused_where_examples_mix():
     criterion = partial(F.cross_entropy, reduction="sum")
     summed = hog.functional_loss(random_model(nn.Tanh()), lambda o, y: criterion(o, y))
     operator = hog.HessianOperator(summed, hog.trainable_params(summed.model), BATCH, micro_batch=4)
-    with pytest.raises(ValueError, match="its reduction is not that of the operator"):
+    with pytest.raises(ValueError, match=r"got their sum.*reduction='sum'"):
         operator @ draw(operator.shape[0])
 
 

@@ -162,7 +162,7 @@ def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
         return
     shapes = tuple((x.shape, x.dtype) for x in pytree.tensors(own))
     found = found_once(loss, ("halves", shapes), lambda: _halves(loss, params, own) or "unknown")
-    if found == "coupled":
+    if found in ("coupled", "mean and sum"):
         raise errors.ArgumentValueError(
             f"{caller}: expected a loss that is a sum or mean over examples, got one that couples "
             "them: the loss of a batch is not made of those of its halves, as for contrastive losses, "

@@ -407,7 +407,7 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
     index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
     find = lambda: compare_halves(value, (outputs, at.batch, index)) or "unknown"  # noqa: E731
-    if found_once(loss, ("halves of outputs", key), find) == "coupled":
+    if found_once(loss, ("halves of outputs", key), find) in ("coupled", "mean and sum"):
         raise ArgumentValueError(
             "kind='empirical': expected a criterion that is a sum or mean over examples, got one that "
             "couples them, as contrastive losses, correlations and statistics over the batch do: there "

@@ -340,7 +340,7 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
 
 # what each batch of a mean counts: as the loss does, terms of a given distribution, or examples
 Counting = Literal["criterion", "terms", "examples"]
-Relation = Literal["mean", "sum", "weighted", "coupled"]
+Relation = Literal["mean", "sum", "weighted", "mean and sum", "coupled"]
 
 
 CLOSE = Rule(1e2)  # a number is fitted, which may come near anything that changes little
@@ -355,6 +355,8 @@ def relation_of_halves(
     sum       L = l + m
     weighted  L = t l + (1 - t) m, with another t in [0, 1]: a mean that counts something else
     coupled   anything else, as a contrastive loss; None if there is nothing to compare
+
+    See :func:`_is_mean_and_sum` for a mean and a sum that are added.
     """
     found = [v for v in values if isfinite(v[0])]
     for L, *parts in found:
@@ -413,7 +415,32 @@ def compare_halves(
         LOGGER.debug("the halves of a batch were not compared: %s", error)
         return None
     finite = [other for other in others if isfinite(other[0])]
-    return relation_of_halves(finite or [first], share, value.dtype)
+    found = relation_of_halves(finite or [first], share, value.dtype)
+    if found == "coupled" and count >= 4 and _is_mean_and_sum(at, batch, count, value.dtype):
+        return "mean and sum"
+    return found
+
+
+def _is_mean_and_sum(
+    at: Callable[[int, Any], Tensor], batch: object, count: int, dtype: torch.dtype
+) -> bool:
+    """Whether a loss is a mean over examples plus a sum over them, as a summed penalty of outputs.
+
+    With the halves l, m of a batch of loss L, L - (l + m) / 2 is half of its sum over examples. So
+
+        L - (l + m) / 2 = [l - (l_1 + l_2) / 2] + [m - (m_1 + m_2) / 2]    with the halves of halves
+    """
+    quarter = count // 4
+    cuts = [(0, 4), (0, 2), (2, 4), (0, 1), (1, 2), (2, 3), (3, 4)]
+    parts = [rows_of(batch, count, start * quarter, stop * quarter) for start, stop in cuts]
+    for seed in (1, 2, 3):
+        L, a, b, *quarters = (float(at(seed, part)) for part in parts)
+        whole, halves = L - (a + b) / 2, a + b - fsum(quarters) / 2
+        terms = (L, a, b, *quarters)
+        if not agree(whole, halves, DERIVATIVES, terms=terms, dtype=dtype):
+            return False
+    # a mean alone has none
+    return not agree(whole, 0.0, DERIVATIVES, terms=terms, dtype=dtype)
 
 
 def nearby(tensors: Sequence[Tensor], seed: int) -> Vector:

@@ -40,7 +40,8 @@ class DataOptions(TypedDict, total=False):
     """The keyword options of functions and operators over data.
 
     Args:
-        reduction: "mean" or "sum" over the data, with n_b the number of examples of a batch.
+        reduction: "mean" or "sum" over the data, with n_b the number of examples of a batch. With
+            "mean" a loss that sums over the examples of a batch is refused over several batches.
             Default: "mean".
         batch_size: The weight n_b of a batch, as a function of it: the number that the criterion's
             mean divides by. A batch of weight 0 contributes nothing. Default: that number, for the

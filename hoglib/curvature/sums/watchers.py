@@ -355,7 +355,14 @@ class Denominators(Watcher):
                 leaves = likelihoods.nearby(problem.leaves, seed)
                 return autograd.without_graph(lambda: problem(*leaves))
 
-        if likelihoods.compare_halves(at, batch, value) == "weighted":
+        relation = likelihoods.compare_halves(at, batch, value)
+        if relation in ("sum", "mean and sum"):
+            raise ArgumentValueError(
+                f"{self.at.policy.caller}: expected a loss that is the mean over the examples of a "
+                f"batch, got {SUMS[relation]}: with reduction='mean' the result over several batches "
+                "is neither that of the sum over the data nor that of the mean."
+            )
+        if relation == "weighted":
             labels = 'batch["labels"][:, 1:]' if isinstance(batch, Mapping) else "batch[1]"
             raise _wrong_denominator(
                 self.at.policy.caller,
@@ -363,6 +370,15 @@ class Denominators(Watcher):
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
                 "`batch_size=lambda batch: len(batch[0])` weights batches by their examples",
             )
+
+
+# what a loss is that is no mean over examples, and what to do
+SUMS = {
+    "sum": "their sum. Pass `reduction='sum'` for the sum over the data, or divide the loss by "
+    "`len(batch[0])`",
+    "mean and sum": "a mean plus a sum, such as a penalty of outputs that is summed over examples. "
+    "Take the mean of both, or the sum of both with `reduction='sum'`",
+}
 
 
 @final
