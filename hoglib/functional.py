@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import copy
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -33,6 +33,7 @@ from hoglib._core.modules.swap import (
     train_mode_batch_statistics,
 )
 from hoglib._core.numerics.trust import found_once
+from hoglib._core.runtime.ambient import AMBIENT
 from hoglib._core.substrate.autograd import translate_hook_errors
 from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.substrate.placement import refuse_fsdp1
@@ -227,6 +228,7 @@ class FunctionalLoss:
         self._dtype: torch.dtype | None = None
         self._norm_policy: NormPolicy = train_mode_batch_statistics
         self._constants: Params = {}  # in the place of the model's own
+        self._made_with = {name: id(p) for name, p in model.named_parameters()}
         self._parameter_ids: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
         self._searched: set[tuple[str, ...]] = set()  # names that were searched outside of modules
@@ -247,6 +249,20 @@ class FunctionalLoss:
         # around the criterion too, which may use the model's parameters
         with self._swapped(params):
             return self.criterion(self._outputs(params, batch), batch)
+
+    def replaced_parameter(self, params: object) -> str:
+        """The name of the first of these parameters, where the model had it when this loss was made,
+        and has another one now; else empty."""
+        if not isinstance(params, dict) or not params or AMBIENT.kept_swapped is not None:
+            return ""
+        name, value = next(iter(params.items()))
+        if self._made_with.get(name) != id(value):
+            return ""
+        path, _, own_name = name.rpartition(".")
+        with suppress(AttributeError):
+            own = self.model.get_submodule(path)._parameters.get(own_name, value)
+            return "" if own is value else name
+        return ""
 
     def outputs(self, params: Params, batch: object) -> Any:
         """The model's outputs on a batch.

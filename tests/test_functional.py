@@ -585,3 +585,63 @@ def test_other_values_for_parameters_that_a_call_is_not_given():
     in_double = loss.with_parameters(at).double()({"weight": given["weight"].double()}, batch64)
     assert in_double.dtype == torch.float64
     assert in_double == 25
+
+
+def _ones(params):
+    return {name: torch.ones_like(p) for name, p in params.items()}
+
+
+# Each makes what it needs of a loss, parameters and a batch, and returns a call that derives.
+DERIVATIVES = {
+    "hvp": lambda loss, p, b: lambda: hog.hvp(loss, p, _ones(p), b),
+    "ggn_vp": lambda loss, p, b: lambda: hog.ggn_vp(loss, p, _ones(p), b),
+    "per_example_gradients": lambda loss, p, b: lambda: hog.per_example_gradients(loss, p, b),
+    "HessianOperator": lambda loss, p, b: partial(lambda H: H @ _ones(p), hog.HessianOperator(loss, p, [b, b])),
+    "GGNOperator": lambda loss, p, b: hog.GGNOperator(loss, p, b).gradient,
+    "KFACOperator": lambda loss, p, b: hog.KFACOperator(loss, p, b).update,
+}  # fmt: skip
+
+
+def _assigned(model, params):
+    model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()}, assign=True)
+
+
+def _loaded(model, params):
+    model.load_state_dict({k: 2 * v for k, v in model.state_dict().items()})
+
+
+def _made_anew(model, params):
+    _assigned(model, params)
+    params.update(hog.trainable_params(model))
+
+
+def _of_another(model, params):
+    params.update(hog.trainable_params(copy.deepcopy(model)))
+
+
+CHANGES = {
+    "other parameters in the model": (_assigned, True),
+    "one other module": (lambda model, params: model.__setitem__(0, nn.Linear(3, 4)), True),
+    "other values": (_loaded, False),
+    "parameters made anew": (_made_anew, False),
+    "parameters of a copy": (_of_another, False),
+    "nothing": (lambda model, params: None, False),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_the_model_has_no_longer_are_told(name, change, recwarn):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    derive = DERIVATIVES[name](loss, params, (torch.randn(5, 3), torch.randn(5, 2)))
+    derive()
+    assert not recwarn
+    make, told = CHANGES[change]
+    make(model, params)
+    derive()
+    texts = [str(one.message) for one in recwarn]
+    assert ["params['0.weight'] was the model's parameter" in text for text in texts] == [
+        True
+    ] * told

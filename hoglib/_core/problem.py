@@ -18,7 +18,7 @@ from hoglib._core.messages import validation
 from hoglib._core.messages.closures import STATE, ClosureWalker
 from hoglib._core.numerics.finite_differences import to_double
 from hoglib._core.remat.blocks import Remat, check_remat, find_blocks
-from hoglib._core.runtime.source_location import entry_keywords
+from hoglib._core.runtime.source_location import entry_keywords, warn_once
 from hoglib._core.substrate.autograd import Vector, clone_inference_tensors
 from hoglib._core.substrate.placement import (
     WHOLE,
@@ -149,6 +149,18 @@ def refuse_wrapped_calls(caller: str, func: Callable[..., Any]) -> None:
         )
 
 
+def warn_if_replaced(caller: str, loss: object, params: Tree) -> None:
+    """Warns of parameters that were those of a functional loss's model, and are not any more."""
+    find = getattr(loss, "replaced_parameter", None)
+    name = find(params) if find is not None else ""
+    if name:
+        warn_once(
+            f"{caller}: params[{name!r}] was the model's parameter, and the model has another one now, "
+            "as after `load_state_dict(assign=True)`: the derivative is at the values from before. "
+            "Call `hoglib.trainable_params(model)` again, and make operators anew."
+        )
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -166,6 +178,7 @@ class Problem:
     def of(cls, policy: Policy, loss: object, params: Tree, *args: Any) -> "Problem":
         validation.not_the_model("func", loss, params)
         leaves, structure = validation.parameters(params)
+        warn_if_replaced(policy.caller, loss, params)
         placement = placement_of(leaves, lambda: pytree.paths(params))
         return cls(policy, loss, structure, placement.local(leaves), args, placement)
 

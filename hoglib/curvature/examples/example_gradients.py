@@ -128,8 +128,9 @@ def _of_single_examples(
     count = number_of_examples(own)
     size = validation.none_or_at_least("chunk_size", chunk_size, 1) or count
     policy = Policy.of("per_example_gradients", options, names=("stand_ins", "remat"))
+    problem = Problem.of(policy, loss, params, own)
     with torch.inference_mode(False), ring(policy, loss, first_order=True) as blocks:
-        problem = Problem.of(policy, loss, params, own).entered(blocks)
+        problem = problem.entered(blocks)
         parts = (pytree.rows(own, count, start, start + size) for start in range(0, count, size))
         chunks = [by_vmap_or_loop(problem.with_args(part)) for part in parts]
     values, gradients = zip(*chunks, strict=True)

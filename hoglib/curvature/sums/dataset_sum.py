@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from hoglib._core.messages import validation
-from hoglib._core.problem import OPTION_NAMES, Options, Policy, check_option_names
+from hoglib._core.problem import (
+    OPTION_NAMES,
+    Options,
+    Policy,
+    check_option_names,
+    warn_if_replaced,
+)
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.fingerprint import ComparedState, StateFingerprint, checksum_of_rows
 from hoglib._core.substrate.gradient_graph import graph_summary
@@ -337,6 +343,7 @@ class DatasetSum:
         self, visit: Visit, rows: Tensor | None, everyone: Watchers, first_order: bool
     ) -> PassTotals:
         """Visit the batches of this process, or the kept graph; return their totals."""
+        warn_if_replaced(self.at.policy.caller, self.at.loss, self.at.space.params)
         changed = self.state.changed(self._read_last_losses)
         if changed:
             self.kept = self.last = None
