@@ -132,6 +132,8 @@ CALLS_UPWARD = {
     "examine_users_derivatives": "second_order() examines Functions, as hoglib.verification does",
     "StandIns.run_script": "torch_internals sees scripted code, which a TorchFunctionMode does not",
     "Examiner.by_hand": "the mode of second_order() sees each call of torch.autograd.grad and backward",
+    "Examiner.differentiated": "jvp, which knows afterwards whether its result has a graph",
+    "Examiner.note_once": "the same",
     "Examiner.watched_hook": "the mode of second_order() sees each call of Tensor.register_hook",
     "Examiner.note_gradient": "the ring passes on the gradient of which a Function may have cut the graph",
     "Examiner.note_cpp": "graph_summary meets Functions in C++: each of its callers would pass them on",

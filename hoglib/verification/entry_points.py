@@ -9,7 +9,7 @@ A Function is examined once for each kind of arguments, at the values that it is
 them, and again when later values are far from these. The verdict is kept for the process.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any, final
@@ -263,6 +263,10 @@ class AppliedFunctions:
             for function in self._traced - others
         )
 
+    def note_once(self, before: Mapping[Key, int]) -> None:
+        """Notes that Functions applied since `before` are differentiated once: no graph is left."""
+        self.differentiated = {key: before.get(key, 1) for key in self.differentiated}
+
     def note_gradient(self, gradient: Gradient) -> None:
         """Notes whether nothing of a gradient can be differentiated, so that its product is zero. That
         is right for a linear loss, but not with a Function that has a wrong second derivative."""
@@ -503,14 +507,15 @@ class AppliedFunctions:
         """Notes it as differentiated when its backward runs; in a transform, of which that is not
         known, at once."""
         runs_again = inside_recomputation()  # in a later backward, with a graph
+        once = AMBIENT.examination.first_order
 
         def note(_: Any) -> None:
-            twice = runs_again or torch.is_grad_enabled()
+            twice = not once and (runs_again or torch.is_grad_enabled())
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
             self._report_after_backward()
 
         if any(isinstance(y, Tensor) and torch_internals.unwrap(y) is not y for y in results):
-            self.differentiated[key] = 2
+            self.differentiated[key] = max(1 if once else 2, self.differentiated.get(key, 1))
         elif any(node.needs_input_grad):
             node.register_prehook(note)
 

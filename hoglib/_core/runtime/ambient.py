@@ -9,7 +9,7 @@ autograd's worker threads. Protocols list the methods that lower packages call o
 
 import os
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, final
 
@@ -26,6 +26,10 @@ class Examiner(Protocol):
 
     # called after a derivative that the user's code takes in `second_order()`; None in an entry point
     by_hand: Callable[..., None] | None
+    differentiated: dict[Any, int]  # how often, of each Function
+
+    def note_once(self, before: Mapping[Any, int]) -> None:
+        """Notes that Functions applied since `before` are differentiated once: no graph is left."""
 
     def note_gradient(self, gradient: Any) -> None:
         """Notes the `Gradient` that is differentiated again."""
@@ -43,6 +47,7 @@ class Examination(NamedTuple):
     on_wrong: str | None = None  # of the outermost second_order(on_wrong=) that sets it
     by_entry_point: bool = False  # nested entry points leave the examination to the outermost one
     examiner: Examiner | None = None
+    first_order: bool = False  # Functions applied here are differentiated once
 
 
 class PlainOperations(NamedTuple):

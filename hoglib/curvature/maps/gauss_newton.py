@@ -20,6 +20,7 @@ from hoglib._core.messages import validation
 from hoglib._core.numerics import finite_differences
 from hoglib._core.numerics.finite_differences import directional_derivative
 from hoglib._core.problem import Policy, Problem
+from hoglib._core.runtime.ambient import AMBIENT, inside
 from hoglib._core.substrate.autograd import (
     Vector,
     check_uses_given_params,
@@ -181,7 +182,10 @@ class CompositeLoss:
         batch = self.batch
         if self.mode == DIFFERENCES:  # which run the model several times: it may change it in place
             batch = pytree.map_tensors(torch.clone, batch)
-        self._last = self.loss.outputs(self.problem.params(leaves), batch)
+        # of a product J^T M J v without a graph, the model's Functions are differentiated once
+        once = AMBIENT.examination._replace(first_order=not self.policy.create_graph)
+        with inside(examination=once):
+            self._last = self.loss.outputs(self.problem.params(leaves), batch)
         found = filter(pytree.is_float, pytree.leaves(self._last))
         return [validation.real("loss.outputs(params, batch)", y) for y in found]
 

@@ -13,6 +13,7 @@ from hoglib._core.messages import validation
 from hoglib._core.numerics.tolerances import TOLERANCES
 from hoglib._core.numerics.trust import found_once
 from hoglib._core.problem import Options, Policy, Problem
+from hoglib._core.runtime.ambient import AMBIENT
 from hoglib._core.substrate.autograd import (
     Vector,
     clone_inference_tensors,
@@ -179,6 +180,8 @@ def _value_and_tangent(
         return found
 
     with ring(policy, func, buffers=True):
+        examiner = AMBIENT.examination.examiner
+        before = {} if examiner is None else dict(examiner.differentiated)
         leaves, vector = clone_inference_tensors((leaves, vector))
         found: tuple[Vector, Vector] | None = None
         if mode != REVERSE:
@@ -192,6 +195,8 @@ def _value_and_tangent(
                 del reason
         if found is None:
             found = by_reverse(function, leaves, vector, create_graph)
+        if examiner is not None and not (inside or any(t.requires_grad for t in found[1])):
+            examiner.note_once(before)
     if not inside:
         torch_internals.unwrap_kept(func)
 
