@@ -61,6 +61,8 @@ RECORDS = {
     "penalties.module.KINDS": "each penalty registers itself where it is defined",
     "verification.entry_points._MUTATING": "which Functions have to be watched each time",
     "verification.entry_points._KEEPING": "Functions that keep an argument or output on ctx, unsaved",
+    "verification.function_identity._IDENTITIES": "classes that a function makes anew share verdicts",
+    "verification.function_identity._KNOWN": "what is the same of such a class, looked up once",
     "verification.entry_points._REPORTED": "a warning is given once",
     "verification.entry_points._VERDICTS": "a Function is examined once, and again where its values have moved",
 }

@@ -46,14 +46,15 @@ from hoglib.verification.examination import (
     applied,
     examine,
     held_kinds,
-    outside,
     ranges_of,
 )
+from hoglib.verification.function_identity import Identity, identity_of
 from hoglib.verification.gradient_hooks import watch_module_hooks, watched
 from hoglib.verification.layouts import layout_of
 from hoglib.verification.subject import Application, application, is_users
 
-_VERDICTS: WeakKeyDictionary[type[Function], dict[Any, Verdict]] = WeakKeyDictionary()
+Known = Identity | type[Function]
+_VERDICTS: WeakKeyDictionary[Known, dict[Any, Verdict]] = WeakKeyDictionary()
 Key = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
 Args = tuple[Any, ...]
 # What to use instead of Functions that their users cannot change, by module.
@@ -97,12 +98,12 @@ KEPT = (
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
 )
 # The entry points, and what they reported.
-_REPORTED: WeakKeyDictionary[type[Function], set[tuple[str, str]]] = WeakKeyDictionary()
+_REPORTED: WeakKeyDictionary[Known, set[tuple[str, str]]] = WeakKeyDictionary()
 # Those that were seen to change an argument in place, undeclared, or the incoming gradient: each
 # application is watched.
-_MUTATING: WeakSet[type[Function]] = WeakSet()
+_MUTATING: WeakSet[Known] = WeakSet()
 # Those that keep an argument or an output on ctx, unsaved: each application is watched, too.
-_KEEPING: WeakSet[type[Function]] = WeakSet()
+_KEEPING: WeakSet[Known] = WeakSet()
 
 
 @final
@@ -200,7 +201,7 @@ class examined_functions:  # noqa: N801 a context manager
                 f"{text} Nothing of the second derivative is left in this loss: the gradient that "
                 "would be differentiated has no graph. `hvp(mode='finite-differences')` needs none."
             )
-        reported = _REPORTED.setdefault(function, set())
+        reported = _REPORTED.setdefault(identity_of(function), set())
         # those in C++ have no class of their own, so that their text tells them apart
         what = verdict.text if function is Function else verdict.status
         if (self._caller, what) not in reported:
@@ -257,8 +258,8 @@ class AppliedFunctions:
         """Whether one that is not known as right was applied only where tensors have no values."""
         others = {function for function, _ in self.differentiated}
         return any(
-            not (verdicts := _VERDICTS.get(function))
-            or function in _MUTATING
+            not (verdicts := _VERDICTS.get(identity_of(function)))
+            or identity_of(function) in _MUTATING
             or any(v.is_reported or v.domain for v in verdicts.values())
             for function in self._traced - others
         )
@@ -324,7 +325,8 @@ class AppliedFunctions:
         if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
             return None  # its derivative has no elements
         forward = _forward_mode()
-        verdicts = _VERDICTS.setdefault(function, {})
+        known = identity_of(function)
+        verdicts = _VERDICTS.setdefault(known, {})
         mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
         pairs = zip(args, by, strict=True)
         kinds: Any = (forward, mapped, *(_verdict_key(x, needed, given) for x, needed in pairs))
@@ -335,7 +337,7 @@ class AppliedFunctions:
             verdict = verdicts.get(kinds)
         key = function, kinds
         is_right = verdict is not None and not verdict.is_reported
-        watched = function in _MUTATING or function in _KEEPING
+        watched = known in _MUTATING or known in _KEEPING
         if verdict is not None and is_right and self._has_moved(key, verdict, args):
             is_right, verdict = False, None
         # nothing is left to find out: it is right, or was seen to be differentiated twice
@@ -354,12 +356,11 @@ class AppliedFunctions:
         waited for: it is done at the first applications, and at the 32nd, 64th, ... of them."""
         if key in self.differentiated:  # examined in this entry point
             return False
-        function, kinds = key
         times = verdict.times + 1
-        _VERDICTS[function][kinds] = verdict._replace(times=times)
+        _VERDICTS[identity_of(key[0])][key[1]] = verdict._replace(times=times)
         if key not in self._moved and (times < 32 or not times & (times - 1)):
             pairs = zip(ranges_of(args), verdict.ranges, strict=False)
-            if any(outside(now, known) for now, known in pairs):
+            if not all(known.contains(now) for now, known in pairs):
                 self._moved.add(key)
         return key in self._moved
 
@@ -378,8 +379,8 @@ class AppliedFunctions:
 
     def verdict(self, key: Key) -> Verdict:
         """The verdict on a Function that was applied, which is examined if there is none yet."""
-        function, kinds = key
-        verdict = _VERDICTS[function].get(kinds)
+        verdicts, kinds = _VERDICTS[identity_of(key[0])], key[1]
+        verdict = verdicts.get(kinds)
         if verdict is None or verdict.retries or key in self._moved:
             refused = len(REFUSED)
             before, verdict = verdict, examine(self.unjudged[key])
@@ -390,11 +391,11 @@ class AppliedFunctions:
             ranges = ranges_of(self.unjudged[key].app.args)
             if before is not None and key in self._moved:
                 pairs = zip(ranges, before.ranges, strict=True)
-                ranges = tuple((min(a[0], b[0]), max(a[1], b[1])) for a, b in pairs)
+                ranges = tuple(a.joined(b) for a, b in pairs)
                 verdict = verdict._replace(times=before.times)
             verdict = verdict._replace(ranges=ranges)
             self._moved.discard(key)
-            _VERDICTS[function][kinds] = verdict
+            verdicts[kinds] = verdict
         return verdict
 
     def must_report(self, key: Key, verdict: Verdict, order: int) -> bool:
@@ -435,7 +436,7 @@ class AppliedFunctions:
     def _mark_mutating(self, key: Key, given: Args) -> bool:
         app = application(key[0], given)
         if app is not None:
-            _MUTATING.add(key[0])
+            _MUTATING.add(identity_of(key[0]))
             self._mutating[key] = app
         return app is not None
 
@@ -491,7 +492,7 @@ class AppliedFunctions:
                 self._mutates.setdefault(key, changed)
 
         if kept:
-            _KEEPING.add(key[0])
+            _KEEPING.add(identity_of(key[0]))
             node.register_prehook(before)
 
     def _compare_gradients(

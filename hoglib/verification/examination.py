@@ -54,7 +54,20 @@ MAX_RETRIES = 2  # examinations after one at values that differences do not reso
 EVALUATIONS = 30  # of a derivative by one tensor
 
 
-Range = tuple[float, float]
+class Range(NamedTuple):
+    """The least and the largest element of a tensor, or a Python number."""
+
+    low: float
+    high: float
+    is_number: bool = False
+
+    def contains(self, other: "Range") -> bool:
+        """Whether other values leave this range by at most half of its width; a number has none."""
+        width = 0.0 if self.is_number else self.high - self.low or abs(self.high)
+        return self.low - width / 2 <= other.low and other.high <= self.high + width / 2
+
+    def joined(self, other: "Range") -> "Range":
+        return Range(min(self.low, other.low), max(self.high, other.high), self.is_number)
 
 
 class Verdict(NamedTuple):
@@ -244,20 +257,18 @@ def _judge(given: Applied) -> Verdict:
 
 
 def ranges_of(args: Sequence[Any]) -> tuple[Range, ...]:
-    """The least and the largest element of each strided tensor of real or complex numbers."""
+    """The range of each strided tensor of real or complex numbers, and of each Python number."""
     with torch_internals.without_transforms(), torch.no_grad(), without_stand_ins():
-        numbers = [
-            x.detach() for x in args if is_float(x) and x.layout is torch.strided and x.numel()
-        ]
-        parts = [torch.view_as_real(x) if x.is_complex() else x for x in numbers]
-        return tuple((float(low), float(high)) for low, high in (x.aminmax() for x in parts))
+        return tuple(
+            Range(x, x, is_number=True) if type(x) in (int, float) else _range_of(x)
+            for x in args
+            if type(x) in (int, float) or (is_float(x) and x.layout is torch.strided and x.numel())
+        )
 
 
-def outside(now: Range, known: Range) -> bool:
-    """Whether values leave the examined range by more than half of its width."""
-    (low, high), (lowest, highest) = now, known
-    beyond = ((highest - lowest) or abs(highest)) / 2
-    return low < lowest - beyond or high > highest + beyond
+def _range_of(x: Tensor) -> Range:
+    low, high = (torch.view_as_real(x) if x.is_complex() else x).detach().aminmax()
+    return Range(float(low), float(high))
 
 
 IN_CONTAINER = (

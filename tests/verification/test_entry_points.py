@@ -4,11 +4,13 @@ ENTRY_POINTS x (WRONG, RIGHT of faults.py). All that is public is an entry point
 """
 
 import functools
+import gc
 import itertools
 import logging
 import re
 import time
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hoglib as hog
 from hoglib import curvature, meta, penalties
 from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
-from hoglib.verification import entry_points, examination
+from hoglib.verification import entry_points, examination, function_identity
 from tests.functions import Cube, Detached, by_saved, made, saving_inputs, saving_output
 from tests.long_tail import all_but
 from tests.rows import rows
@@ -1005,6 +1007,113 @@ def test_a_step_after_the_first_costs_what_it_costs_without(monkeypatch):
             hvp(Cube.apply)
         counts.append(operations)
     assert counts[0] == counts[1]
+
+
+class Exponents:
+    """Holds a number, as a module that makes a Function in its forward does."""
+
+    exponent = 3
+
+
+def power(x, exponent=3, factor=1.0, cut=False, holder=None, also=None):
+    """A cube by a class that is made in each call, with what its methods close over."""
+    read = lambda y: y.detach() if cut else y  # noqa: E731
+
+    class Power(Function):
+        doubled = factor == 2
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            assert also is None or len(also) == 2
+            return factor * x ** (exponent if holder is None else holder.exponent)
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            n = exponent if holder is None else holder.exponent
+            return factor * n * g * read(x) ** (n - 1)
+
+    return Power.apply(x)
+
+
+HOLDER = Exponents()
+# Calls of `power`, the second after the first, and whether the second one is examined.
+MADE_ANEW = {
+    "the same code": ({}, {}, False),
+    "equal constants": ({"exponent": 2, "also": [1, "a"]}, {"exponent": 2, "also": [1, "a"]}, False),
+    "the same object": ({"holder": HOLDER}, {"holder": HOLDER}, False),
+    "tensors of one kind": ({"also": (X, X)}, {"also": (2 * X, X)}, False),
+    "another constant": ({}, {"exponent": 2}, True),
+    "another number": ({}, {"factor": 2.0}, True),
+    "another flag": ({}, {"cut": True}, True),
+    "another object": ({"holder": HOLDER}, {"holder": Exponents()}, True),
+    "another container": ({"also": [1, 2]}, {"also": {1: 2, 3: 4}}, True),
+    "tensors of another kind": ({"also": (X, X)}, {"also": (X.float(), X)}, True),
+}  # fmt: skip
+
+
+@rows("name", MADE_ANEW)
+def test_classes_that_a_function_makes_anew_share_a_verdict(name, monkeypatch):
+    first, second, again = MADE_ANEW[name]
+    examined = []
+    monkeypatch.setattr(
+        entry_points, "examine", lambda given: examined.append(given) or examination.examine(given)
+    )
+    function_identity.forget()
+
+    def texts(options):
+        return told(
+            lambda _: hog.hvp(lambda x: (power(x, **options) + x.square()).sum(), X, X), None
+        )
+
+    assert texts(first) == []
+    assert len(examined) == 1
+    found = texts(second)
+    assert len(examined) == 1 + again
+    assert bool(found) == (name == "another flag")
+    # told once, of all of these classes
+    assert texts(second) == []
+    assert len(examined) == 1 + again
+
+
+def test_a_class_made_anew_holds_nothing_that_it_closes_over():
+    known = len(function_identity._IDENTITIES)
+
+    def derive():
+        holder, tensor = Exponents(), X.clone()
+        hog.hvp(lambda x: power(x, holder=holder, also=(tensor, tensor)).sum(), X, X)
+        assert len(function_identity._IDENTITIES) == known + 1
+        return weakref.ref(holder), weakref.ref(tensor)
+
+    gone = derive()
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert len(function_identity._IDENTITIES) == known
+
+
+class ForgetsFactor(Function):
+    """factor x^2, whose backward is right for a factor of one."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        return factor * x**2
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0], None
+
+
+@rows("numbers", [(1.0, 1.0, 2.0), (1, 1, 3), (1.0, 1.0, 1.1), (1.0, 1.0, -1.0)])
+def test_a_function_is_examined_again_for_other_numbers(numbers):
+    function_identity.forget()
+    entry_points.forget_verdicts()
+    found = [
+        told(lambda f, n=n: hog.hvp(lambda x: f(x, n).sum(), X, X), ForgetsFactor.apply)
+        for n in numbers
+    ]
+    assert [len(texts) for texts in found] == [0, 0, 1]
 
 
 class NumberInMemory(Function):

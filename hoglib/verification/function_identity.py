@@ -1,0 +1,100 @@
+"""Which custom Functions are the same: classes that a function makes anew in each call share verdicts.
+
+    def solve(A, b, eps=1e-6):
+        class Solve(Function):        # another class in each call
+            ...                       # the code of its methods is one, and eps a constant
+        return Solve.apply(A, b)
+
+Two classes are the same where their methods have the same code objects, which close over equal
+constants, the same objects, and tensors of the same kind.
+"""
+
+from collections.abc import Hashable, Sequence
+from enum import Enum
+from functools import partial
+from types import FunctionType
+from typing import Any, final
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from hoglib._core.messages.closures import is_filled
+
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
+MAX_DEPTH = 5  # of functions and containers in closures
+MAX_IDENTITIES = 1000  # a constant that changes in each step makes a new one
+
+
+@final
+class Identity:
+    """What the classes that are the same have in common."""
+
+    def __init__(self, held: Sequence[Any]) -> None:
+        self._held = held  # code objects, whose ids are part of the key
+
+
+_IDENTITIES: dict[Hashable, Identity] = {}
+_KNOWN: WeakKeyDictionary[type[Function], Identity | type[Function]] = WeakKeyDictionary()
+
+
+def identity_of(function: type[Function]) -> Identity | type[Function]:
+    """The class itself; for a class that a function has made what all such classes have in common."""
+    if "<locals>" not in function.__qualname__:
+        return function
+    found = _KNOWN.get(function)
+    if found is None:
+        found = _KNOWN[function] = _look_up(function)
+    return found
+
+
+def forget() -> None:
+    """Forgets which classes are the same."""
+    _IDENTITIES.clear()
+    _KNOWN.clear()
+
+
+def _look_up(function: type[Function]) -> Identity | type[Function]:
+    classes = function.__mro__[: function.__mro__.index(Function)]
+    # torch sets `_backward_cls` of each class
+    own = {k: v for c in reversed(classes) for k, v in vars(c).items() if k[:2] != "__"}
+    own.pop("_backward_cls", None)
+    codes: list[Any] = []
+    objects: list[Any] = []
+    key = tuple((name, _key(own[name], codes, objects, MAX_DEPTH)) for name in sorted(own))
+    if key in _IDENTITIES:
+        return _IDENTITIES[key]
+    try:
+        for x in objects:  # another object may get the id
+            finalize(x, _IDENTITIES.pop, key, None)
+    except TypeError:  # an object that takes no weak references
+        return function
+    if len(_IDENTITIES) >= MAX_IDENTITIES:
+        _IDENTITIES.clear()
+    return _IDENTITIES.setdefault(key, Identity(codes))
+
+
+def _key(x: Any, codes: list[Any], objects: list[Any], depth: int) -> Hashable:
+    """A key of an attribute or of what a function closes over. Objects are compared by their ids."""
+    if isinstance(x, CONSTANTS):
+        return type(x), repr(x)
+    if isinstance(x, Tensor):  # values move from call to call, as those of arguments do
+        return Tensor, x.dtype, x.layout, x.device, x.dim(), x.requires_grad
+    if isinstance(x, type) and "<locals>" in x.__qualname__:
+        return x.__module__, x.__qualname__
+    inner = partial(_key, codes=codes, objects=objects, depth=depth - 1)
+    if isinstance(x, staticmethod | classmethod):
+        return inner(x.__func__)
+    if depth and isinstance(x, FunctionType):
+        codes.append(x.__code__)
+        held = [cell.cell_contents for cell in x.__closure__ or () if is_filled(cell)]
+        return id(x.__code__), *map(inner, (*held, *(x.__defaults__ or ())))
+    if depth and isinstance(x, tuple | list):
+        return type(x), *map(inner, x)
+    if depth and isinstance(x, dict):
+        return dict, *((inner(k), inner(v)) for k, v in x.items())
+    if depth and isinstance(x, partial):
+        return partial, inner(x.func), inner(x.args), inner(x.keywords)
+    objects.append(x)
+    return type(x), id(x)
