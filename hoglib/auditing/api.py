@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from hoglib._core.messages import validation
 from hoglib._core.messages.module_names import ModuleNames
-from hoglib._core.numerics.finite_differences import distance
+from hoglib._core.numerics.finite_differences import relative_distance
 from hoglib._core.runtime.source_location import format_error, raising_modules
 from hoglib._core.substrate.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.torch_api import pytree
@@ -219,8 +219,7 @@ class _Audit:
                 # fused kernels, as those of attention on a GPU, draw other random numbers
                 result = loss.checker().check(route, compare=seen.random)
                 if result.product is not None:
-                    size = max(float(pytree.norm(expected)), 1e-300)
-                    error = distance(result.product, expected) / size
+                    error = relative_distance(result.product, expected)
                     result = CheckResult(not error < OWN_TOLERANCES[dtype], error)
                 raises = result.raised is not None and route not in self._requested
                 if raises or not result.at_fault:
@@ -383,8 +382,7 @@ class _Audit:
                 yield Row(name, "fail", result.error, text)
         if result.product is None or expected is None or dtype not in DTYPE_TOLERANCES:
             return
-        size = max(float(pytree.norm(expected)), 1e-300)
-        error = distance([x.double() for x in result.product], expected) / size
+        error = relative_distance([x.double() for x in result.product], expected)
         if error < DTYPE_TOLERANCES[dtype]:
             yield Row(name, "pass", error)
             return

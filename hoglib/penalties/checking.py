@@ -8,7 +8,6 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -19,11 +18,12 @@ from torch import Generator, Tensor, nn
 from hoglib._core.messages import validation
 from hoglib._core.modules.state import preserve_random_state, same
 from hoglib._core.runtime.source_location import format_error
-from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.substrate.autograd import Vector, grad_enabled
 from hoglib._core.substrate.detachment import INNER, DetachedGradient, DetachmentWatch
 from hoglib._core.torch_api.torch_internals import unwrap
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.module import KINDS, Kind, kind_named
+from hoglib.verification import maps
 from hoglib.verification.comparison import agreement
 from hoglib.verification.maps import name_of, seed_all
 from hoglib.verification.report import Report, Row, Rows, finding
@@ -129,8 +129,8 @@ def check(
         raise ArgumentValueError(f"dtype: expected torch.float64 or torch.float32, got {dtype}.")
     with suppress(Exception):  # it cannot be copied, and our calls are counted
         penalty = copy.deepcopy(penalty)
-    with grad_enabled(), warnings.catch_warnings(), preserve_random_state():
-        warnings.simplefilter("ignore")  # of what is wrong
+    quiet = warnings.catch_warnings(action="ignore")  # torch may warn of what is reported
+    with grad_enabled(), quiet, preserve_random_state():
         seed_all()
         subject = _Subject(penalty, meant, options, every, weight)
         like = torch.empty(sizes, device=device, dtype=dtype)
@@ -153,6 +153,10 @@ class _Critic(nn.Module):
         above = (x + x.abs()) / 2  # relu's own derivative would stop a NaN on its way to a
         return self.k * (self.a * above.square()).flatten(-self.a.dim()).sum(-1, keepdim=True) / 2
 
+    def gradient(self, value: Tensor) -> Vector:
+        """The gradient of a penalty by the parameter; zero without a graph."""
+        return maps.grad([value], [self.a], retain_graph=True)
+
 
 class _Called(NamedTuple):
     """What the penalty returned, the points of each call that it drew, [N, *shape], and what it was
@@ -164,9 +168,7 @@ class _Called(NamedTuple):
     detached: list[DetachedGradient]
 
 
-@final
-@dataclass(frozen=True)
-class _Subject:
+class _Subject(NamedTuple):
     """The penalty that is checked, and the one that is meant."""
 
     penalty: Callable[..., Any]
@@ -206,34 +208,31 @@ class _Subject:
             text = f"the critic that was passed was called with fewer than {N} points. "
             text += "Penalise each sample; if the penalty is lazy, pass every=."
         same_as = partial(agreement, tolerance=TOLERANCES[like.dtype], floor=1e-3)
-        value = same_as("value", (text, [called.value], [right]))
-        yield value
+        row = same_as("value", (text, [called.value], [right]))
+        yield row
         if self.kind.draw and called.drawn:
             yield finding("points", _wrong_points(self.kind, called.drawn[0], real, fake))
-        gradient = _gradient(called.value, critic)
-        if not gradient.any():
+        gradient = critic.gradient(called.value)
+        if not gradient[0].any():
             inner = any(one.how == INNER for one in called.detached)
             fix = CREATE if inner else STAY if called.detached else FROZEN
             text = f"no gradient reaches the critic's parameters{_by(called.detached)}. {fix}"
             yield Row(REACHES, "fail", None, text)
             return
         yield Row(REACHES, "pass")
-        if value.status == "pass":
+        if row.status == "pass":
             text = f"it is not the derivative of the value{_by(called.detached)}: a part of it is "
             text += f"lost, and training follows another penalty. {STAY}"
-            own = _gradient(right, critic)
-            yield same_as("parameter gradient", (text, [gradient], [own]))
-            gradient = _gradient(called_at_zero.value, critic)
-            own = _gradient(self._right(critic, called_at_zero), critic)
-            nan = not bool((called_at_zero.value + gradient).isfinite().all())
-            yield same_as("zero gradient", (SAFE if nan else text, [gradient], [own]))
+            yield same_as("parameter gradient", (text, gradient, critic.gradient(right)))
+            value, gradient = called_at_zero.value, critic.gradient(called_at_zero.value)
+            text = text if (value + gradient[0]).isfinite().all() else SAFE
+            own = critic.gradient(self._right(critic, called_at_zero))
+            yield same_as("zero gradient", (text, gradient, own))
 
     def _call(self, critic: _Critic, real: Tensor, fake: Tensor) -> _Called:
         """As many calls as a lazy penalty needs for one value."""
-        sets = {"real": real, "fake": fake}
-        given = [sets[name] for name in self.kind.sets]
-        values: list[Tensor] = []
-        drawn: list[Tensor] = []
+        given = [real if name == "real" else fake for name in self.kind.sets]
+        values, drawn = list[Tensor](), list[Tensor]()
         with DetachmentWatch() as watch:
             for _ in range(self.every):
                 critic.requires_grad_()  # the call before may have frozen it
@@ -261,14 +260,6 @@ class _Subject:
         own = self.kind.at_points or self.kind.function
         values = [own(critic, *sets, **self.options) for sets in points]
         return self.weight * torch.stack(values).mean()
-
-
-def _gradient(value: Tensor, critic: _Critic) -> Tensor:
-    """By the parameter; zero without a graph."""
-    if not value.requires_grad:
-        return torch.zeros_like(critic.a)
-    (found,) = torch.autograd.grad(value, critic.a, retain_graph=True, materialize_grads=True)
-    return found
 
 
 def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:

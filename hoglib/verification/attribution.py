@@ -51,7 +51,7 @@ from hoglib.verification.subject import (
 LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
 LOST_NARROW = 0.03  # the same in other dtypes
 WORTH_SAYING = 1e-3  # of what is lost
-COVECTORS = 4
+DRAWS = 4  # of covectors
 WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd sees
 
 Moves = dict[int, Tensor] | None  # by argument
@@ -268,7 +268,7 @@ class _Probe:
         own = [leaf for leaf, _ in leaves.values()]
         lost = dict.fromkeys(self._terms, 0.0)
         whole = 0.0
-        for _ in range(COVECTORS):
+        for _ in range(DRAWS):
             w = [random_like(r, self._random) for r in seen]
             grads = maps.grad(seen, own, w, retain_graph=True) if own else []
             pairs = zip(leaves.items(), grads, strict=True)
@@ -277,7 +277,7 @@ class _Probe:
                 expected = _dot(w, term)
                 lost[label] += (expected - carried.get(label, 0.0)) ** 2
                 whole += expected**2
-        return {k: (v / COVECTORS) ** 0.5 for k, v in lost.items()}, (whole / COVECTORS) ** 0.5
+        return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5
 
     def lost_after_repair(self, repair: list[DetachedGradient]) -> float:
         """What slots with a graph still lose if some detached gradients are repaired."""

@@ -529,7 +529,7 @@ HALF_LENGTH = 0.25  # h, in the integral at the top of this file
 PAIRS = 3  # directions for each input, each with a covector for each output
 SIGMAS = 6.0  # standard errors of the mean that are taken for noise
 BIAS = 4.0  # units of rounding: a covector is rounded to the same number at each centre
-CONCLUSIVE = 0.4  # noise of more than this share of the number hides it
+HIDING = 0.4  # noise of more than this share of a number hides it
 
 
 def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generator) -> Discrepancy:
@@ -552,7 +552,7 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
                 got, expected, size = integrals[:, k].mean(0).tolist()
                 size = max(size, abs(got), abs(expected))
                 allowed = float(noise[k]) + BIAS * torch.finfo(dtype).eps * size
-                if abs(got - expected) <= allowed and float(noise[k]) > CONCLUSIVE * size:
+                if abs(got - expected) <= allowed and float(noise[k]) > HIDING * size:
                     problems.append(f"the noise of {short} exceeds the derivative")
                     continue
                 one = Number(i, j, got, expected, allowed, size, place=at.place(i, j))

@@ -269,6 +269,11 @@ def map_of(fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> 
     return Map(fn, tuple(inputs), dtype, form, tuple(variables), point)
 
 
+def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The real dtype of the widest spacing among those of some tensors."""
+    return max((x.dtype for x in tensors), key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def name_of(fn: Any) -> str:
     if isinstance(fn, partial):
         return name_of(fn.func)

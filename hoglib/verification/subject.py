@@ -539,7 +539,7 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        return max((x.dtype for x in self.x), key=lambda dtype: torch.finfo(dtype).eps)
+        return maps.coarsest_dtype(self.x)
 
     @property
     def eps(self) -> float:

@@ -19,7 +19,7 @@ from hoglib._core.numerics.finite_differences import steps as steps_of
 
 TensorMap = Callable[..., list[Tensor]]
 
-AGREE = 20  # the next shorter slope may be off by this many times its rounding error
+ROUNDINGS = 20  # the next shorter slope may be off by this many times its rounding error
 CONCLUSIVE = 0.02  # of the largest derivative in a tensor; with a larger error nothing is concluded
 
 
@@ -137,7 +137,7 @@ def _best_of_output(
         near, rounding = slopes[shorter], 4 * eps * size / shorter
         guess = (slopes[longer] - near).abs() + rounding
         if k + 2 < len(steps):
-            allowed = AGREE * 4 * eps * size / steps[k + 2]
+            allowed = ROUNDINGS * 4 * eps * size / steps[k + 2]
             guess = guess + ((slopes[steps[k + 2]] - near).abs() - allowed).clamp(min=0.0)
         kink = (bends[shorter] > 0.5 * bends[longer]) & (bends[shorter] > 1e-5 * near.abs())
         kink &= bends[shorter] > 100 * rounding

@@ -138,6 +138,11 @@ def distance(a: Vector, b: Vector) -> float:
     return float(pytree.norm([x.detach() - y.detach() for x, y in zip(a, b, strict=True)]))
 
 
+def relative_distance(a: Vector, b: Vector) -> float:
+    """The norm of the difference of two vectors, relative to the norm of b."""
+    return distance(a, b) / max(float(pytree.norm(b)), 1e-300)
+
+
 def to_double(tree: T) -> T:
     """The tree with its tensors of floating-point and complex dtypes in double precision."""
     return pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)
