@@ -2,8 +2,9 @@
 
 problem      a user's function as a pure function of a list of leaves, with its checked options
 
-remat        recomputation: intermediate values recomputed in backward; blocks: which modules are
-             recomputed; block_parts: attention and MLP of a block, recomputed one by one
+remat        recomputation: intermediate values recomputed in backward; call: one call of a
+             recomputed function, and its runs; blocks: which modules are recomputed; block_parts:
+             attention and MLP of a block, recomputed one by one
 modules      swap: other parameters in a module; state: saving and restoring parameters, modes and
              random numbers; module_kinds: which modules are norms and dropout
 numerics     finite_differences: differences of whole vectors; element_differences: of single

@@ -8,6 +8,7 @@ integers and strings too, such as the number of a layer, if the graphs of their 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple, final
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core.messages.closures import is_plain, name_of
-from hoglib._core.remat import recomputation
+from hoglib._core.remat.call import Call, CapturedRun, FirstRun, Run, Scope, StaticTree
 from hoglib._core.runtime.ambient import inside
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import torch_internals
@@ -36,21 +37,22 @@ _TEMPLATES: OrderedDict[Hashable, "Template"] = OrderedDict()
 
 def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """run(*tensors) by the graph of its template, without a graph of autograd."""
-    call = run.call
-    if call.template is None:
-        call.template = _template_of(call, _inputs_of(run, tensors))
-    level: Any = call.template.level(run)
+    base, inputs = run, tensors
+    while not isinstance(base, Run):
+        base, inputs = base.run, inputs[: base.count]
+    template = base.template or _template_of(base.call, list(inputs))
+    level: Any = template.level(run)
     if torch_internals.forward_mode_active():  # of the caller; these tensors have no tangents
         level = level.run
     given = [None if x is None else x.detach().contiguous() for x in tensors]
     # The function runs with stand-ins where its call did; a backward after the call would need graphs
     # of its own if they were also on around it.
     with without_stand_ins():
-        if run is call.first or getattr(run, "run", None) is call.first:
+        if isinstance(base, FirstRun):
             outputs = level(given)
-            call.adopt_outputs(call.template.call)
+            base.adopt(template)
             return tuple(outputs)
-        with call.run_state.restored():
+        with base.call.run_state.restored():
             return tuple(level(given))
 
 
@@ -61,8 +63,12 @@ class Template:
     family: the key, of all but integers and strings.
     """
 
-    def __init__(self, call: Any, fn: Any, constants: list[Any], family: Hashable) -> None:
-        self.call = call.with_parts(fn, constants)
+    def __init__(self, call: Call, fn: Any, constants: list[Any], family: Hashable) -> None:
+        arguments = call.inputs.arguments._replace(leaves=constants)
+        inputs = call.inputs._replace(arguments=arguments, scope=Scope(constants))
+        state = call.run_state.without_modules()
+        own = replace(call, fn=fn, inputs=inputs, run_state=state)
+        self.call, self.run = own, CapturedRun(own)
         self.family = family
         self.levels: dict[tuple[Any, ...], Compiled] = {}
         self._forwards: list[Forward | None] = []
@@ -70,7 +76,7 @@ class Template:
     def forward(self, inputs: list[Tensor | None]) -> "Forward | None":
         """What the function computes; None if a backward may depend on more than its operations."""
         if not self._forwards:
-            self._forwards.append(_forward_of(self.call, inputs))
+            self._forwards.append(_forward_of(self.run, inputs))
         return self._forwards[0]
 
     def level(self, run: Any) -> Compiled:
@@ -95,10 +101,10 @@ class Template:
         return frozenset()
 
     def _own(self, run: Any) -> Any:
-        if isinstance(run, recomputation.Run):
-            return self.call.first
+        if isinstance(run, Run):
+            return self.run
         own = copy(run)
-        own.run, own.rerun, own.call = self._own(run.run), own, self.call
+        own.run, own.call = self._own(run.run), self.call
         return own
 
 
@@ -118,50 +124,40 @@ class Forward(NamedTuple):
 
     code: str  # of the graph
     constants: list[Any]  # small tensors that it makes from numbers
-    # the results without their tensors, their structure, the places of the tensors
-    outputs: list[Any]
-    structure: Any
-    slots: list[int]
+    outputs: StaticTree
 
 
-def _forward_of(call: Any, inputs: list[Tensor | None]) -> Forward | None:
+def _forward_of(first: CapturedRun, inputs: list[Tensor | None]) -> Forward | None:
     hooks = _HookCalls()
     by_user: list[bool] = []
 
     def run(tensors: list[Tensor | None]) -> list[Tensor | None]:
         with torch.enable_grad(), hooks:
-            outputs = call.first(*[None if x is None else _as_variable(x) for x in tensors])
+            outputs = first(*[None if x is None else _as_variable(x) for x in tensors])
         by_user.append(graph_summary(outputs).has_user_code)
         return [None if y is None else y.detach() for y in outputs]
 
     given = [None if x is None else x.detach().contiguous() for x in inputs]
     with torch.no_grad():
-        entry, lifted = trace_graph(run, given, name=f"the forward of {_block_name(call)}")
+        entry, lifted = trace_graph(run, given, name=f"the forward of {_block_name(first.call)}")
     small = all(x.numel() <= _MAX_CONSTANT for x in lifted)
-    plain = small and all(map(is_plain, call.outputs))
+    plain = small and all(map(is_plain, first.outputs.leaves))
     if not plain or hooks.registered or any(by_user):
         return None
     constants = [(x.dtype, x.tolist()) for x in lifted]
-    return Forward(entry.code, constants, call.outputs, call.output_structure, call.output_slots)
+    return Forward(entry.code, constants, first.outputs)
 
 
-def _inputs_of(run: Any, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The inputs of the function among those of a level."""
-    while not isinstance(run, recomputation.Run):
-        tensors, run = tensors[: run.count], run.run
-    return list(tensors)
-
-
-def _template_of(call: Any, inputs: list[Tensor | None]) -> Template:
+def _template_of(call: Call, inputs: list[Tensor | None]) -> Template:
     """The template of a call and of those that are equal, for inputs of these shapes."""
     key, family, shared = _call_keys(call, inputs)
     found = _TEMPLATES.get(key)
     if found is None:
         memo: dict[int, Any] = {id(x): x for x in shared}
-        for module in call.scope.modules():
+        for module in call.inputs.scope.modules():
             for x in _state_of(module).values():
                 memo[id(x)] = torch.empty_like(x, device="meta")
-        made = Template(call, *deepcopy((call.fn, call.constants), memo), family)
+        made = Template(call, *deepcopy((call.fn, call.inputs.arguments.leaves), memo), family)
         found = _TEMPLATES[key] = _equal_template(made, inputs) or made
         while len({id(x) for x in _TEMPLATES.values()}) > MAX_TEMPLATES:
             _TEMPLATES.popitem(last=False)
@@ -177,24 +173,25 @@ def _equal_template(made: Template, inputs: list[Tensor | None]) -> Template | N
     return next((x for x in alike.values() if x.forward(inputs) == forward), None)
 
 
-def _call_keys(call: Any, inputs: list[Tensor | None]) -> tuple[Hashable, Hashable, list[Any]]:
+def _call_keys(call: Call, inputs: list[Tensor | None]) -> tuple[Hashable, Hashable, list[Any]]:
     """A key of all that a call depends on besides tensors, for inputs of these shapes; the key of all
     but integers and strings; and the objects that are in the keys by their identity."""
     fixed = (
-        call.structure,
-        tuple(call.slots),
-        tuple(call.places),
+        call.inputs.arguments.structure,
+        call.inputs.arguments.slots,
+        call.inputs.places,
         call.backend,
-        tuple(call.state_names.items()),
+        tuple(call.inputs.state.items()),
         call.stand_ins.active,
         call.run_state.autocast.key,
-        call.mixed,
+        call.contiguous_dropout,
         *[None if x is None else (x.dtype, x.shape, x.device) for x in inputs],
     )
-    state = {id(x) for module in call.scope.modules() for x in _state_of(module).values()}
+    state = {id(x) for module in call.inputs.scope.modules() for x in _state_of(module).values()}
     reader = _Reader(state, _block_name(call))
-    key = reader.key((call.fn, call.constants)), fixed
-    family = _Reader(state, _block_name(call), labels=False).key((call.fn, call.constants)), fixed
+    static = call.fn, call.inputs.arguments.leaves
+    key = reader.key(static), fixed
+    family = _Reader(state, _block_name(call), labels=False).key(static), fixed
     return key, family, reader.shared
 
 
@@ -203,8 +200,8 @@ def _state_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in own.items() if x is not None}
 
 
-def _block_name(call: Any) -> str:
-    modules = list(call.scope.held)
+def _block_name(call: Call) -> str:
+    modules = list(call.inputs.scope.held)
     return type(modules[0]).__name__ if modules else name_of(call.fn)
 
 

@@ -19,7 +19,8 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hoglib._core.messages import closures, validation
 from hoglib._core.modules.swap import Params
 from hoglib._core.problem import Policy
-from hoglib._core.remat.recomputation import ByTangents, inside_recomputation, recompute
+from hoglib._core.remat.call import ByTangents
+from hoglib._core.remat.recomputation import inside_recomputation, recompute
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.torch_api import pytree, torch_internals

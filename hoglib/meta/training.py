@@ -37,7 +37,7 @@ from hoglib._core.modules.state import (
 )
 from hoglib._core.numerics.trust import BITS, SUMS, agree
 from hoglib._core.problem import Policy, check_option_names
-from hoglib._core.remat.recomputation import ByTangents
+from hoglib._core.remat.call import ByTangents
 from hoglib._core.substrate.autograd import clone_inference_tensors
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree

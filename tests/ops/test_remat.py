@@ -282,6 +282,27 @@ def test_inputs_and_outputs_are_freed_with_the_graph() -> None:
     assert watch() is None
 
 
+def test_a_call_is_freed_without_a_garbage_collection() -> None:
+    """With the values of a buffer before the first run."""
+
+    def counted(net: nn.Module, x: Tensor) -> Any:
+        net.count += 1
+        return x * net.count
+
+    fn, x = remat(Fn(counted, count=torch.zeros(64))), randn(64, grad=True)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            torch.autograd.grad(fn(x).sum(), x)
+
+    gc.disable()
+    try:
+        _, one, four = (peak_bytes(partial(steps, n), x.device) for n in (1, 1, 4))
+    finally:
+        gc.enable()
+    assert four == one
+
+
 def test_backward_frees_what_was_saved() -> None:
     y = remat(torch.sin)(randn(3, grad=True))
     y.sum().backward()

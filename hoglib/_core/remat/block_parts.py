@@ -1,10 +1,11 @@
-"""The parts of a block, as the attention and the MLP of a transformer's block.
+"""The parts of a block, such as the attention and the MLP of a transformer block.
 
-With tangents a block holds twice what its gradient does. Then its parts are recomputed one by one: the
-block keeps their inputs, and what is inside of a part is there while its own gradient is computed.
+Forward over reverse keeps a tangent beside each intermediate value of a block, twice the memory of a
+gradient. Parts are then recomputed one by one: the block keeps their inputs, and intermediate values
+of a part are in memory only while the gradient of this part is computed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -21,10 +22,10 @@ from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_modes import copy_without_override_check
 
 
-def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules inside that consist of modules themselves, outermost ones.
+def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost modules inside that have child modules.
 
-    One that has all the parameters of the block gives its own parts: it would keep what the block does.
+    A module with all parameters of the block is replaced by its parts: alone it would save no memory.
     """
     found: list[nn.Module] = []
     for module in modules:
@@ -42,44 +43,37 @@ def parts_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 @contextmanager
 def replaced_forwards(blocks: Sequence[nn.Module], make: Callable[..., Any]) -> Iterator[list[Any]]:
-    """Inside, each block has the forward that `make` makes for it; entering returns these."""
+    """Inside, the forward of each block is make(block); entering returns the list of these."""
     forwards = [make(block) for block in blocks]
     pairs = zip(blocks, forwards, strict=True)
     with replaced([(vars(block), "forward", forward) for block, forward in pairs]):
         yield forwards
 
 
-@final
-class PartsWatch:
-    """Sees the parts of a block in one run, and tells which of them can be recomputed alone: those
-    that are functions of their tensor arguments, parameters and buffers, and change none of these."""
+@contextmanager
+def watched_parts(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Inside, the parts of modules run as usual; at exit the list has those that can be recomputed
+    alone: functions of their tensor arguments, parameters and buffers, which change none of these."""
+    parts, recomputable = parts_of(modules), list[nn.Module]()
+    verdicts: dict[int, list[bool]] = {id(part): [] for part in parts}
+    with replaced_forwards(parts, lambda p: partial(_watch, p, p.forward, verdicts[id(p)])):
+        yield recomputable
+    recomputable += [part for part in parts if verdicts[id(part)] and all(verdicts[id(part)])]
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._parts = parts_of(modules)
-        self._is_recomputable: dict[int, bool] = {}
 
-    def watching(self) -> Any:
-        """Inside, the parts are watched while they run."""
-        return replaced_forwards(self._parts, lambda part: partial(self._run, part, part.forward))
-
-    def recomputable(self) -> list[nn.Module]:
-        """The parts that can be recomputed alone."""
-        return [part for part in self._parts if self._is_recomputable.get(id(part))]
-
-    def _run(self, part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = pytree.flatten((args, kwargs))
-        state = [*(x for x in leaves if isinstance(x, Tensor)), *part.parameters(), *part.buffers()]
-        versions = [version_of(x) for x in state]
-        # an object among the arguments, as a cache, is changed by a run, or holds what would have no
-        # gradient
-        closed = _is_closed(leaves) and next(_unregistered_state(part), None) is None
-        outputs = forward(*args, **kwargs)
-        same_values = versions == [version_of(x) for x in state]
-        same_structure = pytree.flatten((args, kwargs))[1] == structure
-        unchanged = same_values and same_structure and next(_unregistered_state(part), None) is None
-        recomputable = closed and unchanged and _is_closed(pytree.leaves(outputs))
-        self._is_recomputable[id(part)] = recomputable and self._is_recomputable.get(id(part), True)
-        return outputs
+def _watch(part: nn.Module, forward: Any, found: list[bool], /, *args: Any, **kwargs: Any) -> Any:
+    """The outputs of a part; appends to `found` whether the part could be recomputed alone."""
+    leaves, structure = pytree.flatten((args, kwargs))
+    state = [*(x for x in leaves if isinstance(x, Tensor)), *part.parameters(), *part.buffers()]
+    versions = [version_of(x) for x in state]
+    # a run may change an object, such as a cache; what an object holds would have no gradient
+    closed = _is_closed(leaves) and next(_unregistered_state(part), None) is None
+    outputs = forward(*args, **kwargs)
+    same_values = versions == [version_of(x) for x in state]
+    same_structure = pytree.flatten((args, kwargs))[1] == structure
+    unchanged = same_values and same_structure and next(_unregistered_state(part), None) is None
+    found.append(closed and unchanged and _is_closed(pytree.leaves(outputs)))
+    return outputs
 
 
 def _is_closed(leaves: Sequence[Any]) -> bool:
@@ -87,12 +81,12 @@ def _is_closed(leaves: Sequence[Any]) -> bool:
 
 
 def _unregistered_state(part: nn.Module) -> Iterator[Any]:
-    """What a part holds beside what it registers; its forward is replaced."""
+    """Tensors and modules of a part that are not registered, except in its replaced forward."""
     return (one for one in closures.unregistered(part) if not one.path.startswith("forward"))
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """How often a tensor was changed in place; inference tensors do not count it."""
+    """The number of in-place changes of a tensor; 0 for an inference tensor, which does not count."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -102,8 +96,8 @@ def _torch_callables(*names: str) -> set[Any]:
     return {getattr(home, name) for home in homes for name in names if hasattr(home, name)}
 
 
-# Functions of single elements, whose second derivatives torch computes by several operations, and
-# functions of rows.
+# Elementwise functions (torch computes their second derivatives by several operations), and functions
+# of rows.
 _ELEMENTWISE = _torch_callables(
     "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
 )
@@ -115,8 +109,8 @@ _SLICES, _FEWEST_ELEMENTS = 2, 2**14
 class SlicedOperations(TorchFunctionMode):
     """Inside, activations, softmax and attention run on a few slices of their inputs, one by one.
 
-    For a forward whose gradient is computed with tangents: torch derives the backward of an activation
-    by five or six tensors of its size, which then are of the size of a slice.
+    Used under forward over reverse: the jvp of the backward of an activation makes five or six
+    tensors of the size of its input, here of the size of a slice.
     """
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
@@ -132,14 +126,14 @@ class SlicedOperations(TorchFunctionMode):
 
 
 def _by_slices(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """func on slices of the first dimension that is long enough and is not that of the rows."""
+    """func on slices along the first dimension that is long enough and is not the `dim` of rows."""
     row, count = None, input.dim()
     if func in _BY_ROWS:
         row = args[0] if args else kwargs.get("dim")
         sliced = isinstance(row, int) and count > 0
     else:
         sliced = not (kwargs.get("inplace") or True in args)
-    # slices of another memory layout would be put together in that of a contiguous tensor
+    # torch.cat returns a contiguous tensor, whatever the memory layout of the slices
     if not sliced or input.numel() < _FEWEST_ELEMENTS or not input.is_contiguous():
         return func(input, *args, **kwargs)
     others = (d for d, n in enumerate(input.shape) if n >= _SLICES and row not in (d, d - count))
@@ -159,7 +153,7 @@ def _sliced_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """By samples, the leading dimension. Not with dropout, whose random numbers are in one order."""
+    """Attention on slices of samples. Not with dropout: slices would draw other random numbers."""
     inputs = (query, key, value)
     samples = query.shape[0]
     several = query.dim() > 3 and all(x.dim() > 3 and x.shape[0] == samples for x in inputs)

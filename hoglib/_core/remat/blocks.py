@@ -1,10 +1,10 @@
-"""The repeated blocks of a model, and their recomputation: what the option ``remat=`` does.
+"""The option ``remat=``: finds the repeated blocks of a model and recomputes them in backward.
 
     remat=True       blocks that the model repeats, see `repeated_blocks`
     remat="h.*"      modules by name or glob, or a list of these
 
 Inside :func:`rematerialized` the forward of each block runs through `recompute`. Hooks of a block run
-around it, once; those of its parts run again with it.
+once, around the recomputation; hooks of its parts run again with each recomputation.
 """
 
 import sys
@@ -25,7 +25,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from hoglib._core.messages import closures, validation
 from hoglib._core.messages.closures import STATE, ClosureWalker, is_plain
 from hoglib._core.remat.block_parts import replaced_forwards
-from hoglib._core.remat.recomputation import refuse_changed
+from hoglib._core.remat.call import refuse_changed
 from hoglib._core.runtime.ambient import replaced
 from hoglib._core.torch_api import pytree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
@@ -59,7 +59,7 @@ def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["B
     recomputed: `recompute`, with its options. A backward later recomputes blocks also outside.
     """
     chosen = find_blocks(remat, func)
-    # the others are recomputed by an outer context
+    # an outer context recomputes the blocks that have a BlockForward
     blocks = [x for x in chosen if not isinstance(vars(x).get("forward"), BlockForward)]
     with replaced_forwards(blocks, lambda one: BlockForward(one, one.forward, recomputed)) as found:
         yield found
@@ -145,7 +145,7 @@ def _add_blocks(
             any_found = _add_blocks(child, f"{prefix}{name}.", found, seen) or any_found
     lists = [(name, child) for name, child in children if isinstance(child, CONTAINERS)]
     if in_container and len(lists) > 1 and not any_found:
-        # layers that are lists of parts, as [attention, feed-forward]: parts that the lists have alike
+        # layers are lists such as [attention, feed-forward]: their parts with equal names and shapes
         alike: dict[Any, dict[str, nn.Module]] = defaultdict(dict)
         for outer, child in lists:
             for name, part in child.named_children():
@@ -159,7 +159,7 @@ def _add_blocks(
 
 
 def _may_be_block(module: nn.Module, in_container: bool) -> bool:
-    """Whether a module does more than one operation, as far as its class tells."""
+    """Whether a module runs several operations, judged by its class."""
     # containers have no forward, and scripted code cannot be recomputed
     if isinstance(module, (*CONTAINERS, torch.jit.ScriptModule)):
         return False
@@ -174,7 +174,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _modules_of(func: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function runs: itself, that of a functional loss, or those that it reaches."""
+    """The modules that a function runs: itself, the model of a functional loss, or those in reach."""
     if isinstance(func, nn.Module):
         return [func]
     model = getattr(func, "model", None)
@@ -184,7 +184,7 @@ def _modules_of(func: Callable[..., Any]) -> list[nn.Module]:
 
 
 def _modules_matching(roots: list[nn.Module], pattern: str) -> list[nn.Module]:
-    """The modules that a pattern names; the elements of a ModuleList or ModuleDict for these."""
+    """The modules that a pattern names; for a ModuleList or ModuleDict, the elements."""
     found: list[nn.Module] = []
     for root in roots:
         for name, module in root.named_modules(remove_duplicate=False):
@@ -273,15 +273,18 @@ RECOMPUTES_SHARDS = (
 
 
 def _checkpoint_wrappers(block: nn.Module) -> list[Any]:
-    """The modules that torch's `checkpoint_wrapper` made, of a block."""
+    """The modules of a block that torch's `checkpoint_wrapper` made."""
     library: Any = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     kind = () if library is None else library.CheckpointWrapper
     return [module for module in block.modules() if isinstance(module, kind)]
 
 
 def call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """One run. Objects among the arguments are copied: a cache of keys and values that a run fills
-    would be full in the next one, and what is in it have no gradient."""
+    """One run of a block, with copies of the objects among its arguments.
+
+    A run that fills a cache of keys and values would leave it full for the next run, and the cached
+    tensors would have no gradient.
+    """
     leaves, structure = pytree.flatten((args, kwargs))
     args, kwargs = given = pytree.unflatten([_own_copy(leaf) for leaf in leaves], structure)
     outputs = forward(*args, **kwargs)

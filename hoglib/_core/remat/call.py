@@ -1,0 +1,357 @@
+"""One call of a recomputed function: a frozen description without tensors, and its runs.
+
+    Call           fn, its arguments, and the conditions of the call
+    FirstRun       runs fn with its side effects; makes the Rerun
+    Rerun          runs fn again, in a backward: the Call, and values from the first run
+    CapturedRun    runs fn while a graph is captured, for all equal calls
+
+Only the autograd graph keeps the input tensors of a call alive: each run takes them as arguments.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast, final
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hoglib._core.messages import closures, validation
+from hoglib._core.modules.state import RunState
+from hoglib._core.modules.swap import batch_statistics
+from hoglib._core.numerics.trust import SUMS, agree
+from hoglib._core.remat.block_parts import SlicedOperations, version_of, watched_parts
+from hoglib._core.runtime.ambient import AMBIENT, RunningRemat, inside
+from hoglib._core.substrate.autograd import no_forward_mode
+from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
+from hoglib._core.torch_api import pytree, torch_forward_mode, torch_internals
+from hoglib._core.torch_api.torch_modes import ActiveStandIns, ContiguousDropout
+from hoglib.errors import ArgumentValueError, NondeterministicError, UnsupportedError
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class StaticTree(NamedTuple):
+    """A pytree without its tensors."""
+
+    leaves: list[Any]  # None in the place of a tensor
+    slots: tuple[int, ...]  # the indices of the tensors
+    structure: Any
+
+    @classmethod
+    def split(cls, tree: Any) -> tuple["StaticTree", list[Tensor]]:
+        """The tree without its tensors, and the tensors."""
+        leaves, structure = pytree.flatten(tree)
+        slots = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
+        static = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return cls(static, slots, structure), [leaves[i] for i in slots]
+
+    def filled(self, tensors: Iterable[Tensor | None]) -> Any:
+        """The tree with these tensors."""
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.slots, tensors, strict=True):
+            leaves[i] = tensor
+        return pytree.unflatten(leaves, self.structure)
+
+
+@final
+class Scope(nn.Module):
+    """The modules of a call as one module, for `functional_call`."""
+
+    def __init__(self, leaves: Iterable[Any]) -> None:
+        super().__init__()
+        self.held = nn.ModuleList([leaf for leaf in leaves if isinstance(leaf, nn.Module)])
+
+    def forward(self, run: Callable[[], Any]) -> Any:
+        return run()
+
+
+class Inputs(NamedTuple):
+    """The inputs of a run in their order: tensor arguments, then parameters, then buffers.
+
+    A tensor that occurs twice is one input. But an argument that is also a parameter is two inputs,
+    because the two gradients differ.
+    """
+
+    arguments: StaticTree
+    places: tuple[int, ...]  # the input of each tensor argument
+    scope: Scope
+    state: dict[str, int]  # name of a parameter or buffer in the scope -> its input
+    buffers: range
+
+    @classmethod
+    def of(cls, tree: Any) -> tuple["Inputs", list[Tensor]]:
+        """The order for a tree of arguments, and the inputs."""
+        arguments, given = StaticTree.split(tree)
+        scope = Scope(arguments.leaves)
+        distinct = {id(x): x for x in given}
+        order = dict(zip(distinct, range(len(distinct)), strict=True))
+        places = tuple([order[id(x)] for x in given])
+        tensors = [*distinct.values()]
+        index: dict[int, int] = {}
+        state: dict[str, int] = {}
+        for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+            start = len(tensors)
+            for prefix, module in scope.named_modules():
+                for name, tensor in kind(module, recurse=False, remove_duplicate=False):
+                    if id(tensor) not in index:
+                        index[id(tensor)] = len(tensors)
+                        tensors.append(tensor)
+                    state[f"{prefix}.{name}"] = index[id(tensor)]
+        return cls(arguments, places, scope, state, range(start, len(tensors))), tensors
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a recomputed function, without its tensors."""
+
+    fn: Callable[..., Any]
+    inputs: Inputs
+    run_state: RunState
+    stand_ins: ActiveStandIns
+    transformed: bool  # the call is inside torch.func transforms, where torch cannot change buffers
+    contiguous_dropout: bool  # some runs are inside torch.func, where dropout draws in this order
+    nested: bool  # remats inside fn recompute too
+    backend: str  # compiles fn and its vjps; "" for none
+    by_tangents: "ByTangents | None"  # fn is a loss; differentiates its gradient
+
+    def run(self, tensors: Sequence[Tensor | None], slices: bool = False) -> Any:
+        """fn of these inputs, under the conditions of the call.
+
+        slices: activations, softmax and attention run on slices, which takes less memory.
+        """
+        arguments = self.inputs.arguments
+        args, keywords = given = arguments.filled(map(tensors.__getitem__, self.inputs.places))
+        slices = slices and not torch_internals.tracing()  # a compiler decides what is kept
+        nested = self.nested and (AMBIENT.remat is None or AMBIENT.remat.nested)
+        # torch calls the mode entered last first: SlicedOperations passes slices on to
+        # ContiguousDropout, which passes a contiguous input on to the stand-ins.
+        with (
+            inside(remat=RunningRemat(nested, slices)),
+            self.stand_ins.resume(),
+            self.run_state.autocast.restored(),
+            ContiguousDropout() if self.contiguous_dropout else nullcontext(),
+            SlicedOperations() if slices else nullcontext(),
+        ):
+            outputs = self.fn(*args, **keywords)
+        refuse_changed(self.fn, given, arguments.structure)
+        return outputs
+
+    def run_with_state(
+        self, tensors: Sequence[Tensor | None], before: Mapping[int, Tensor], slices: bool
+    ) -> Any:
+        """`run`, with parameters and buffers among the inputs in the place of the modules' own.
+
+        before: buffers that fn changes, as they were before the first run.
+        """
+        if not self.inputs.state:
+            return self.run(tensors, slices)
+        # torch.func hides from this level whether fn changes them
+        copied: Any = {i: tensors[i] for i in self.inputs.buffers} if self.transformed else before
+        state = [copied[i].clone() if i in copied else x for i, x in enumerate(tensors)]
+        with batch_statistics(self.inputs.scope):
+            return self.swapped(state, partial(self.run, tensors, slices))
+
+    def swapped(self, state: Sequence[Tensor | None], run: Callable[[], Any]) -> Any:
+        """run(), with parameters and buffers among the inputs in the place of the modules' own."""
+        named: Any = {name: state[i] for name, i in self.inputs.state.items()}
+        scope = self.inputs.scope
+        return functional_call(scope, named, (run,), tie_weights=False) if named else run()
+
+    def split(self, outputs: Any) -> tuple[StaticTree, Tensors]:
+        """The results without their tensors, and the tensors. Refuses objects that hold a tensor."""
+        static, tensors = StaticTree.split(outputs)
+        for leaf in static.leaves:
+            held = () if leaf is None else closures.held(leaf)
+            if kept := next((one for one in held if isinstance(one.value, Tensor)), None):
+                raise ArgumentValueError(
+                    f"remat: expected results in tuples, lists and dicts, got a {type(leaf).__name__} "
+                    f"that holds a tensor ({kept.path}) from `{closures.name_of(self.fn)}`; it would "
+                    "have no gradient. Return a tuple or dict, or register the type with "
+                    "torch.utils._pytree.register_dataclass."
+                )
+        return static, tuple(tensors)
+
+
+def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> None:
+    """Raise if fn has added to or removed from a list or dict in a tree of this structure."""
+    if pytree.flatten(arguments)[1] != structure:
+        raise ArgumentValueError(
+            f"remat: expected a function that returns what it computes, got `{closures.name_of(fn)}`, "
+            "which changes a list or dict among its arguments; what it puts there would have no "
+            "gradient. Return it."
+        )
+
+
+class Level:
+    """A function of tensors that a node of the graph runs: fn of one call, or a derivative of it."""
+
+    call: Call
+    key: tuple[Any, ...]  # equal for levels of equal calls that have one graph
+    changed_buffers: Mapping[int, Tensor]  # by input: values before the first run
+    padded_inputs = frozenset[int]()  # their gradients are computed for equal calls only
+    by_tangents: "ByTangents | None" = None  # differentiates this level, the gradient of a loss
+    as_tangents = False  # a jvp of this level returns tangents, which are the level's results
+
+    def rerun(self) -> "Level":
+        """The level that backward runs again."""
+        return self
+
+    def __call__(self, *tensors: Tensor | None) -> Tensors:
+        raise NotImplementedError
+
+
+class Run(Level):
+    """fn of one call as a function of its inputs, see `Inputs`."""
+
+    key = ("the forward",)
+    parts: Sequence[nn.Module] = ()
+    value: Tensor | None = None
+    template: Any = None
+
+    def __call__(self, *tensors: Tensor | None, slices: bool = False) -> Tensors:
+        raise NotImplementedError
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Rerun(Run):
+    """A later run, with random numbers and modes of the first."""
+
+    call: Call
+    changed_buffers: Mapping[int, Tensor]
+    parts: Sequence[nn.Module] = ()  # modules that can be recomputed one by one
+    value: Tensor | None = None  # a loss by the first run
+    template: Any = None  # the compiled graphs
+
+    def __call__(self, *tensors: Tensor | None, slices: bool = False) -> Tensors:
+        with self.call.run_state.restored():
+            outputs = self.call.run_with_state(tensors, self.changed_buffers, slices)
+        return tuple(pytree.tensors(outputs))
+
+
+@final
+class FirstRun(Run):
+    """The first run, with the side effects of fn on its modules, which torch.func does not allow.
+
+    Autograd takes tensors only from a run, which therefore sets `outputs` and the `rerun()`.
+
+    Args:
+        call: What is run.
+        is_part: It is a part of a block that recomputes its parts one by one.
+    """
+
+    changed_buffers: Mapping[int, Tensor] = {}  # not known yet
+    outputs: StaticTree
+    _rerun: Rerun
+
+    def __init__(self, call: Call, is_part: bool) -> None:
+        self.call, self._is_part = call, is_part
+
+    def rerun(self) -> Rerun:
+        return self._rerun
+
+    def __call__(self, *tensors: Tensor | None, slices: bool = False) -> Tensors:
+        call, buffers = self.call, self.call.inputs.buffers
+        versions = [version_of(tensor) for tensor in tensors]
+        copied = () if call.transformed else buffers
+        before = {i: cast(Tensor, tensors[i]).clone() for i in copied}
+        parts: list[nn.Module] = []
+        if call.transformed:
+            in_parts = torch_internals.forward_mode_active() and not self._is_part
+            with watched_parts(call.inputs.scope.held if in_parts else ()) as parts:
+                result = call.run_with_state(tensors, {}, slices)
+        else:
+            result = call.run(tensors, slices)
+        changed = [i for i, version in enumerate(versions) if version_of(tensors[i]) != version]
+        if wrong := [i for i in changed if i not in buffers]:
+            raise ArgumentValueError(
+                f"remat: expected a function that does not change its inputs, got "
+                f"`{closures.name_of(call.fn)}`, which changed "
+                f"{validation.describe(tensors[wrong[0]])} in place, so that it cannot be run again. "
+                "Change a copy, `x = x.clone()`, or return the new value."
+            )
+        self.outputs, found = call.split(result)
+        value = None
+        if call.by_tangents is not None:
+            # clone(): the result of torch's mse_loss keeps the memory of all its terms alive
+            value = torch_internals.unwrap(found[0]).detach().clone()
+        changed_buffers = {i: x for i, x in before.items() if i in changed}
+        self._rerun = Rerun(call, changed_buffers, parts, value)
+        return found
+
+    def adopt(self, template: Any) -> None:
+        """Takes the results from a template, which an equal call has filled."""
+        self.outputs, self._rerun = template.run.outputs, Rerun(self.call, {}, template=template)
+
+    def result(self, tensors: Tensors) -> Any:
+        """The result of fn. It is not kept: a node of the graph may keep this run."""
+        outputs = self.outputs
+        del self.outputs
+        return outputs.filled(tensors)
+
+
+@final
+class CapturedRun(Run):
+    """A run that is captured for all equal calls: without side effects, and without a random state.
+
+    outputs: set by a run, the results of fn without their tensors.
+    """
+
+    outputs: StaticTree
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def __call__(self, *tensors: Tensor | None, slices: bool = False) -> Tensors:
+        run = partial(self.call.run, tensors, slices)
+        self.outputs, found = self.call.split(self.call.swapped(tensors, run))
+        return found
+
+
+@final
+class ByTangents:
+    """Differentiates gradients of losses forward over reverse, in all steps of a loop.
+
+    option: the user's option, for messages. instead: what messages advise.
+    """
+
+    def __init__(self, option: str, instead: str) -> None:
+        self.option, self.instead = option, instead
+        # torch lacks the forward mode of an operation with gradients disabled
+        self.needs_graph = False
+
+    def check(self, outputs: Tensors) -> None:
+        """Raise for custom Functions in the graph of a loss that have no forward mode."""
+        graph = graph_summary(outputs)
+        check_custom_functions(graph, self.option)
+        for function in (entry.function for entry in graph.functions if entry.by_user):
+            if function is not None and not torch_internals.has_forward_mode(function):
+                raise UnsupportedError(
+                    f"{self.option}: expected custom Functions with setup_context and jvp, got "
+                    f"{function.__qualname__}, which has no forward mode. {self.instead}"
+                )
+
+    def check_value(self, first: Tensor | None, again: Tensor | None) -> None:
+        """Raise if a rerun gives another loss. Not checked on a device, which would have to finish."""
+        if first is None or again is None or not first.is_cpu:
+            return
+        again = torch_internals.unwrap(again)
+        known = first.shape == again.shape and bool(first.isfinite().all())
+        if known and not agree(first, again, SUMS):
+            raise NondeterministicError(
+                f"{self.option}: expected a loss that is the same when it is run again, got "
+                f"{first.tolist()} and {again.tolist()}. Look for random numbers that are not torch's "
+                "(NumPy, random), and for modules that count or keep statistics."
+            )
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Inside, errors of torch name operations that have no forward mode."""
+        try:
+            with torch_forward_mode.one_thread_in_forward_mode(self.option):
+                yield
+        except (RuntimeError, NotImplementedError, AssertionError) as error:
+            raise no_forward_mode(self.option, error, self.instead) from error
