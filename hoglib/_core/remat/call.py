@@ -68,9 +68,9 @@ class Scope(nn.Module):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a run in their order: tensor arguments, then parameters, then buffers.
+    """The order of the inputs of a run: tensor arguments, then parameters, then buffers.
 
-    A tensor that occurs twice is one input. But an argument that is also a parameter is two inputs,
+    A tensor that occurs twice is one input. An argument that is also a parameter is two inputs,
     because the two gradients differ.
     """
 
@@ -105,7 +105,7 @@ class Inputs(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a recomputed function, without its tensors."""
+    """One call of a recomputed function, without its tensors: known before it runs, never changed."""
 
     fn: Callable[..., Any]
     inputs: Inputs
@@ -118,9 +118,9 @@ class Call:
     by_tangents: "ByTangents | None"  # fn is a loss; differentiates its gradient
 
     def run(self, tensors: Sequence[Tensor | None], slices: bool = False) -> Any:
-        """fn of these inputs, under the conditions of the call.
+        """Run fn with these inputs, under the conditions of the call.
 
-        slices: activations, softmax and attention run on slices, which takes less memory.
+        slices: run activations, softmax and attention on slices, to take less memory.
         """
         arguments = self.inputs.arguments
         args, keywords = given = arguments.filled(map(tensors.__getitem__, self.inputs.places))
@@ -140,22 +140,22 @@ class Call:
         return outputs
 
     def run_with_state(
-        self, tensors: Sequence[Tensor | None], before: Mapping[int, Tensor], slices: bool
+        self, tensors: Sequence[Tensor | None], changed: Mapping[int, Tensor], slices: bool
     ) -> Any:
-        """`run`, with parameters and buffers among the inputs in the place of the modules' own.
+        """`run`, with the parameters and buffers among the inputs swapped into the modules.
 
-        before: buffers that fn changes, as they were before the first run.
+        changed: values before the first run of the buffers that fn changes.
         """
         if not self.inputs.state:
             return self.run(tensors, slices)
-        # torch.func hides from this level whether fn changes them
-        copied: Any = {i: tensors[i] for i in self.inputs.buffers} if self.transformed else before
+        # inside torch.func the first run could not see which buffers fn changes
+        copied: Any = {i: tensors[i] for i in self.inputs.buffers} if self.transformed else changed
         state = [copied[i].clone() if i in copied else x for i, x in enumerate(tensors)]
         with batch_statistics(self.inputs.scope):
             return self.swapped(state, partial(self.run, tensors, slices))
 
     def swapped(self, state: Sequence[Tensor | None], run: Callable[[], Any]) -> Any:
-        """run(), with parameters and buffers among the inputs in the place of the modules' own."""
+        """run(), with this state, indexed as the inputs, swapped into the modules."""
         named: Any = {name: state[i] for name, i in self.inputs.state.items()}
         scope = self.inputs.scope
         return functional_call(scope, named, (run,), tie_weights=False) if named else run()
@@ -223,8 +223,8 @@ class Rerun(Run):
     call: Call
     changed_buffers: Mapping[int, Tensor]
     parts: Sequence[nn.Module] = ()  # modules that can be recomputed one by one
-    value: Tensor | None = None  # a loss by the first run
-    template: Any = None  # the compiled graphs
+    value: Tensor | None = None  # the loss of the first run, with `Call.by_tangents`
+    template: Any = None  # the compiled graphs of equal calls
 
     def __call__(self, *tensors: Tensor | None, slices: bool = False) -> Tensors:
         with self.call.run_state.restored():
@@ -236,11 +236,10 @@ class Rerun(Run):
 class FirstRun(Run):
     """The first run, with the side effects of fn on its modules, which torch.func does not allow.
 
-    Autograd takes tensors only from a run, which therefore sets `outputs` and the `rerun()`.
+    `autograd.Function` returns tensors only, so a run sets its other results: the `rerun()`, and
+    `outputs`, what fn returned besides tensors.
 
-    Args:
-        call: What is run.
-        is_part: It is a part of a block that recomputes its parts one by one.
+    is_part: fn is a part of a block that recomputes its parts one by one.
     """
 
     changed_buffers: Mapping[int, Tensor] = {}  # not known yet
@@ -261,7 +260,7 @@ class FirstRun(Run):
         parts: list[nn.Module] = []
         if call.transformed:
             in_parts = torch_internals.forward_mode_active() and not self._is_part
-            with watched_parts(call.inputs.scope.held if in_parts else ()) as parts:
+            with watched_parts(call.inputs.scope.held) if in_parts else nullcontext(parts) as parts:
                 result = call.run_with_state(tensors, {}, slices)
         else:
             result = call.run(tensors, slices)
@@ -297,7 +296,7 @@ class FirstRun(Run):
 class CapturedRun(Run):
     """A run that is captured for all equal calls: without side effects, and without a random state.
 
-    outputs: set by a run, the results of fn without their tensors.
+    outputs: set by a run, what fn returned besides tensors.
     """
 
     outputs: StaticTree
