@@ -95,11 +95,12 @@ def find_blocks(remat: Remat, func: Callable[..., Any]) -> list[nn.Module]:
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks that a model repeats, by name: outermost ones, each once.
 
-    Children of one container (ModuleList, Sequential, ModuleDict) are blocks where two of them have one
-    class, and names and shapes of parameters in common; then so are all of this class, as the first of
-    each stage of a ResNet. Children that are merely of one class, or attributes with the same class and
-    shapes, or plain containers, may be stages: they are blocks if nothing inside them is repeated. Of
-    several lists in a container, which have no forward, the parts are that they have alike.
+    - Children of a container (ModuleList, Sequential, ModuleDict): two of equal class, parameter names
+      and shapes are blocks. All modules of this class are then blocks, also with other shapes: the
+      first block of each stage of a ResNet.
+    - Children that share only the class, plain containers, and attributes with equal class and shapes
+      may be stages. They are blocks only if nothing inside them is repeated.
+    - Lists in a container have no forward. The parts that these lists have in common are blocks.
     """
     found: dict[str, nn.Module] = {}
     _add_blocks(model, "", found, set())
@@ -159,7 +160,7 @@ def _add_blocks(
 
 
 def _may_be_block(module: nn.Module, in_container: bool) -> bool:
-    """Whether a module runs several operations, judged by its class."""
+    """Whether a module may run several operations, judged by its class and children."""
     # containers have no forward, and scripted code cannot be recomputed
     if isinstance(module, (*CONTAINERS, torch.jit.ScriptModule)):
         return False
