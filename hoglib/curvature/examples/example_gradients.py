@@ -306,7 +306,7 @@ def _layer_by_layer(
         problem = Problem.of(policy, loss, params, own).entered(blocks)
         (own,) = problem.args
         try:
-            run, _ = checked_run(ModelRun(problem, space, _OPTIONS), True)
+            run = checked_run(ModelRun.of(problem, space, _OPTIONS), True)
             if run.examples != count:
                 raise errors.ArgumentValueError("outputs: expected one for each example.")
         except errors.HoglibError as error:

@@ -37,6 +37,7 @@ from hoglib.curvature.kronecker.model_run import (
     ModelRun,
     RowOrder,
     checked_run,
+    with_selected_rows,
 )
 from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.maps.gauss_newton import GaussNewtonKind
@@ -346,8 +347,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     ) -> Tensor:
         """Add what a batch of this process has; return its loss."""
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
-        first = self.row_order is None
-        run = ModelRun(problem, self.space, factors, self.row_order)
+        run = ModelRun.of(problem, self.space, factors, self.row_order)
         if self._automatic:
             self._automatic = False
             if run.outputs_of_an_example() > FEW_OUTPUTS:
@@ -356,18 +356,19 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 if not has_drawn:  # the seed is no draw of the loss
                     draws.start()
                 self._factors = replace(self._factors, metric=sampled)
-                factors = replace(factors, metric=sampled.for_batch(number))
-                run = ModelRun(problem, self.space, factors, self.row_order)
-        if run.expanded and first:  # the outputs may not be those of the model
-            run, self.row_order = checked_run(run, self.by_example)
+                run = run.with_metric(sampled.for_batch(number))
+        first = self.row_order is None
+        expanded = first and run.recording.expanded
+        if expanded:  # the outputs may not be those of the model
+            run = checked_run(run, self.by_example)
         value = run.value()
         # which is refused where it is recorded; a device is waited for at the first batch only
         if (first or value.device.type == "cpu") and not bool(value.isfinite()):
             return value
-        if self.row_order is None:
-            run, self.row_order = checked_run(run, self.by_example)
-        elif not first:
-            run.check_if_rows_selected(self.by_example)
+        if not expanded:
+            run = (checked_run if first else with_selected_rows)(run, self.by_example)
+        if first:
+            self.row_order = run.order
         sums.add(run, share, run.examples)
         return value
 

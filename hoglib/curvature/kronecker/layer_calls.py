@@ -8,6 +8,7 @@ whatever module they stand in; what else uses a parameter is noted, to be refuse
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import chain, product
@@ -71,11 +72,28 @@ class Role(NamedTuple):
 
 
 @final
+@dataclass(frozen=True, eq=False)
 class LayerCall:
     """One call of a layer: what it computed with, and where its output is in the graph."""
 
-    def __init__(
-        self,
+    role: Role
+    weight: Region | None
+    bias: Region | None
+    x: Tensor
+    version: int  # of the input when the layer was called
+    edge: GradientEdge  # where gradients arrive; to hold the output itself would keep its memory
+    shape: torch.Size  # of the output
+    device: torch.device
+    rows_of_inputs: Callable[[Tensor], Tensor]
+    rows_of_outputs: Callable[[Tensor], Tensor]  # of a tensor like the output: [groups, rows, out]
+    gradients_by_weight: Callable[[Tensor, Tensor], Tensor] | None
+    scale: float = 1.0  # of the weight by the parameter
+    slope: Tensor | None = None  # the same, [numbers], of an elementwise one
+    time_first: bool = False  # whether rows are ordered by position before example
+
+    @classmethod
+    def of(
+        cls,
         role: Role,
         weight: Region | None,
         bias: Region | None,
@@ -83,25 +101,18 @@ class LayerCall:
         output: Tensor,
         rows_of_inputs: Callable[[Tensor], Tensor],
         rows_of_outputs: Callable[[Tensor], Tensor],
-        weight_gradients: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> None:
-        self.role, self.weight, self.bias = role, weight, bias
-        # where gradients arrive; to hold the output itself would keep its memory
-        self.edge: GradientEdge = get_gradient_edge(output)
-        self.shape, self.device = output.shape, output.device
-        self.time_first = False  # whether rows are ordered by position before example
-        self._x, self._version = x.detach(), x._version
-        self._rows_of_inputs = rows_of_inputs
-        self._weight_gradients = weight_gradients
-        self.rows_of_outputs = rows_of_outputs  # of a tensor like the output: [groups, rows, out]
-        self.scale = 1.0  # of the weight by the parameter
-        self.slope: Tensor | None = None  # the same, [numbers], of an elementwise one
+        gradients_by_weight: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> "LayerCall":
+        """The call that has just returned an output."""
+        at = x.detach(), x._version, get_gradient_edge(output), output.shape, output.device
+        functions = rows_of_inputs, rows_of_outputs, gradients_by_weight
+        return cls(role, weight, bias, *at, *functions)
 
     def inputs(self) -> Tensor:
         """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
         the normalized inputs [1, rows, into]."""
         self._check_unchanged()
-        rows = self._rows_of_inputs(self._x)
+        rows = self.rows_of_inputs(self.x)
         return rows if self.scale == 1 else rows * self.scale
 
     @property
@@ -111,14 +122,14 @@ class LayerCall:
 
     def has_patches(self) -> bool:
         """Whether `inputs` are copies that are larger than what the layer was given."""
-        return self._weight_gradients is not None
+        return self.gradients_by_weight is not None
 
     def weight_gradients(self, g: Tensor, start: int, stop: int) -> Tensor:
         """Of a convolution and some examples, which its batch consists of: the gradients by the weight
         [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
         self._check_unchanged()
-        assert self._weight_gradients is not None
-        return self._weight_gradients(self._x[start:stop], g[start:stop]) * self.scale
+        assert self.gradients_by_weight is not None
+        return self.gradients_by_weight(self.x[start:stop], g[start:stop]) * self.scale
 
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
@@ -132,15 +143,15 @@ class LayerCall:
         """The size of what a gradient by the parameters is a sum of: |g| |a|, a bound."""
         if self.role.matrix == "diagonal":
             a = self.inputs()
-        elif self._x.is_floating_point() or self._x.is_complex():
-            a = self._x
+        elif self.x.is_floating_point() or self.x.is_complex():
+            a = self.x
         else:
-            a = self._x.new_ones((), dtype=g.dtype)
+            a = self.x.new_ones((), dtype=g.dtype)
         size = torch.linalg.vector_norm(a.to(g.dtype))
         return torch.linalg.vector_norm(g) * (size + 1)
 
     def _check_unchanged(self) -> None:
-        if self._x._version != self._version:
+        if self.x._version != self.version:
             raise UnsupportedError(
                 f"model: expected the inputs of {self.role.name} to stay as they are, got an operation "
                 "that changes them in place afterwards; use one that makes a new tensor."
@@ -176,16 +187,12 @@ class LayerRecorder(TorchFunctionMode):
         self.selects = False  # whether rows were chosen or sorted, maybe by the values of the batch
         self.calls: list[LayerCall] = []
         self.other_uses: dict[int, str] = {}  # the leaves that are used otherwise, and by what
-        self._leaves = leaves
-        self._numbers = {id(leaf): i for i, leaf in enumerate(leaves)}
+        self._leaves = {id(x): Use(Region.of_all(i, x), x) for i, x in enumerate(leaves)}
         self._derived: dict[int, Use] = {}
 
     def use(self, tensor: Any) -> Use | None:
         """How a tensor follows from the leaves; None where it does not."""
-        number = self._numbers.get(id(tensor))
-        if number is None:
-            return self._derived.get(id(tensor))
-        return Use(Region.of_all(number, self._leaves[number]), self._leaves[number])
+        return self._leaves.get(id(tensor)) or self._derived.get(id(tensor))
 
     def region(self, tensor: Any) -> Region | None:
         """The rows of a leaf that it follows from."""
@@ -267,9 +274,9 @@ class LayerRecorder(TorchFunctionMode):
         known = slope is None or call.role.name != "embedding"
         known = known and (call.role.matrix == "kronecker" or not differs)
         if differs and known:
-            call.slope, call.role = slope, call.role._replace(matrix="elementwise")
+            call = replace(call, slope=slope, role=call.role._replace(matrix="elementwise"))
         elif slope is not None:
-            call.scale = float(slope[0])
+            call = replace(call, scale=float(slope[0]))
         return [call] if known and not (call.bias and uses[call.bias].slope is not None) else []
 
     def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
@@ -366,7 +373,7 @@ def _broadcast_calls(
         weight, bias = (None, region) if slope is None else (region, None)
         x = output.new_ones(()) if slope is None else slope
         shape = output.shape
-        return [LayerCall(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)]
+        return [LayerCall.of(role, weight, bias, x, output, lambda x: rows(x.expand(shape)), rows)]
     positions = shape.numel() // features
     at = torch.arange(positions, device=output.device)
     role = Role("embedding", "kronecker", 1, features, positions, transposed=True)
@@ -374,7 +381,7 @@ def _broadcast_calls(
     # every position of each example, once
     indices = lambda x: x.repeat(count).view(1, -1, 1)  # noqa: E731
     scaled = rows if slope is None else lambda t: rows(t * slope)
-    return [LayerCall(role, region, None, at, output, indices, scaled)]
+    return [LayerCall.of(role, region, None, at, output, indices, scaled)]
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
@@ -386,7 +393,9 @@ def _linear(
     tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> LayerCall:
     role = Role("linear", "kronecker", 1, *weight.shape)
-    return LayerCall(role, *tape.regions(weight, bias), input, output, _flatten_rows, _flatten_rows)
+    return LayerCall.of(
+        role, *tape.regions(weight, bias), input, output, _flatten_rows, _flatten_rows
+    )
 
 
 def _addmm(
@@ -403,7 +412,9 @@ def _addmm(
     if beta != 1 or alpha != 1 or input.dim() != 1 or tape.region(mat1) is not None:
         return None
     role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
-    return LayerCall(role, *tape.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows)
+    return LayerCall.of(
+        role, *tape.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows
+    )
 
 
 def _matmul(tape: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
@@ -412,7 +423,7 @@ def _matmul(tape: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -
     if tape.use(other) is None or (use and not use.calls) or other.dim() != 2:
         return None
     role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
-    return LayerCall(role, tape.region(other), None, input, output, _flatten_rows, _flatten_rows)
+    return LayerCall.of(role, tape.region(other), None, input, output, _flatten_rows, _flatten_rows)
 
 
 def _convolution(
@@ -451,7 +462,7 @@ def _convolution(
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
     direct = weight_gradients if input.dim() == spatial + 2 else None
     rows = partial(_channel_rows, spatial=spatial, groups=groups)
-    return LayerCall(role, *tape.regions(weight, bias), input, output, patches, rows, direct)
+    return LayerCall.of(role, *tape.regions(weight, bias), input, output, patches, rows, direct)
 
 
 def _conv_transpose(
@@ -478,7 +489,7 @@ def _conv_transpose(
     name = f"conv_transpose{dims}d"
     role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
     rows = partial(_channel_rows, spatial=dims, groups=groups)
-    return LayerCall(role, *tape.regions(weight, bias), input, output, patches, rows)
+    return LayerCall.of(role, *tape.regions(weight, bias), input, output, patches, rows)
 
 
 def _patches(
@@ -538,7 +549,7 @@ def _embedding(
         return torch.where(x == padding, -1, x)  # whose gradient torch leaves out
 
     role = Role("embedding", "kronecker", 1, weight.shape[1], weight.shape[0], transposed=True)
-    return LayerCall(role, tape.region(weight), None, input, output, indices, _flatten_rows)
+    return LayerCall.of(role, tape.region(weight), None, input, output, indices, _flatten_rows)
 
 
 def _diagonal(name: str, parameter: Tensor) -> Role:
@@ -551,7 +562,7 @@ def _prelu(tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -
     region, role = tape.region(weight), _diagonal("prelu", weight)
     if region is None:
         return None
-    return LayerCall(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
+    return LayerCall.of(role, region, None, input, output, lambda x: rows(x.clamp(max=0)), rows)
 
 
 def _normalization(
@@ -575,7 +586,7 @@ def _normalization(
         normalized, rows = partial(function, **given), rows_of(given)
         role = _diagonal(function.__name__, weight if bias is None else bias)
         places = tape.regions(weight, bias)
-        return LayerCall(role, *places, x, output, lambda x: rows(normalized(x)), rows)
+        return LayerCall.of(role, *places, x, output, lambda x: rows(normalized(x)), rows)
 
     return layer
 

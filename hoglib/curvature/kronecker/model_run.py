@@ -17,11 +17,12 @@ How rows are ordered, examples or positions first, is not written on a tensor: i
 have gradients of which examples' outputs (`RowOrder`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ from hoglib.curvature.maps.gauss_newton import CompositeLoss, check_depends
 from hoglib.curvature.maps.jacobian_product import with_graph
 from hoglib.errors import UnsupportedError
 
+T = TypeVar("T")
 AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
 
 
@@ -70,11 +72,9 @@ class Layer(NamedTuple):
 class Gradients:
     """The gradients of one column by the outputs of calls, as rows."""
 
-    def __init__(
-        self, run: "ModelRun", calls: list[LayerCall], found: list[Tensor | None], column: Vector
-    ) -> None:
+    def __init__(self, run: "ModelRun", found: list[Tensor | None], column: Vector) -> None:
         self.column, self._dtype, self._device = column, run.dtype, run.device
-        self._found = {id(call): part for call, part in zip(calls, found, strict=True)}
+        self._found = {id(call): part for call, part in zip(run.calls, found, strict=True)}
 
     def of(self, call: LayerCall) -> Tensor:
         """g_r of one call, [groups, rows, out]."""
@@ -197,12 +197,6 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
         yield rows
 
 
-def _leave_out(names: Sequence[str]) -> str:
-    """The advice, with the names of all parameters that are refused."""
-    given = ", ".join(map(repr, names))
-    return f"leave out all of these: `{{n: p for n, p in params.items() if n not in [{given}]}}`."
-
-
 @final
 @dataclass(frozen=True)
 class FactorOptions:
@@ -214,17 +208,21 @@ class FactorOptions:
     unsupported: str = "raise"
 
 
+# a call as each run has it: its weight and bias, and how many calls with both came before
+CallPlace = tuple[Region | None, Region | None, int]
+
+
 class RowOrder(NamedTuple):
     """How the calls of layers are read, as was found at a first batch.
 
     Attributes:
-        time_first: Of each call, in the order of calls, whether positions come before examples.
+        time_first: The calls of which positions come before examples.
         expand: Embeddings that are computed once for all examples are taken as one of each.
         unexplained: The leaves whose gradients are not those of layers; None where any may be.
         separable: Whether an example by itself may show these.
     """
 
-    time_first: tuple[bool, ...] = ()
+    time_first: frozenset[CallPlace] = frozenset()
     expand: bool = True
     unexplained: frozenset[int] | None = None
     separable: bool = True
@@ -234,116 +232,174 @@ DEFAULT_ORDER = RowOrder()
 EXACT_DIAGONAL = "unsupported"  # the name of the role of those leaves
 
 
-@final
-class Unexplained(UnsupportedError):
-    """Layers do not give the gradients by these leaves."""
+class Refusal(NamedTuple):
+    """Why layers do not give the gradients by some leaves."""
 
-    def __init__(self, message: str, leaves: Iterable[int]) -> None:
-        super().__init__(message)
-        self.leaves = frozenset(leaves)
+    message: str
+    leaves: frozenset[int]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What one run of a model at a batch showed: its outputs, with their graph, and the calls of
+    layers."""
+
+    problem: Problem
+    composite: CompositeLoss
+    leaves: Vector
+    outputs: Vector
+    examples: int
+    patches: Any  # of modules, which a backward that calls the model again needs
+    calls: Sequence[LayerCall]
+    other_uses: Mapping[int, str]  # leaves that no layer uses, and what does
+    expanded: bool
+    selects: bool
+
+    def backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
+        """The gradients of a column of the outputs."""
+        if not inputs:
+            return []
+        pairs = [(y, u) for y, u in zip(self.outputs, column, strict=True) if y.requires_grad]
+        values, weights = zip(*pairs, strict=True)
+        # a backward that calls the model again has to find the parameters of this run
+        with translate_errors(self.problem.policy.caller), reapply(self.patches):
+            grad: Any = torch.autograd.grad
+            return list(grad(values, inputs, weights, retain_graph=True, allow_unused=True))
+
+
+def record(problem: Problem, metric: FisherMetric, expand: bool) -> Recording:
+    """Run a model at a batch, and see what its layers do.
+
+    expand: Whether embeddings that are computed once for all examples are given one row for each; code
+        that counts on one row is run again without.
+    """
+    (batch,), leaves = problem.args, fresh_leaves(problem.leaves, False)
+    composite = CompositeLoss(problem, metric, "reverse")
+    recorder = LayerRecorder(leaves, row_count(batch) or 1 if expand else 1)
+    try:
+        with keep_swapped() as swapped, plain_operations(problem.policy.caller), recorder:
+            outputs = composite.outputs(leaves)
+            patches = swapped.values()
+    except Exception:
+        if not recorder.expanded:
+            raise
+        return record(problem, metric, False)
+    check_depends(with_graph(outputs))
+    seen = recorder.calls, recorder.other_uses, recorder.expanded, recorder.selects
+    examples = examples_of(composite, outputs)
+    return Recording(problem, composite, leaves, outputs, examples, patches, *seen)
+
+
+def attempted(run: Callable[[], T]) -> T | None:
+    """What a model gives at some of the examples of a batch; None where its code raises there, which
+    may count on the number of examples. Random numbers stay as they are."""
+    with preserve_random_state():
+        try:
+            return run()
+        except Exception:
+            return None
 
 
 @final
 class ModelRun:
-    """A model's outputs at a batch, and the calls of its layers."""
+    """A recording read as layers."""
 
     def __init__(
-        self, problem: Problem, space: Space, options: FactorOptions, order: RowOrder | None = None
+        self, recording: Recording, space: Space, options: FactorOptions, order: RowOrder
     ) -> None:
-        order = order or DEFAULT_ORDER
-        self.problem, self.space, self.options = problem, space, options
-        self._names, self._caller = pytree.paths(space.params), problem.policy.caller
-        self._leaves = fresh_leaves(problem.leaves, False)
-        (batch,) = problem.args
-        self._composite = CompositeLoss(problem, options.metric, "reverse")
-        recorder = self._run(row_count(batch) or 1 if order.expand else 1)
-        self.expanded, self.selects = recorder.expanded, recorder.selects
-        check_depends(with_graph(self._outputs))
-        self._recorded = recorder.calls
-        self._expand, self.separable = order.expand, order.separable
-        self._leave_to_examples(order.unexplained or frozenset())
-        try:
-            self._check_covered(recorder)
-        except Unexplained as error:
-            if options.unsupported == "raise" or order.unexplained is not None:
-                raise UnsupportedError(str(error)) from None
-            self._leave_to_examples(error.leaves)
-        self.set_row_order(order)
-        self.examples = examples_of(self._composite, self._outputs)
+        self.recording, self.space, self.options, self.order = recording, space, options, order
+        self.examples, own = recording.examples, order.unexplained or frozenset()
+        self.calls = _read(recording.calls, own, order.time_first)
+        self.layers = layers_of(self.calls, options.joint_bias)
+        # their blocks are exact diagonals, by single examples
+        self.unexplained = {i: _exact_diagonal(i, recording.leaves[i]) for i in sorted(own)}
+        # whether an example by itself may have the outputs that it has in the batch
+        self.separable = order.separable
         # accumulate in float32 at least
         self.dtype, self.device = torch.promote_types(space.dtype, torch.float32), space.device
 
-    def _leave_to_examples(self, leaves: frozenset[int]) -> None:
-        """Take these leaves out of the layers: their blocks are exact diagonals, by single examples."""
-        for call in self._recorded:
-            call.weight = None if call.weight and call.weight.leaf in leaves else call.weight
-            call.bias = None if call.bias and call.bias.leaf in leaves else call.bias
-        self._recorded = [call for call in self._recorded if call.weight or call.bias]
-        self.layers = layers_of(self._recorded, self.options.joint_bias)
-        self.unexplained: dict[int, BlockLayout] = {}
-        for i in sorted(leaves):
-            role = Role(EXACT_DIAGONAL, "elementwise", into=self._leaves[i].numel())
-            self.unexplained[i] = BlockLayout(role, Region.of_all(i, self._leaves[i]), None)
+    @classmethod
+    def of(
+        cls, problem: Problem, space: Space, options: FactorOptions, order: RowOrder | None = None
+    ) -> "ModelRun":
+        """Run the model once; raises for parameters that layers do not explain."""
+        order = order or DEFAULT_ORDER
+        recording = record(problem, options.metric, order.expand)
+        run = cls(recording, space, options, order)
+        refusal = uncovered(run)
+        if refusal is None:
+            return run
+        if options.unsupported == "raise" or order.unexplained is not None:
+            raise UnsupportedError(refusal.message)
+        return cls(recording, space, options, order._replace(unexplained=refusal.leaves))
 
-    def _run(self, examples: int) -> LayerRecorder:
-        """Run the model, recorded."""
-        recorder = LayerRecorder(self._leaves, examples)
-        try:
-            with keep_swapped() as swapped, plain_operations(self._caller), recorder:
-                self._outputs = self._composite.outputs(self._leaves)
-                # a Function that calls the model in its backward finds the leaves of this run there
-                self._patches = swapped.values()
-        except Exception:
-            if not recorder.expanded:
-                raise
-            return self._run(1)  # code that counts on one row of positions for all examples
-        return recorder
+    def reread(self, **changes: Any) -> "ModelRun":
+        """The same recording read otherwise, with what was found of single examples."""
+        known = {"unexplained": frozenset(self.unexplained), "separable": self.separable}
+        order = self.order._replace(**{**known, **changes})
+        return ModelRun(self.recording, self.space, self.options, order)
+
+    def with_metric(self, metric: FisherMetric) -> "ModelRun":
+        """The same recording for the factors of another metric."""
+        options = replace(self.options, metric=metric)
+        return ModelRun(self.recording, self.space, options, self.order)
 
     def rerun(self, batch: Any, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
         """A run at another batch, or with rows read otherwise."""
+        problem = self.recording.problem.with_args(batch)
         order = order._replace(unexplained=frozenset(self.unexplained), separable=self.separable)
-        return ModelRun(self.problem.with_args(batch), self.space, self.options, order)
+        recording = record(problem, self.options.metric, order.expand)
+        return ModelRun(recording, self.space, self.options, order)
 
-    def without_layers_of(self, error: Unexplained) -> "ModelRun":
-        """A run in which the leaves of an error are left to single examples; raises where that is not
-        asked for, or was tried."""
-        more = error.leaves - self.unexplained.keys()
+    def without(self, refusal: Refusal) -> "ModelRun":
+        """The same with these leaves left to single examples; raises where that is not asked for, or
+        was tried."""
+        more = refusal.leaves - self.unexplained.keys()
         if self.options.unsupported == "raise" or not (more or self.separable):
-            raise UnsupportedError(str(error)) from None
-        leaves, separable = (error.leaves | self.unexplained.keys(), self.separable and bool(more))
-        order = RowOrder(expand=self.expanded, unexplained=leaves, separable=separable)
-        with preserve_random_state():
-            return ModelRun(self.problem, self.space, self.options, order)
+            raise UnsupportedError(refusal.message)
+        leaves = refusal.leaves | self.unexplained.keys()
+        separable = self.separable and bool(more)
+        return self.reread(time_first=frozenset(), unexplained=leaves, separable=separable)
+
+    def refusal(self, text: str, leaves: Iterable[int]) -> Refusal:
+        """A refusal of these leaves, with the advice to leave them out."""
+        found, names = list(leaves), pytree.paths(self.space.params)
+        given = ", ".join(repr(names[i]) for i in found)
+        advice = (
+            f"leave out all of these: `{{n: p for n, p in params.items() if n not in [{given}]}}`."
+        )
+        caller = self.recording.problem.policy.caller
+        return Refusal(f"{caller}: {text}{advice}", frozenset(found))
 
     def outputs_of_an_example(self) -> int:
         """How many numbers the outputs of an example have, those of all its positions."""
-        return sum(y.numel() for y in self._outputs) // self.examples
+        return sum(y.numel() for y in self.recording.outputs) // self.examples
 
     def value(self) -> Tensor:
         """The loss."""
-        values = [y.detach() for y in self._outputs]
-        return without_graph(lambda: self._composite.criterion(*values))
+        values = [y.detach() for y in self.recording.outputs]
+        return without_graph(lambda: self.recording.composite.criterion(*values))
 
     def outputs(self) -> tuple[Any, Vector]:
         """The outputs without a graph, in the form of ``loss.outputs``, and their tensors."""
-        values = [y.detach() for y in self._outputs]
-        return self._composite.with_values(values), values
+        values = [y.detach() for y in self.recording.outputs]
+        return self.recording.composite.with_values(values), values
 
     def columns(self) -> Iterator["Gradients"]:
         """For each column s_c of M the gradients by the outputs of all calls."""
-        given = [y.detach() for y in self._outputs]
-        return map(self.gradients, columns(self.options.metric, self._composite, given))
+        given = [y.detach() for y in self.recording.outputs]
+        return map(self.gradients, columns(self.options.metric, self.recording.composite, given))
 
     def gradients(self, column: Vector) -> "Gradients":
-        calls = self._calls()
-        found = self._backward([call.edge for call in calls], column)
-        return Gradients(self, calls, found, column)
+        found = self.recording.backward([call.edge for call in self.calls], column)
+        return Gradients(self, found, column)
 
     def of_single_examples(self, column: Vector) -> Iterator[Vector]:
         """The gradients of the examples by each leaf that layers do not explain, [n, numbers], some at
         a time: of an example alone, where it has the same outputs as in the batch; else of the batch,
         by a backward pass for each example."""
-        own = [self._leaves[i] for i in self.unexplained]
+        own = [self.recording.leaves[i] for i in self.unexplained]
         size = max(1, AT_ONCE // max(sum(p.numel() for p in own), 1))
         for start in range(0, self.examples if own else 0, size):
             stop = min(start + size, self.examples)
@@ -351,248 +407,258 @@ class ModelRun:
             if found is None:
                 number = torch.arange(self.examples, device=self.device)
                 ones = (number == n if len(number) > 1 else None for n in range(start, stop))
-                each = [self._backward(own, _mask_examples(column, one)) for one in ones]
+                each = [self.recording.backward(own, _mask_examples(column, one)) for one in ones]
                 rows = (materialize_grads(parts, own) for parts in each)
                 found = [torch.stack(parts) for parts in zip(*rows, strict=True)]
             yield [x.flatten(1).to(self.dtype) for x in found]
 
     def _of_separate_examples(self, column: Vector, start: int, stop: int) -> Vector | None:
         """The same of examples by themselves; None where these have other outputs, or none."""
-        batch, leaves = as_dict(self.problem.args[0]), self.problem.leaves
+        given = self.recording.problem
+        batch, leaves = as_dict(given.args[0]), given.leaves
         if not self.separable or self.examples < 2 or row_count(batch) != self.examples:
             return None
 
-        def along(own: Vector, given: Any) -> Tensor:
-            one, u = given
+        def along(own: Vector, both: Any) -> Tensor:
+            one, u = both
             # copies: a model may assign to what it finds
             at = {i: p.detach() for i, p in enumerate(leaves)}
             # all other parameters are constants
             at |= dict(zip(self.unexplained, own, strict=True))
-            composite = CompositeLoss(self.problem.with_args(one), self.options.metric, "reverse")
+            composite = CompositeLoss(given.with_args(one), self.options.metric, "reverse")
             every = zip(composite.outputs(list(at.values())), u, strict=True)
             return torch.stack([(y * part).sum() for y, part in every]).sum()
 
-        piece = pytree.rows((batch, list(column)), self.examples, start, stop)
-        given = [leaves[i] for i in self.unexplained]
-        problem = Problem(self.problem.policy, along, pytree.flatten(given)[1], given, (piece,))
-        same, found = False, None
-        with suppress(Exception), preserve_random_state():  # else the batch is differentiated
-            values, found = by_vmap_or_loop(problem)
-            pairs = zip(self._outputs, column, strict=True)
+        def found() -> tuple[bool, Vector]:
+            values, gradients = by_vmap_or_loop(problem)
+            pairs = zip(self.recording.outputs, column, strict=True)
             terms = [(y.detach() * u)[start:stop].flatten(1) for y, u in pairs]
             sums, sizes = torch.cat(terms, 1).sum(1), torch.cat(terms, 1).abs().sum(1)
-            # trusted only where an example by itself has the outputs that it has in the batch
-            same = agree(values, sums, SUMS, terms=[sizes])
-        self.separable = same
-        return found if same else None
+            return agree(values, sums, SUMS, terms=[sizes]), gradients
 
-    def _calls(self) -> list[LayerCall]:
-        found = {id(call): call for layer in self.layers for call in layer.calls}
-        return list(found.values())
+        piece = pytree.rows((batch, list(column)), self.examples, start, stop)
+        own = [leaves[i] for i in self.unexplained]
+        problem = Problem(given.policy, along, pytree.flatten(own)[1], own, (piece,))
+        # trusted only where an example by itself has the outputs that it has in the batch
+        self.separable, gradients = attempted(found) or (False, None)
+        return gradients if self.separable else None
 
-    def _backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
-        if not inputs:
-            return []
-        pairs = [(y, u) for y, u in zip(self._outputs, column, strict=True) if y.requires_grad]
-        values, weights = zip(*pairs, strict=True)
-        # a backward that calls the model again has to find the parameters of this run
-        with translate_errors(self._caller), reapply(self._patches):
-            grad: Any = torch.autograd.grad
-            return list(grad(values, inputs, weights, retain_graph=True, allow_unused=True))
 
-    def check(self, needs_examples: bool) -> None:
-        """Compare the gradient of some examples' outputs, as the layers give it, with autograd's.
+def _read(
+    calls: Sequence[LayerCall], left_out: frozenset[int], time_first: frozenset[CallPlace]
+) -> list[LayerCall]:
+    """The calls without the weights and biases that are left out, with the order of their rows."""
+    if left_out:
+        keep = lambda r: None if r is None or r.leaf in left_out else r  # noqa: E731
+        calls = [replace(call, weight=keep(call.weight), bias=keep(call.bias)) for call in calls]
+        calls = [call for call in calls if call.weight or call.bias]
+    if time_first:
+        pairs = zip(calls, _places(calls), strict=True)
+        calls = [replace(call, time_first=place in time_first) for call, place in pairs]
+    return list(calls)
 
-        It shows uses of parameters that were not seen, and layers that mix examples.
-        """
-        calls = self._calls()
-        half = next(iter(self._halves()), None)
-        column = self._probe(half)
-        found = self._backward([*(call.edge for call in calls), *self._leaves], column)
-        gradients = Gradients(self, calls, found[: len(calls)], column)
-        wanted = materialize_grads(found[len(calls) :], self._leaves)
-        self.check_apart(needs_examples, gradients)
-        ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=self.dtype) for p in self._leaves]
-        summed: list[Any] = [0.0] * len(self._leaves)
-        everything: Any = 0.0
-        if self.unexplained:
-            everything = torch.stack([x.norm().to(self.dtype) for x in wanted]).norm().double()
-        for parts in self.of_single_examples(column) if self.separable else ():
-            for i, part in zip(self.unexplained, parts, strict=True):
-                summed[i] = everything
-                ours[i] += part.sum(0).view(ours[i].shape)
-        for layer in self.layers:
-            terms = sum(call.rounding(gradients.like_output(call)).double() for call in layer.calls)
-            for region in layer.layout.regions:
-                summed[region.leaf] += terms
-            layer.layout.scatter(summed_gradient(layer, gradients, self.dtype).unsqueeze(0), ours)
-        off = []
-        for one, p, given, terms in zip(ours, self._leaves, wanted, summed, strict=True):
-            difference = one.view(p.shape).sub_(given).norm()
-            # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
-            # that is zero, as that of the bias of keys, is only rounding
-            eps = torch.finfo(p.dtype).eps
-            off.append(difference > 10 * (eps**0.5 * given.norm().to(self.dtype) + eps * terms))
-        answers = torch.stack(off).tolist()  # a device is waited for once
-        # backward passes of the batch are right by themselves
-        right = () if self.separable else self.unexplained
-        wrong = [i for i, one in enumerate(answers) if one and i not in right]
-        refused = [self._names[i] for i in wrong]
-        if refused:
-            raise Unexplained(
-                f"{self._caller}: expected params[{refused[0]!r}] to be used by layers "
-                "alone, got a gradient of which these are only a part: a custom Function, scripted "
-                f"or compiled code uses it too; {_leave_out(refused)}",
-                wrong,
-            )
 
-    def check_apart(self, needs_examples: bool, first: Gradients | None = None) -> None:
-        """Raise where a row has gradients of the outputs of several examples, or, where rows have to be
-        those of an example, where they are in another order. Find that order.
+def _places(calls: Sequence[LayerCall]) -> list[CallPlace]:
+    """Of each call, as another run of the model has it."""
+    counts: Counter[Any] = Counter()
+    found = []
+    for call in calls:
+        found.append((call.weight, call.bias, counts[call.weight, call.bias]))
+        counts[call.weight, call.bias] += 1
+    return found
 
-        first: the gradients of the probe of the first half, where they are known.
-        """
-        if self.examples < 2 or not self.layers:
-            return
-        calls, halves = self._calls(), self._halves()
-        touched: dict[int, list[Tensor]] = {id(call): [] for call in calls}
-        for half in halves:
-            gradients, first = first or self.gradients(self._probe(half)), None
-            for call in calls:
-                touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
-        both = [(layer, call) for layer in self.layers for call in layer.calls]
-        asked: list[Tensor] = []
-        for _, call in both:
-            of_call = touched[id(call)]
-            pairs = zip(of_call[::2], of_call[1::2], strict=True)
-            asked += [_any_of(a & b for a, b in pairs), *self._mismatches(halves, of_call)]
-        # all questions in one read, for which a device waits once
-        answers = iter(torch.stack(asked).tolist())
-        refused: list[tuple[Layer, LayerCall]] = []
-        for layer, call in both:
-            needed = needs_examples or layer.layout.role.matrix != "kronecker"
-            mixed, example_first, time_first = next(answers), not next(answers), not next(answers)
-            if needed and not mixed and (example_first or time_first):
-                if example_first and time_first:
-                    # one position has gradients, for instance: by the shape
-                    time_first = call.shape[0] != self.examples
-                    time_first = time_first and call.shape[1:2] == (self.examples,)
-                call.time_first = time_first
-            elif mixed or needed:
-                refused.append((layer, call))
-        if refused:
-            layer, call = refused[0]
-            leaves = [r.leaf for one, _ in refused for r in one.layout.regions]
-            names = [self._names[i] for i in leaves]
-            raise Unexplained(
-                f"{self._caller}: expected layers that treat the "
-                f"{self.examples} examples apart, in the rows of their leading dimension, got "
-                f"{self._name(layer)} with outputs {tuple(call.shape)}. Batch norm in train mode mixes "
-                "examples, and dropout hides which belong to a row: call model.eval(). What is called "
-                f"once for all examples, as position embeddings are, or for some of them, has no "
-                f"gradients of each: {_leave_out(names)}",
-                leaves,
-            )
 
-    def check_if_rows_selected(self, needs_examples: bool) -> None:
-        """Check this batch where its values can decide which rows are of which example."""
-        roles = (layer.layout.role.matrix for layer in self.layers)
-        # rows that values choose (sorting, routing, masks) may be others in each batch
-        if self.selects and (needs_examples or {*roles} - {"kronecker"}):
-            self.check_apart(needs_examples)
+def _exact_diagonal(number: int, leaf: Tensor) -> BlockLayout:
+    role = Role(EXACT_DIAGONAL, "elementwise", into=leaf.numel())
+    return BlockLayout(role, Region.of_all(number, leaf), None)
 
-    def _halves(self) -> list[Tensor]:
-        """Which examples [N] are in a half, and in the other: those whose number has a bit, for each
-        bit, which tells every two examples apart."""
-        # one halving is not enough: a class token behind attention took the rows of other examples
-        numbers = torch.arange(self.examples, device=self.device)
-        bits = range((self.examples - 1).bit_length())
-        return [(numbers >> bit) % 2 == value for bit in bits for value in (0, 1)]
 
-    def _probe(self, half: Tensor | None) -> Vector:
-        """A random column of the outputs of half of the examples, and zeros; of all for None."""
-        # of its own: the check leaves torch's random numbers as they are
-        generator = torch.Generator().manual_seed(0)
-        column = []
-        for y in self._outputs:
-            u = torch.randn(y.shape, generator=generator, dtype=torch.float32, device="cpu")
-            u = u.to(y.device, y.dtype, non_blocking=True)
-            column.append(u)
-        return _mask_examples(column, half)
-
-    def _mismatches(self, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
-        """Whether rows are in another order than that of examples, and of positions first, from those
-        that halves of the examples touch."""
-        count, rows = self.examples, len(touched[0])
-        if rows % count:
-            return [torch.ones((), dtype=torch.bool, device=self.device)] * 2
-        at = torch.arange(rows, device=self.device)
-        orders = at // (rows // count), at % count
-        both = list(zip(halves, touched, strict=True))
-        return [_any_of(has & ~half[order] for half, has in both) for order in orders]
-
-    def time_first(self) -> tuple[bool, ...]:
-        """Of each call, whether positions come before examples."""
-        return tuple(call.time_first for call in self._recorded)
-
-    def set_row_order(self, order: RowOrder) -> None:
-        """Order rows as in another run."""
-        for call, time_first in zip(self._recorded, order.time_first, strict=False):
-            call.time_first = time_first
-
-    def row_order(self) -> RowOrder:
-        """How calls are read. Where something was expanded, the outputs have to be those of a run
-        without it."""
-        (batch,), expand = self.problem.args, self._expand
-        if self.expanded:
-            with preserve_random_state():
-                others = self.rerun(batch, RowOrder(expand=False))._outputs
-            expand = all(agree(a, b, SUMS) for a, b in zip(self._outputs, others, strict=True))
-        return RowOrder(self.time_first(), expand, frozenset(self.unexplained), self.separable)
-
-    def first_mismatch(self, other: "ModelRun") -> LayerCall | None:
-        """The first call of another run of the same model that has more or fewer rows of an example."""
-        mine, theirs = self._recorded, other._recorded
-        for a, b in zip_longest(mine, theirs):
-            if a is None or b is None:
-                return b or theirs[-1]
-            if a.rows * other.examples != b.rows * self.examples:
-                return b
+def uncovered(run: ModelRun) -> Refusal | None:
+    """The parameters, or rows of them, that no layer uses, or more than one."""
+    known = "parameters of linear, convolutional, embedding and normalization layers"
+    uses: dict[int, list[Region]] = {}
+    for layer in run.layers:
+        for region in layer.layout.regions:
+            uses.setdefault(region.leaf, []).append(region)
+    wrong: list[int] = []
+    for number, leaf in enumerate(run.recording.leaves):
+        if number in run.unexplained:
+            continue
+        regions = sorted(uses.get(number, ()))
+        ends = [0, *[region.stop for region in regions]]
+        starts = [*[region.start for region in regions], len(leaf) if leaf.dim() else 1]
+        if number in run.recording.other_uses or starts != ends:
+            wrong.append(number)
+    if not wrong:
         return None
+    first = f"params[{pytree.paths(run.space.params)[wrong[0]]!r}]"
+    if other := run.recording.other_uses.get(wrong[0]):
+        text = f"{known}, got {first}, which {other} uses"
+    elif wrong[0] not in uses:
+        text = (
+            f"{known}, got {first}, which no such layer uses: the loss does not depend on it, or a "
+            "custom Function uses it"
+        )
+    else:
+        found = listing([f"{r.start} to {r.stop}" for r in sorted(uses[wrong[0]])])
+        text = (
+            f"every row of {first} to be used by one kind of layer, got rows {found} used by layers of "
+            "different kinds (an embedding tied to the output layer, for instance)"
+        )
+    return run.refusal(f"expected {text}; ", wrong)
 
-    def _name(self, layer: Layer) -> str:
-        return f"{layer.layout.role.name} with {self._names[layer.layout.first.leaf]}"
 
-    def _check_covered(self, recorder: LayerRecorder) -> None:
-        """Raise for parameters, or rows of them, that no layer uses, or more than one."""
-        known = "parameters of linear, convolutional, embedding and normalization layers"
-        refused = {}
-        for number, (name, leaf) in enumerate(zip(self._names, self._leaves, strict=True)):
-            if number in self.unexplained:
-                continue
-            regions = (region for layer in self.layers for region in layer.layout.regions)
-            uses = sorted(region for region in regions if region.leaf == number)
-            ends = [0, *(region.stop for region in uses)]
-            starts = [*(region.start for region in uses), len(leaf) if leaf.dim() else 1]
-            if other := recorder.other_uses.get(number):
-                refused[name] = f"{known}, got params[{name!r}], which {other} uses"
-            elif not uses:
-                refused[name] = (
-                    f"{known}, got params[{name!r}], which no such layer uses: the loss does not "
-                    "depend on it, or a custom Function uses it"
-                )
-            elif starts != ends:
-                refused[name] = (
-                    f"every row of params[{name!r}] to be used by one kind of layer, got rows "
-                    f"{listing([f'{r.start} to {r.stop}' for r in uses])} used by layers of different "
-                    "kinds (an embedding tied to the output layer, for instance)"
-                )
-        if refused:
-            first = next(iter(refused.values()))
-            raise Unexplained(
-                f"{self._caller}: expected {first}; {_leave_out([*refused])}",
-                map(self._names.index, refused),
-            )
+def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], Refusal | None]:
+    """Compare the gradient of some examples' outputs, as the layers give it, with autograd's.
+
+    It shows uses of parameters that were not seen, and layers that mix examples. Returns the calls
+    whose positions come before examples, and what is wrong.
+    """
+    calls, leaves = run.calls, run.recording.leaves
+    column = _probe(run, next(iter(_halves(run)), None))
+    found = run.recording.backward([*(call.edge for call in calls), *leaves], column)
+    gradients = Gradients(run, found[: len(calls)], column)
+    wanted = materialize_grads(found[len(calls) :], leaves)
+    time_first, refusal = compare_examples(run, needs_examples, gradients)
+    if refusal is not None:
+        return time_first, refusal
+    ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=run.dtype) for p in leaves]
+    summed: list[Any] = [0.0] * len(leaves)
+    everything: Any = 0.0
+    if run.unexplained:
+        everything = torch.stack([x.norm().to(run.dtype) for x in wanted]).norm().double()
+    for parts in run.of_single_examples(column) if run.separable else ():
+        for i, part in zip(run.unexplained, parts, strict=True):
+            summed[i] = everything
+            ours[i] += part.sum(0).view(ours[i].shape)
+    for layer in run.layers:
+        terms = sum(call.rounding(gradients.like_output(call)).double() for call in layer.calls)
+        for region in layer.layout.regions:
+            summed[region.leaf] += terms
+        layer.layout.scatter(summed_gradient(layer, gradients, run.dtype).unsqueeze(0), ours)
+    off = []
+    for one, p, given, terms in zip(ours, leaves, wanted, summed, strict=True):
+        difference = one.view(p.shape).sub_(given).norm()
+        # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
+        # that is zero, as that of the bias of keys, is only rounding
+        eps = torch.finfo(p.dtype).eps
+        off.append(difference > 10 * (eps**0.5 * given.norm().to(run.dtype) + eps * terms))
+    answers = torch.stack(off).tolist()  # a device is waited for once
+    # backward passes of the batch are right by themselves
+    right = () if run.separable else run.unexplained
+    wrong = [i for i, one in enumerate(answers) if one and i not in right]
+    if not wrong:
+        return time_first, None
+    name = pytree.paths(run.space.params)[wrong[0]]
+    return time_first, run.refusal(
+        f"expected params[{name!r}] to be used by layers alone, got a gradient of which these are only "
+        "a part: a custom Function, scripted or compiled code uses it too; ",
+        wrong,
+    )
+
+
+def compare_examples(
+    run: ModelRun, needs_examples: bool, first: Gradients | None = None
+) -> tuple[frozenset[CallPlace], Refusal | None]:
+    """Whether a row has gradients of the outputs of one example only, and, where rows have to be those
+    of an example, in which order they are. Returns as `compare`.
+
+    first: the gradients of the probe of the first half, where they are known.
+    """
+    if run.examples < 2 or not run.layers:
+        return run.order.time_first, None
+    halves = _halves(run)
+    touched: dict[int, list[Tensor]] = {id(call): [] for call in run.calls}
+    for half in halves:
+        gradients, first = first or run.gradients(_probe(run, half)), None
+        for call in run.calls:
+            touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
+    both = [(layer, call) for layer in run.layers for call in layer.calls]
+    asked: list[Tensor] = []
+    for _, call in both:
+        of_call = touched[id(call)]
+        pairs = zip(of_call[::2], of_call[1::2], strict=True)
+        asked += [_any_of(a & b for a, b in pairs), *_mismatches(run, halves, of_call)]
+    # all questions in one read, for which a device waits once
+    answers = iter(torch.stack(asked).tolist())
+    refused: list[tuple[Layer, LayerCall]] = []
+    orders = {id(call): call.time_first for call in run.calls}
+    for layer, call in both:
+        needed = needs_examples or layer.layout.role.matrix != "kronecker"
+        mixed, example_first, time_first = next(answers), not next(answers), not next(answers)
+        if needed and not mixed and (example_first or time_first):
+            if example_first and time_first:
+                # one position has gradients, for instance: by the shape
+                time_first = call.shape[0] != run.examples
+                time_first = time_first and call.shape[1:2] == (run.examples,)
+            orders[id(call)] = time_first
+        elif mixed or needed:
+            refused.append((layer, call))
+    places = zip(run.calls, _places(run.calls), strict=True)
+    found = frozenset(place for call, place in places if orders[id(call)])
+    if not refused:
+        return found, None
+    layer, call = refused[0]
+    leaves = [r.leaf for one, _ in refused for r in one.layout.regions]
+    name = pytree.paths(run.space.params)[layer.layout.first.leaf]
+    return found, run.refusal(
+        f"expected layers that treat the {run.examples} examples apart, in the rows of their leading "
+        f"dimension, got {layer.layout.role.name} with {name} with outputs {tuple(call.shape)}. Batch "
+        "norm in train mode mixes examples, and dropout hides which belong to a row: call "
+        "model.eval(). What is called once for all examples, as position embeddings are, or for some "
+        "of them, has no gradients of each: ",
+        leaves,
+    )
+
+
+def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | None]:
+    """The run with the order of this batch's rows, where its values can decide which rows are of which
+    example, as of sorting, routing and masks: they may be others in each batch."""
+    roles = {layer.layout.role.matrix for layer in run.layers}
+    if not (run.recording.selects and (needs_examples or roles - {"kronecker"})):
+        return run, None
+    time_first, refusal = compare_examples(run, needs_examples)
+    return run.reread(time_first=time_first), refusal
+
+
+def with_selected_rows(run: ModelRun, needs_examples: bool) -> ModelRun:
+    """The run of a later batch, by `compare_selected_rows`; raises where examples are not apart."""
+    run, refusal = compare_selected_rows(run, needs_examples)
+    if refusal is not None:
+        raise UnsupportedError(refusal.message)
+    return run
+
+
+def _halves(run: ModelRun) -> list[Tensor]:
+    """Which examples [N] are in a half, and in the other: those whose number has a bit, for each bit,
+    which tells every two examples apart."""
+    # one halving is not enough: a class token behind attention took the rows of other examples
+    numbers = torch.arange(run.examples, device=run.device)
+    bits = range((run.examples - 1).bit_length())
+    return [(numbers >> bit) % 2 == value for bit in bits for value in (0, 1)]
+
+
+def _probe(run: ModelRun, half: Tensor | None) -> Vector:
+    """A random column of the outputs of half of the examples, and zeros; of all for None."""
+    # of its own: the check leaves torch's random numbers as they are
+    generator = torch.Generator().manual_seed(0)
+    column = []
+    for y in run.recording.outputs:
+        u = torch.randn(y.shape, generator=generator, dtype=torch.float32, device="cpu")
+        column.append(u.to(y.device, y.dtype, non_blocking=True))
+    return _mask_examples(column, half)
+
+
+def _mismatches(run: ModelRun, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
+    """Whether rows are in another order than that of examples, and of positions first, from those that
+    halves of the examples touch."""
+    count, rows = run.examples, len(touched[0])
+    if rows % count:
+        return [torch.ones((), dtype=torch.bool, device=run.device)] * 2
+    at = torch.arange(rows, device=run.device)
+    orders = at // (rows // count), at % count
+    both = list(zip(halves, touched, strict=True))
+    return [_any_of(has & ~half[order] for half, has in both) for order in orders]
 
 
 def _mask_examples(column: Vector, of: Tensor | None) -> Vector:
@@ -604,45 +670,70 @@ def _any_of(masks: Iterable[Tensor]) -> Tensor:
     return torch.stack([mask.any() for mask in masks]).any()
 
 
-def checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
-    """The run of a model, after the layers were compared with autograd: at two examples, where a batch
-    can be split. With how the rows of calls are read."""
-    try:
-        return _checked_run(run, needs_examples)
-    except Unexplained as error:
-        return checked_run(run.without_layers_of(error), needs_examples)
+def checked_run(run: ModelRun, needs_examples: bool) -> ModelRun:
+    """The run of a model, after the layers were compared with autograd, with the order of rows that was
+    found; raises for those that do not have the gradients, unless they are left to single examples."""
+    run, refusal = _compared(run, needs_examples)
+    while refusal is not None:
+        run, refusal = _compared(run.without(refusal), needs_examples)
+    return run
 
 
-def _checked_run(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, RowOrder]:
-    (batch,) = run.problem.args
+def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | None]:
+    """The run as far as it was compared: at two examples, where a batch can be split; and what is
+    wrong."""
+    (batch,) = run.recording.problem.args
     # at two examples the check costs little
-    small, mismatch = first_examples(batch, 2), None
-    checked: RowOrder | None = None
-    if small is not None:
-        # whatever two examples alone run into, the whole batch decides
-        with suppress(Exception), preserve_random_state():
-            few = run.rerun(small)
-            few.check(needs_examples)
-            order = few.row_order()
-            if run.expanded and not order.expand:
-                run = run.rerun(batch, order)
-            run.set_row_order(order)
-            if few.expanded == run.expanded:
-                mismatch = few.first_mismatch(run) if needs_examples else None
-                if mismatch is None:
-                    checked = order
-        if mismatch is not None:
+    small = first_examples(batch, 2)
+    both = None if small is None else attempted(partial(_at_two, run, small, needs_examples))
+    if both is not None:
+        few, run = both
+        if few.recording.expanded == run.recording.expanded:
+            mismatch = _first_mismatch(few, run) if needs_examples else None
+            if mismatch is None:
+                return compare_selected_rows(run, needs_examples)
             leaves = [r.leaf for r in (mismatch.weight, mismatch.bias) if r]
-            raise Unexplained(unlike_rows(mismatch, run.examples), leaves)
-        if checked is not None:
-            run.check_if_rows_selected(needs_examples)
-            return run, checked._replace(time_first=run.time_first(), separable=run.separable)
-    run.check(needs_examples)
-    order = run.row_order()
-    if run.expanded and not order.expand:
-        run = run.rerun(batch, order)
-        run.check(needs_examples)
-    return run, order
+            return run, Refusal(unlike_rows(mismatch, run.examples), frozenset(leaves))
+    time_first, refusal = compare(run, needs_examples)
+    if refusal is None and not _expands_alike(run):
+        run = run.rerun(batch, RowOrder(expand=False))
+        time_first, refusal = compare(run, needs_examples)
+    return run.reread(time_first=time_first), refusal
+
+
+def _at_two(run: ModelRun, small: Any, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
+    """The run at two examples, and that of the batch with its order; None where the batch decides."""
+    few = run.rerun(small)
+    if uncovered(few) is not None:
+        return None
+    time_first, refusal = compare(few, needs_examples)
+    if refusal is not None:
+        return None
+    if run.recording.expanded and not _expands_alike(few):
+        (batch,) = run.recording.problem.args
+        run = run.rerun(batch, RowOrder(expand=False))
+    return few, run.reread(time_first=time_first)
+
+
+def _expands_alike(run: ModelRun) -> bool:
+    """Whether the outputs are those of a run in which nothing is expanded."""
+    if not run.recording.expanded:
+        return True
+    problem, metric = run.recording.problem, run.options.metric
+    with preserve_random_state():
+        others = record(problem, metric, False).outputs
+    pairs = zip(run.recording.outputs, others, strict=True)
+    return all(agree(a, b, SUMS) for a, b in pairs)
+
+
+def _first_mismatch(few: ModelRun, run: ModelRun) -> LayerCall | None:
+    """The first call that has more or fewer rows of an example than at a few examples."""
+    for a, b in zip_longest(few.calls, run.calls):
+        if a is None or b is None:
+            return b or run.calls[-1]
+        if a.rows * run.examples != b.rows * few.examples:
+            return b
+    return None
 
 
 def layers_of(calls: Sequence[LayerCall], joint_bias: bool) -> list[Layer]:
