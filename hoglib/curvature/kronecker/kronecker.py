@@ -40,7 +40,7 @@ class BlockLayout(NamedTuple):
     @property
     def regions(self) -> list[Region]:
         """The weight and the bias, those that there are."""
-        return [region for region in (self.weight, self.bias) if region is not None]
+        return list(filter(None, (self.weight, self.bias)))
 
     @property
     def first(self) -> Region:
@@ -51,9 +51,10 @@ class BlockLayout(NamedTuple):
     def widths(self) -> list[int]:
         """How many columns of V each of the regions has."""
         role = self.role
-        of_bias = role.into if role.matrix == "diagonal" else 1
         rows = role.groups * role.out if role.matrix == "elementwise" else 1
-        return [role.into * rows if one is self.weight else of_bias for one in self.regions]
+        widths = [] if self.weight is None else [role.into * rows]
+        of_bias = role.into if role.matrix == "diagonal" else 1
+        return widths if self.bias is None else [*widths, of_bias]
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -113,7 +113,7 @@ class FactorSums(BlockSums):
                     continue
                 rows = waiting[layer.layout]
                 rows += _output_rows(layer, gradients, run, expand)
-                if sum(x.numel() for x in rows) >= SQUARED_AT_ONCE:
+                if sum(map(Tensor.numel, rows)) >= SQUARED_AT_ONCE:
                     self._add_outputs(layer.layout, rows, share)
         for layout, rows in waiting.items():
             self._add_outputs(layout, rows, share)
@@ -199,8 +199,9 @@ def _mirror_triangle(total: Tensor) -> None:
 def _column_ranges(total: Tensor) -> list[tuple[int, int]]:
     """Ranges of the columns of a square. On a GPU one large product is faster than parts of it."""
     size = total.shape[-1]
-    count = PARTS if size >= LARGE and total.device.type == "cpu" else 1
-    ends = [round(i * size / count) for i in range(count + 1)]
+    if size < LARGE or total.device.type != "cpu":
+        return [(0, size)]
+    ends = [round(i * size / PARTS) for i in range(PARTS + 1)]
     return list(pairwise(ends))
 
 

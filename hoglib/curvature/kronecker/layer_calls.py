@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from itertools import chain, product
+from itertools import product
 from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
@@ -292,8 +292,16 @@ class LayerRecorder(TorchFunctionMode):
         return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
 
     def _used(self, args: Any, kwargs: Any) -> list[Use]:
-        given = [x if isinstance(x, list | tuple) else (x,) for x in (*args, *kwargs.values())]
-        return [use for part in chain(*given) if (use := self.use(part)) is not None]
+        leaves, derived = (
+            self._leaves,
+            self._derived,
+        )  # of each call of torch: no call for each argument
+        found = []
+        for x in (*args, *kwargs.values()):
+            for part in x if isinstance(x, list | tuple) else (x,):
+                if use := leaves.get(id(part)) or derived.get(id(part)):
+                    found.append(use)
+        return found
 
     def _record_view_or_use(self, func: Any, used: Sequence[Use], result: Any) -> None:
         """Keep views of whole rows, in their order; note another use of a parameter."""

@@ -482,12 +482,11 @@ def uncovered(run: ModelRun) -> Refusal | None:
             uses.setdefault(region.leaf, []).append(region)
     wrong: list[int] = []
     for number, leaf in enumerate(run.recording.leaves):
-        if number in run.unexplained:
-            continue
-        regions = sorted(uses.get(number, ()))
-        ends = [0, *[region.stop for region in regions]]
-        starts = [*[region.start for region in regions], len(leaf) if leaf.dim() else 1]
-        if number in run.recording.other_uses or starts != ends:
+        end, regions = 0, sorted(uses.get(number, ()))
+        for region in regions:
+            end = region.stop if region.start == end else -1
+        covered = end == (len(leaf) if leaf.dim() else 1)
+        if number not in run.unexplained and (number in run.recording.other_uses or not covered):
             wrong.append(number)
     if not wrong:
         return None
