@@ -547,6 +547,82 @@ def test_experts(signs):
     ghosts(loss, params, batch)
 
 
+def routed(stacked, always):
+    """A linear model of two experts; each example is given to one of them, by the sign of a feature."""
+
+    def run(net, x):
+        out = x.new_zeros(len(x), 2)
+        for i, sign in enumerate((-1, 1)):
+            rows = (x[:, 0].sign() == sign).nonzero()[:, 0]
+            if always or len(rows):
+                expert = (
+                    net.experts[i](x[rows])
+                    if not stacked
+                    else F.linear(x[rows], net.W[i], net.b[i])
+                )
+                out = out.index_add(0, rows, expert)
+        return out
+
+    if stacked:
+        own = {"W": nn.Parameter(torch.randn(2, 2, 3)), "b": nn.Parameter(torch.randn(2, 2))}
+    else:
+        own = {"experts": nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])}
+    return Fn(run, **own)
+
+
+def routed_problem(stacked=False, always=False):
+    torch.manual_seed(1)
+    loss, x = hog.functional_loss(routed(stacked, always).double(), F.mse_loss), draw(8, 3)
+    x[:, 0] = x[:, 0].abs() * torch.tensor([1, 1, 1, -1, -1, 1, -1, 1])
+    return loss, hog.trainable_params(loss.model), (x, draw(8, 2, seed=1))
+
+
+# where a batch ends -> the options by which each expert has rows of whole batches, or of some examples
+CUTS = {
+    "left out of the first batch": ([3, 8], [{}, {"joint_bias": False}, {"unsupported": "diagonal"}]),
+    "left out of the last batch": ([7, 8], [{}, {"unsupported": "diagonal", "eigenvalue_corrected": True}]),
+    "whole batches": ([3, 5, 6, 7, 8], [{}, {"eigenvalue_corrected": True}, {"approximation": "reduce"}, {"unsupported": "diagonal"}]),
+}  # fmt: skip
+
+
+@rows("always", [False, True], ids=["not called", "called without examples"])
+@rows("stacked", [False, True], ids=["layers", "one parameter"])
+@rows("cut", CUTS)
+def test_experts_that_a_batch_leaves_out(cut, stacked, always):
+    """Their factors are those of the batches that call them: exact for a linear model."""
+    loss, params, (x, y) = routed_problem(stacked, always)
+    ends, every = CUTS[cut]
+    data = [(x[a:b], y[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
+    G = hog.GGNOperator(loss, params, data).to_dense()
+    for options in every:
+        K = hog.KFACOperator(loss, params, data, **options).update()
+        found = K.to_dense()
+        assert_close(found, torch.where(found == 0, 0, G))
+        assert_close(K.diagonal(), G.diagonal())
+        if not options:  # in whatever batches
+            assert_close(found, hog.KFACOperator(loss, params, (x, y)).to_dense())
+    K = hog.KFACOperator(loss, params, data)
+    g = rows_of(loss, params, (x, y))
+    scores = hog.influence(loss, params, data, (x, y), damping=0.1, solver="kfac")
+    assert_close(scores, -g @ K.solve(g.T, damping=0.1))
+    ghosts(loss, params, data[0])
+
+
+def test_factors_of_experts_are_sums_over_the_batches_that_call_them():
+    """By hand: A is a mean over the rows of all batches, G a sum."""
+    loss, params, (x, y) = routed_problem()
+    data = [(x[:3], y[:3]), (x[3:], y[3:])]
+    found = {
+        block.layout.first.leaf: block for block in hog.KFACOperator(loss, params, data).blocks()
+    }
+    for leaf, sign in ((0, -1), (2, 1)):
+        a = torch.cat([x, torch.ones(8, 1, dtype=F64)], 1)[x[:, 0].sign() == sign]
+        block = found[leaf]
+        assert_close(block.A[0], a.T @ a / len(a))
+        # of the mean over 8 examples of 2 outputs: 2 / 16 for each row and output
+        assert_close(block.G[0], len(a) / 8 * torch.eye(2, dtype=F64))
+
+
 class NextWord(nn.Module):
     """A language model that predicts the next word."""
 
@@ -658,6 +734,14 @@ def test_functions_of_the_matrix():
     assert_close(K.sqrt() @ (K.sqrt() @ draw(len(dense), 2)), K @ draw(len(dense), 2))
     assert_close(K.eigenvalues(), torch.linalg.eigvalsh(dense), atol=1e-12, rtol=1e-7)
     assert_close(damped.inverse().sqrt().trace(), torch.linalg.eigvalsh(damped.to_dense()).rsqrt().sum())  # fmt: skip
+    for corrected in (False, True):  # zeros, where the eigenvalues of the dense matrix are rounding
+        one = loss, params, tuple(t[:1] for t in batch)
+        singular = hog.KFACOperator(*one, eigenvalue_corrected=corrected)
+        for S in (singular, singular.damped(0.0), 2 * singular):
+            assert S.logdet() == -torch.inf
+        assert singular.damped(1e-30).logdet().isfinite()
+        with pytest.raises(hog.errors.NotPositiveDefiniteError, match=r"-0\.5; add damping"):
+            singular.damped(-0.5).logdet()
     with pytest.raises(hog.errors.NotPositiveDefiniteError, match="damping > 0"):
         K.inverse()
     with pytest.raises(hog.errors.ArgumentValueError, match="eigenvalues of its own"):
@@ -863,6 +947,44 @@ def test_what_is_refused(name):
             hog.KFACOperator(K._loss, params, (x, y)).update()
 
 
+def in_turns(few, *shape):
+    """A second layer, in whose place few(p, x) is called in batches of up to three examples."""
+
+    def run(net, x):
+        return net.layer(x) + (F.linear(x, net.p) if len(x) > 3 else few(net.p, x))
+
+    return lambda: Fn(run, p=nn.Parameter(torch.randn(3, 3)), layer=nn.Linear(3, 3))
+
+
+UNCALLED = {
+    "never called": (shared(lambda net, x: net.layer(x), (3, 3)), "which no such layer uses"),
+    "rows that are never called": (shared(lambda net, x: net.layer(x + net.p[:1]), (2, 3)), "every row of params"),
+    "a Function, where no layer is called": (in_turns(lambda p, x: x @ ClassicCube.apply(p)), "a custom Function uses it"),
+    "another use in a later batch": (in_turns(lambda p, x: x * F.layer_norm(p, (3,))[0]), "which layer_norm in Fn uses"),
+    "another layer in a later batch": (in_turns(lambda p, x: F.embedding(torch.arange(len(x)), p)), "in the same way in every batch"),
+}  # fmt: skip
+
+
+@rows("name", UNCALLED)
+def test_layers_that_no_batch_calls_and_other_uses_are_refused(name):
+    """With unsupported="diagonal" they have exact diagonals, from the first batch on."""
+    make, message = UNCALLED[name]
+    torch.manual_seed(1)
+    loss = hog.functional_loss(make().double(), F.cross_entropy)
+    params, x = hog.trainable_params(loss.model), draw(7, 3)
+    batches = [(x[:4], LABELS[:4]), (x[4:], LABELS[:3])]
+    with pytest.raises(hog.errors.UnsupportedError, match=message) as told:
+        hog.KFACOperator(loss, params, batches).update()
+    assert type(told.value) is hog.errors.UnsupportedError
+    if "another layer" in name:
+        return
+    K = hog.KFACOperator(loss, params, batches, unsupported="diagonal").update()
+    each = [len(y) / 7 * diagonal_of_gauss_newton(loss, params, x, y) for x, y in batches]
+    own = slice(0, params["p"].numel())
+    assert_close(K.to_dense()[own, own], sum(each)[own].diag())
+    assert "exact diagonals of p)" in repr(K)
+
+
 def test_a_criterion_of_many_outputs_has_to_be_known():
     loss = hog.functional_loss(nn.Linear(3, 3000), lambda y, t: F.cross_entropy(y, t))
     data = torch.ones(40, 3), torch.arange(40)
@@ -933,8 +1055,13 @@ def test_unsupported_in_optimizers_and_influence():
     turns = lambda net, x: net.layer(x * net.p) if len(x) > 3 else F.linear(x, net.layer.weight * net.p)  # noqa: E731  # fmt: skip
     loss = hog.functional_loss(shared(turns, (3,))(), F.cross_entropy)
     batches = [(draw(n, 3).float(), LABELS[:n]) for n in (4, 2)]
+    given = loss, hog.trainable_params(loss.model), batches
     with pytest.raises(hog.errors.UnsupportedError, match="got params"):
-        hog.KFACOperator(loss, hog.trainable_params(loss.model), batches, **options).update()
+        hog.KFACOperator(*given).update()
+    K = hog.KFACOperator(*given, **options).update()  # in a second pass
+    exact = hog.GGNOperator(*given).to_dense().diagonal()
+    assert_close(K.diagonal()[:12], exact[:12])
+    assert "exact diagonals of p, layer.weight" in repr(K)
 
 
 def test_gradients_are_preconditioned_in_place():

@@ -317,7 +317,8 @@ def _layer_by_layer(
         with torch.no_grad():
             shape = [count] * (2 if pairs else 1)
             total = torch.zeros(shape, dtype=run.dtype, device=run.device)
-            for layer in run.layers:
+            # an expert may be called with none of the examples
+            for layer in (one for one in run.layers if any(call.rows for call in one.calls)):
                 total += _products(layer, gradients, run, pairs)
     return total.to(space.dtype)
 

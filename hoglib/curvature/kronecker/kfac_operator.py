@@ -1,6 +1,6 @@
 """Kronecker-factored approximations of the Gauss-Newton and Fisher matrices, over data."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -37,6 +37,7 @@ from hoglib.curvature.kronecker.model_run import (
     ModelRun,
     RowOrder,
     checked_run,
+    fill,
     with_selected_rows,
 )
 from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
@@ -128,7 +129,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     than that of features, as of queries, they are embeddings of which all rows are used. Where a weight
     is a function of each element of a parameter, as W * mask, the block is the exact diagonal. A layer
     that is called twice, or shares its weight with another, has one block, of the rows of all its
-    calls. At the first batch the gradient that the layers give is compared with autograd's. Any other
+    calls. A batch that does not call a layer, as an expert that is given none of its examples, has no
+    part in its factors. At the first batch the gradient that the layers give is compared with
+    autograd's. Any other
     use of a parameter is refused by name, or with ``unsupported="diagonal"`` the parameter has the
     exact diagonal of its block, from the gradients of single examples (LSTM and GRU, tied embeddings,
     parametrized weights, custom Functions): for each column a pass of the model over the examples by
@@ -236,8 +239,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         """
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
         with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
-            factors = FactorSums()
-            weight = self._sum.weight(self._pass(factors))
+            factors, weight = self._factor_sums()
+            raises = self._factors.unsupported == "raise"
+            left = fill(type(self).__name__, self.space, factors.layouts(), raises)
+            self._include(factors, left)
             if sum(prod(layout.sizes) for layout in factors.sums) != self.space.size:
                 raise errors.UnsupportedError(
                     f"{type(self).__name__}: expected a model that uses a parameter in the same way in "
@@ -252,10 +257,26 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             if self._corrected:
                 with self.space.raise_in_all(type(self).__name__):
                     blocks = by_eigenvectors(blocks)
-                blocks = self.corrected(blocks)
+                blocks = [_without_rounding(block) for block in self.corrected(blocks)]
         self._blocks, self._error = blocks, None
         self.computed_at = sums_and_norms(self.space.leaves())
         return self
+
+    def _factor_sums(self) -> tuple[FactorSums, float]:
+        """The sums over the data and their weight; where a layer is left to single examples in a later
+        batch only, in a second pass, in which it is from the first one on."""
+        factors = FactorSums()
+        weight = self._sum.weight(self._pass(factors))
+        alone = {one.first.leaf for one in factors.sums if one.role.name == EXACT_DIAGONAL}
+        layers = (one for one in factors.sums if one.role.name != EXACT_DIAGONAL)
+        if not any(region.leaf in alone for one in layers for region in one.regions):
+            return factors, weight
+        assert self.row_order is not None
+        unexplained = self.row_order.unexplained | alone
+        met = {one for one in self.row_order.met if not any(r.leaf in alone for r in one.regions)}
+        self.row_order = self.row_order._replace(unexplained=unexplained, met=frozenset(met))
+        again = FactorSums()
+        return again, self._sum.weight(self._pass(again))
 
     def corrected(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The diagonal of the matrix in the basis of eigenvectors, in a pass over the data.
@@ -280,7 +301,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             return blocks
         shared = FactorSums()
         kronecker = [layout for layout in self._layouts if layout.role.matrix == "kronecker"]
-        shared.include(kronecker, torch.promote_types(self.dtype, torch.float32), self.device)
+        self._include(shared, kronecker)
         others = [block for block in blocks if block.layout not in shared.sums]
         for block in blocks:
             vectors = shared.sums.get(block.layout, {})
@@ -293,6 +314,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             others.append(KroneckerBlock(layout, A if A.dim() == 3 else None, vectors["G"]))
         return sorted(others, key=lambda block: block.layout.first)
 
+    def _include(self, sums: BlockSums, layouts: Iterable[BlockLayout]) -> None:
+        """Zeros for the blocks that are not there."""
+        sums.include(layouts, torch.promote_types(self.dtype, torch.float32), self.device)
+
     def _add_up(self, sums: BlockSums) -> None:
         """The sums over the processes that share the parameters."""
         if self.space.placement.is_sharded:
@@ -304,11 +329,15 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
 
+        def include_known() -> None:
+            # also of layers that no batch of this pass has called
+            self._include(sums, () if self.row_order is None else self.row_order.met)
+
         @cache
         def total() -> Tensor:
-            dtype = torch.promote_types(self.dtype, torch.float32)
+            include_known()
             for layouts in self._sum.batches.processes.gather(list(sums.sums)):
-                sums.include(layouts, dtype, self.device)
+                self._include(sums, layouts)
             return sums.pack().to(self.device)
 
         read, draws, placement = None, Draws(self._sum.at), self.space.placement
@@ -331,6 +360,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         once = compared and self._blocks is None and not self._corrected
         also = [draws] if once else []
         totals = self._sum.fold(visit, total, first_order=True, also=also)
+        include_known()
         if not self._sum.alone:
             sums.unpack(total())
         self._add_up(sums)
@@ -366,10 +396,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         if (first or value.device.type == "cpu") and not bool(value.isfinite()):
             return value
         if not expanded:
-            run = (checked_run if first else with_selected_rows)(run, self.by_example)
-        if first:
-            self.row_order = run.order
-        sums.add(run, share, run.examples)
+            new = first or run.has_new_layers()
+            run = (checked_run if new else with_selected_rows)(run, self.by_example)
+        if self.row_order is None or run.has_new_layers():
+            self.row_order = run.order_of_all(self.row_order)
+        sums.add(run, share)
         return value
 
     @contextmanager
@@ -592,6 +623,14 @@ def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
             )
         regions.append(None if place is None else Region(names.index(place[0]), *place[1:]))
     return BlockLayout(Role(*saved["role"]), *regions)
+
+
+def _without_rounding(block: KroneckerBlock) -> KroneckerBlock:
+    """The block with zeros for corrected eigenvalues that are squares of rounding."""
+    if block.layout.role.matrix != "kronecker" or block.values is None or not block.values.numel():
+        return block
+    rounding = torch.finfo(block.G.dtype).eps ** 2 * block.values.max()
+    return replace(block, values=block.values.where(block.values > rounding, 0))
 
 
 def _block_mask(layout: BlockLayout, space: Space) -> Tensor:

@@ -283,11 +283,7 @@ class KroneckerOperator(LinearOperator):
             # values are read once, a device is waited for each time
             damped = self._map(lambda values: values + number, checked=False)
             values = damped._values(damped.blocks())
-            ends = values.new_full((2,), -inf)  # of no blocks
-            if len(values):
-                ends = torch.stack([-values.min(), values.abs().max()])
-            opposite, largest = self.space.placement.reduce(ends, "MAX").tolist()
-            lowest = -opposite
+            lowest, largest = self._ends(values)
             rounding = 0.0 if number else torch.finfo(values.dtype).eps * largest
             check_invertible(lowest, number, rounding)
             if not isfinite(largest):
@@ -341,10 +337,29 @@ class KroneckerOperator(LinearOperator):
         nothing = torch.empty(0, dtype=self._dtype, device=self.device)
         return torch.cat([nothing, *(not_none(block.values).reshape(-1) for block in blocks)])
 
+    def _ends(self, values: Tensor) -> tuple[float, float]:
+        """The smallest eigenvalue of all processes, and the largest magnitude."""
+        ends = values.new_full((2,), -inf)  # of no blocks
+        if len(values):
+            ends = torch.stack([-values.min(), values.abs().max()])
+        opposite, largest = self.space.placement.reduce(ends, "MAX").tolist()
+        return -opposite, largest
+
     def logdet(self) -> Tensor:  # type: ignore[override]
-        """The logarithm of the determinant, a scalar: -inf for a singular matrix, nan where it is
-        negative."""
-        return self.space.all_sum(self._eigenvalues().double().log().sum()).to(self.dtype)
+        """The logarithm of the determinant, a scalar: -inf for a matrix that is singular.
+
+        Raises:
+            NotPositiveDefiniteError: for an eigenvalue that is negative, beyond rounding.
+        """
+        values = self._eigenvalues()
+        lowest, largest = self._ends(values)
+        if lowest < -torch.finfo(values.dtype).eps * largest:
+            raise NotPositiveDefiniteError(
+                "logdet: expected a positive semi-definite matrix, got one with the eigenvalue "
+                f"{lowest:.3g}; add damping, `A.damped(...)`."
+            )
+        total = values.double().clamp(min=0).log().sum()
+        return self.space.all_sum(total).to(self.dtype)
 
     def trace(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False

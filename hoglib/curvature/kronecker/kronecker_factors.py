@@ -48,8 +48,8 @@ class BlockSums(ABC):
         self.sums: dict[BlockLayout, dict[str, Tensor]] = {}
 
     @abstractmethod
-    def add(self, run: ModelRun, share: float, weight: float) -> None:
-        """Add those of a batch: what is linear in the inputs by weight, in the outputs by share."""
+    def add(self, run: ModelRun, share: float) -> None:
+        """Add those of a batch; share is the factor of its outputs' matrix."""
 
     def layouts(self) -> list[BlockLayout]:
         """Those of the blocks, in the order of the parameters."""
@@ -91,14 +91,14 @@ class BlockSums(ABC):
 class FactorSums(BlockSums):
     """A and G of every block, summed over batches."""
 
-    def add(self, run: ModelRun, share: float, weight: float) -> None:
-        """Add those of a batch: weight times A, and share times G."""
+    def add(self, run: ModelRun, share: float) -> None:
+        """Add those of a batch: A as a sum over rows, which are counted, and share times G."""
         expand = run.options.approximation == "expand"
         layouts = [*(layer.layout for layer in run.layers), *run.unexplained.values()]
         self.include(layouts, run.dtype, run.device)
         for layer in run.layers:
             if layer.layout.role.matrix == "kronecker":
-                self._add_inputs(layer, run, weight, expand)
+                self._add_inputs(layer, run, expand)
         # rows of several columns at once: thousands of small squares one by one are lost in float32
         waiting: dict[BlockLayout, list[Tensor]] = {layer.layout: [] for layer in run.layers}
         for gradients in run.columns():
@@ -126,24 +126,25 @@ class FactorSums(BlockSums):
                 shapes = _factor_shapes(layout).items()
                 self.sums[layout] = {name: like.new_zeros(shape) for name, shape in shapes}
 
-    def _add_inputs(self, layer: Layer, run: ModelRun, weight: float, expand: bool) -> None:
+    def _add_inputs(self, layer: Layer, run: ModelRun, expand: bool) -> None:
+        # batches have unlike numbers of rows: of an expert those of the examples that it is given
         sums = self.sums[layer.layout]
-        sums["count"] += weight
         if is_embedding(layer):
             at = torch.cat([call.inputs()[0, :, 0] for call in layer.calls])
             seen = at[at >= 0]
             # A is diagonal: how often each row of the table is used
-            ones = torch.full_like(seen, weight / max(len(at), 1), dtype=run.dtype)
-            sums["A"][0].index_add_(0, seen, ones)
+            sums["A"][0].index_add_(0, seen, torch.ones_like(seen, dtype=run.dtype))
+            sums["count"] += len(at)
             return
         if expand:
             rows = [input_rows(layer, call, run.dtype) for call in layer.calls]
-            total = sum(a.shape[1] for a in rows)
-            for a in rows:
-                _add_square(sums["A"], a, weight / max(total, 1))
-        else:
-            mean = mean_inputs(layer, run.examples, run.dtype, run.device)
-            _add_square(sums["A"], mean, weight / max(run.examples, 1))
+        elif any(call.rows for call in layer.calls):
+            rows = [mean_inputs(layer, run.examples, run.dtype, run.device)]
+        else:  # an expert that is called with none of the examples
+            rows = []
+        for a in rows:
+            _add_square(sums["A"], a, 1.0)
+            sums["count"] += a.shape[1]
 
     def _add_outputs(self, layout: BlockLayout, rows: list[Tensor], share: float) -> None:
         name = "A" if layout.role.matrix == "diagonal" else "G"
@@ -233,7 +234,7 @@ class EigenvalueSums(BlockSums):
             if layout.role.matrix == "kronecker"
         }
 
-    def add(self, run: ModelRun, share: float, weight: float) -> None:
+    def add(self, run: ModelRun, share: float) -> None:
         layers = [layer for layer in run.layers if layer.layout in self.sums]
         inputs = {layer.layout: self._rotated_inputs(layer, run) for layer in layers}
         for gradients in run.columns():

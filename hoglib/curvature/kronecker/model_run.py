@@ -39,6 +39,7 @@ from hoglib._core.substrate.autograd import (
     translate_errors,
     without_graph,
 )
+from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.torch_modes import plain_operations
 from hoglib.curvature.algebra.vector_space import Space
@@ -218,14 +219,16 @@ class RowOrder(NamedTuple):
     Attributes:
         time_first: The calls of which positions come before examples.
         expand: Embeddings that are computed once for all examples are taken as one of each.
-        unexplained: The leaves whose gradients are not those of layers; None where any may be.
+        unexplained: The leaves whose gradients are not those of layers.
         separable: Whether an example by itself may show these.
+        met: The blocks of the layers that were called so far, and compared with autograd.
     """
 
     time_first: frozenset[CallPlace] = frozenset()
     expand: bool = True
-    unexplained: frozenset[int] | None = None
+    unexplained: frozenset[int] = frozenset()
     separable: bool = True
+    met: frozenset[BlockLayout] = frozenset()
 
 
 DEFAULT_ORDER = RowOrder()
@@ -309,11 +312,12 @@ class ModelRun:
         self, recording: Recording, space: Space, options: FactorOptions, order: RowOrder
     ) -> None:
         self.recording, self.space, self.options, self.order = recording, space, options, order
-        self.examples, own = recording.examples, order.unexplained or frozenset()
+        self.examples, own = recording.examples, order.unexplained
         self.calls = _read(recording.calls, own, order.time_first)
         self.layers = layers_of(self.calls, options.joint_bias)
         # their blocks are exact diagonals, by single examples
-        self.unexplained = {i: _exact_diagonal(i, recording.leaves[i]) for i in sorted(own)}
+        parts = ((i, recording.leaves[i]) for i in sorted(own))
+        self.unexplained = {i: exact_diagonal(Region.of_all(i, p), p) for i, p in parts}
         # whether an example by itself may have the outputs that it has in the batch
         self.separable = order.separable
         # accumulate in float32 at least
@@ -330,9 +334,7 @@ class ModelRun:
         refusal = uncovered(run)
         if refusal is None:
             return run
-        if options.unsupported == "raise" or order.unexplained is not None:
-            raise UnsupportedError(refusal.message)
-        return cls(recording, space, options, order._replace(unexplained=refusal.leaves))
+        return run.without(refusal)
 
     def reread(self, **changes: Any) -> "ModelRun":
         """The same recording read otherwise, with what was found of single examples."""
@@ -362,15 +364,25 @@ class ModelRun:
         separable = self.separable and bool(more)
         return self.reread(time_first=frozenset(), unexplained=leaves, separable=separable)
 
-    def refusal(self, text: str, leaves: Iterable[int]) -> Refusal:
-        """A refusal of these leaves, with the advice to leave them out."""
-        found, names = list(leaves), pytree.paths(self.space.params)
-        given = ", ".join(repr(names[i]) for i in found)
-        advice = (
-            f"leave out all of these: `{{n: p for n, p in params.items() if n not in [{given}]}}`."
-        )
-        caller = self.recording.problem.policy.caller
-        return Refusal(f"{caller}: {text}{advice}", frozenset(found))
+    def has_new_layers(self) -> bool:
+        """Whether layers are called that no batch before has called."""
+        return any(layer.layout not in self.order.met for layer in self.layers)
+
+    def order_of_all(self, before: RowOrder | None) -> RowOrder:
+        """The order of this run, and of the layers that it does not call that of earlier ones."""
+        time_first, met = self.order.time_first, frozenset(layer.layout for layer in self.layers)
+        if before is not None:
+            own = [region for layout in met for region in layout.regions]
+            own += [layout.first for layout in self.unexplained.values()]
+            met |= {one for one in before.met if not any(map(partial(_overlap, one), own))}
+            time_first |= before.time_first
+        return self.order._replace(time_first=time_first, met=met)
+
+    def refusal(self, text: str, named: Iterable[int], leaves: Iterable[int] = ()) -> Refusal:
+        """A refusal of leaves, with the advice to leave out those that are named."""
+        caller, found = self.recording.problem.policy.caller, list(named)
+        message = f"{caller}: {text}{_leave_out(self.space, found)}"
+        return Refusal(message, frozenset(leaves or found))
 
     def outputs_of_an_example(self) -> int:
         """How many numbers the outputs of an example have, those of all its positions."""
@@ -468,43 +480,112 @@ def _places(calls: Sequence[LayerCall]) -> list[CallPlace]:
     return found
 
 
-def _exact_diagonal(number: int, leaf: Tensor) -> BlockLayout:
-    role = Role(EXACT_DIAGONAL, "elementwise", into=leaf.numel())
-    return BlockLayout(role, Region.of_all(number, leaf), None)
+def exact_diagonal(region: Region, leaf: Tensor) -> BlockLayout:
+    """The block of rows of a parameter whose matrix is an exact diagonal."""
+    numbers = leaf.shape[1:].numel() * (region.stop - region.start)
+    return BlockLayout(Role(EXACT_DIAGONAL, "elementwise", into=numbers), region, None)
+
+
+def _overlap(layout: BlockLayout, region: Region) -> bool:
+    """Whether rows of a region are in a block."""
+    own = (r for r in layout.regions if r.leaf == region.leaf)
+    return any(r.start < region.stop and region.start < r.stop for r in own)
+
+
+def untiled(leaves: Vector, layouts: Iterable[BlockLayout]) -> dict[int, list[Region]]:
+    """The leaves of which not each row is in one block, with the regions of theirs that are."""
+    uses: list[list[Region]] = [[] for _ in leaves]
+    for layout in layouts:
+        for region in layout.regions:
+            uses[region.leaf].append(region)
+    found = {}
+    for number, (leaf, regions) in enumerate(zip(leaves, uses, strict=True)):
+        end = 0
+        for region in sorted(regions):
+            end = region.stop if region.start == end else -1
+        if end != (len(leaf) if leaf.dim() else 1):
+            found[number] = sorted(regions)
+    return found
+
+
+def gaps(number: int, leaf: Tensor, regions: Sequence[Region]) -> list[Region] | None:
+    """The rows of a leaf between sorted regions; None where these overlap."""
+    ends = [0, *[region.stop for region in regions]]
+    starts = [*[region.start for region in regions], len(leaf) if leaf.dim() else 1]
+    pairs = list(zip(ends, starts, strict=True))
+    if any(start < end for end, start in pairs):
+        return None
+    return [Region(number, end, start) for end, start in pairs if end < start]
 
 
 def uncovered(run: ModelRun) -> Refusal | None:
-    """The parameters, or rows of them, that no layer uses, or more than one."""
-    known = "parameters of linear, convolutional, embedding and normalization layers"
-    uses: dict[int, list[Region]] = {}
-    for layer in run.layers:
-        for region in layer.layout.regions:
-            uses.setdefault(region.leaf, []).append(region)
-    wrong: list[int] = []
-    for number, leaf in enumerate(run.recording.leaves):
-        end, regions = 0, sorted(uses.get(number, ()))
-        for region in regions:
-            end = region.stop if region.start == end else -1
-        covered = end == (len(leaf) if leaf.dim() else 1)
-        if number not in run.unexplained and (number in run.recording.other_uses or not covered):
-            wrong.append(number)
+    """The parameters, or rows of them, that no layer uses, or more than one.
+
+    A layer that this batch does not call, as an expert that is given none of the examples, has no part
+    in the graph, and so no gradient.
+    """
+    leaves, others = run.recording.leaves, run.recording.other_uses
+    left = untiled(leaves, [layer.layout for layer in run.layers])
+    both = sorted({*left, *others} - run.unexplained.keys())
+    if not both:
+        return None
+    reached = {id(leaf) for leaf in leaf_tensors(run.recording.outputs)}
+    known = {region.leaf for layout in run.order.met for region in layout.regions}
+
+    def is_wrong(i: int) -> bool:
+        if i in others or gaps(i, leaves[i], left[i]) is None:
+            return True
+        # of rows the gradient is compared, before the others may have an exact diagonal
+        apart = run.options.unsupported == "raise" or i in known
+        return not apart if left[i] else id(leaves[i]) in reached
+
+    wrong = [i for i in both if is_wrong(i)]
     if not wrong:
         return None
-    first = f"params[{pytree.paths(run.space.params)[wrong[0]]!r}]"
-    if other := run.recording.other_uses.get(wrong[0]):
-        text = f"{known}, got {first}, which {other} uses"
-    elif wrong[0] not in uses:
-        text = (
-            f"{known}, got {first}, which no such layer uses: the loss does not depend on it, or a "
-            "custom Function uses it"
+    why = _not_by_layers(run.space, wrong[0], left.get(wrong[0], ()), others.get(wrong[0]))
+    return run.refusal(why, both, wrong)
+
+
+def _not_by_layers(space: Space, leaf: int, regions: Sequence[Region], other: str | None) -> str:
+    known = "parameters of linear, convolutional, embedding and normalization layers"
+    name = f"params[{pytree.paths(space.params)[leaf]!r}]"
+    if other:
+        return f"expected {known}, got {name}, which {other} uses; "
+    if not regions:
+        return (
+            f"expected {known}, got {name}, which no such layer uses: the loss does not depend on it, "
+            "or a custom Function uses it; "
         )
-    else:
-        found = listing([f"{r.start} to {r.stop}" for r in sorted(uses[wrong[0]])])
-        text = (
-            f"every row of {first} to be used by one kind of layer, got rows {found} used by layers of "
-            "different kinds (an embedding tied to the output layer, for instance)"
-        )
-    return run.refusal(f"expected {text}; ", wrong)
+    found = listing([f"{r.start} to {r.stop}" for r in regions])
+    return (
+        f"expected every row of {name} to be used by one kind of layer, got rows {found} used by "
+        "layers of different kinds (an embedding tied to the output layer, for instance); "
+    )
+
+
+def fill(
+    caller: str, space: Space, layouts: Sequence[BlockLayout], raises: bool
+) -> list[BlockLayout]:
+    """Blocks of the parameters that no batch has used, whose matrix is zero; with raises an error."""
+    leaves = pytree.leaves(space.params)
+    left = {
+        i: between
+        for i, regions in untiled(leaves, layouts).items()
+        if (between := gaps(i, leaves[i], regions)) is not None
+    }
+    if left and raises:
+        first = next(iter(left))
+        own = [r for layout in layouts for r in layout.regions if r.leaf == first]
+        why = _not_by_layers(space, first, sorted(own), None)
+        raise UnsupportedError(f"{caller}: {why}{_leave_out(space, left)}")
+    return [exact_diagonal(region, leaves[i]) for i, parts in left.items() for region in parts]
+
+
+def _leave_out(space: Space, leaves: Iterable[int]) -> str:
+    """The advice, with the names of all parameters that are refused."""
+    names = pytree.paths(space.params)
+    given = ", ".join(repr(names[i]) for i in dict.fromkeys(leaves))
+    return f"leave out all of these: `{{n: p for n, p in params.items() if n not in [{given}]}}`."
 
 
 def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], Refusal | None]:
@@ -621,11 +702,10 @@ def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun
 
 
 def with_selected_rows(run: ModelRun, needs_examples: bool) -> ModelRun:
-    """The run of a later batch, by `compare_selected_rows`; raises where examples are not apart."""
+    """The run of a later batch, by `compare_selected_rows`; raises where examples are not apart, unless
+    these layers are left to single examples."""
     run, refusal = compare_selected_rows(run, needs_examples)
-    if refusal is not None:
-        raise UnsupportedError(refusal.message)
-    return run
+    return run if refusal is None else checked_run(run.without(refusal), needs_examples)
 
 
 def _halves(run: ModelRun) -> list[Tensor]:
@@ -703,7 +783,8 @@ def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | 
 def _at_two(run: ModelRun, small: Any, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
     """The run at two examples, and that of the batch with its order; None where the batch decides."""
     few = run.rerun(small)
-    if uncovered(few) is not None:
+    called = {layer.layout for layer in few.layers}
+    if uncovered(few) is not None or not called.issuperset(layer.layout for layer in run.layers):
         return None
     time_first, refusal = compare(few, needs_examples)
     if refusal is not None:
