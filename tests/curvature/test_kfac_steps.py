@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import hoglib as hog
 from hoglib.curvature import KFAC, NewtonCG
 from tests.curvature.problems import F64, draw
+from tests.curvature.test_kfac import routed_problem
 from tests.refused import refused
 from tests.rows import rows
 
@@ -118,6 +119,41 @@ def test_factors_are_averages():
     expected = (0.8 * 0.2 * blocks[0].A + 0.2 * blocks[1].A) / (1 - 0.8**2)
     stored = optimizer.state[params["0.weight"]]["0:20 A"] / (1 - 0.8**2)
     assert_close(stored, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_experts_that_batches_leave_out():
+    """A is averaged over the batches that call a layer; G is zero in the others."""
+    loss, params, (x, y) = routed_problem()
+    batches = [(x[:3], y[:3]), (x, y), (x[3:5], y[3:5]), (x[3:], y[3:])]
+    kinds = {"kind": "exact", "lr": 1e-9, "decay": 0.8, "rescale": False}
+    optimizer = KFAC(loss, damping=1.0, inverse_every=3, **kinds)
+    averages = {0: [0.0, False, 0.0], 2: [0.0, False, 0.0]}  # by leaf: A, whether there is one, G
+    for step, batch in enumerate(batches):
+        optimizer.step(batch)
+        for leaf, sign in ((0, -1), (2, 1)):
+            average = averages[leaf]
+            own = batch[0][batch[0][:, 0].sign() == sign]
+            a = torch.cat([own, torch.ones(len(own), 1, dtype=F64)], 1)
+            G = len(own) / len(batch[0]) * torch.eye(2, dtype=F64)
+            average[2] = 0.8 * average[2] + 0.2 * G
+            if len(own):
+                weight = 0.2 / (1 - 0.8 ** (step + 1)) if average[1] else 1.0
+                average[0] = (1 - weight) * average[0] + weight * a.T @ a / len(own)
+                average[1] = True
+    for leaf, name in ((0, "experts.0.weight"), (2, "experts.1.weight")):
+        stored, correction = optimizer.state[params[name]], 1 - 0.8**4
+        assert_close(stored["0:2 A"][0] / correction, averages[leaf][0])
+        assert_close(stored["0:2 G"][0] / correction, averages[leaf][2] / correction)
+    again = KFAC(loss, damping=1.0, inverse_every=3, **kinds)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = [p.detach().clone() for p in params.values()]
+    optimizer.step(batches[0])
+    moved = [p.detach().clone() for p in params.values()]
+    with torch.no_grad():
+        for p, value in zip(params.values(), before, strict=True):
+            p.copy_(value)
+    again.step(batches[0])
+    assert all(torch.equal(p, value) for p, value in zip(params.values(), moved, strict=True))
 
 
 @rows("options", [{}, {"method": "pi", "inverse_every": 3, "factors_every": 2}, {"rescale": False}], ids=["defaults", "seldom", "momentum"])  # fmt: skip

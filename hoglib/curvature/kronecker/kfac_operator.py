@@ -221,6 +221,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         self.by_example = self._corrected or approximation == "reduce" or unsupported != "raise"
         # how the calls of layers are read; None until the layers were compared with autograd
         self.row_order: RowOrder | None = None
+        # whether parameters that no batch uses have zeros, as the experts that an optimizer's batch is
+        # without; and the blocks of the others
+        self.leaves_out, self.called = False, frozenset[BlockLayout]()
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
         self.computed_at: Numbers | None = None  # values of the parameters, where they are known
@@ -240,9 +243,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         validation.refuse_transforms("KFACOperator", "compute it before, by `update()`.")
         with torch.inference_mode(False), torch.no_grad(), self._bar.over("factors"):
             factors, weight = self._factor_sums()
-            raises = self._factors.unsupported == "raise"
+            raises = self._factors.unsupported == "raise" and not self.leaves_out
             left = fill(type(self).__name__, self.space, factors.layouts(), raises)
             self._include(factors, left)
+            self.called = factors.called
             if sum(prod(layout.sizes) for layout in factors.sums) != self.space.size:
                 raise errors.UnsupportedError(
                     f"{type(self).__name__}: expected a model that uses a parameter in the same way in "
@@ -329,15 +333,19 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     def _pass(self, sums: BlockSums) -> PassTotals:
         """Add every batch to the sums, in all processes."""
 
-        def include_known() -> None:
-            # also of layers that no batch of this pass has called
-            self._include(sums, () if self.row_order is None else self.row_order.met)
+        @cache
+        def include_all() -> None:
+            own = list(sums.sums), [] if self.row_order is None else list(self.row_order.met)
+            every = self._sum.batches.processes.gather(own)
+            for called, _ in every:
+                self._include(sums, called)
+            sums.called = frozenset(sums.sums)
+            for _, met in every:  # in earlier passes
+                self._include(sums, met)
 
         @cache
         def total() -> Tensor:
-            include_known()
-            for layouts in self._sum.batches.processes.gather(list(sums.sums)):
-                self._include(sums, layouts)
+            include_all()
             return sums.pack().to(self.device)
 
         read, draws, placement = None, Draws(self._sum.at), self.space.placement
@@ -360,7 +368,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         once = compared and self._blocks is None and not self._corrected
         also = [draws] if once else []
         totals = self._sum.fold(visit, total, first_order=True, also=also)
-        include_known()
+        include_all()
         if not self._sum.alone:
             sums.unpack(total())
         self._add_up(sums)

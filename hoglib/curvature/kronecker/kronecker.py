@@ -47,6 +47,11 @@ class BlockLayout(NamedTuple):
         """Where it begins: at the weight, or at the bias of a block of a bias alone."""
         return self.weight or self.bias or Region(0, 0, 0)
 
+    def overlaps(self, region: Region) -> bool:
+        """Whether rows of a region are in the block."""
+        own = (r for r in self.regions if r.leaf == region.leaf)
+        return any(r.start < region.stop and region.start < r.stop for r in own)
+
     @property
     def widths(self) -> list[int]:
         """How many columns of V each of the regions has."""

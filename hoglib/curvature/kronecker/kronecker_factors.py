@@ -44,6 +44,8 @@ PARTS, LARGE = 4, 256  # of the columns of a square, and from how many on
 class BlockSums(ABC):
     """Tensors of every block, by name, that are summed over batches and processes."""
 
+    called: frozenset[BlockLayout] = frozenset()  # the blocks that some batch has a part in
+
     def __init__(self) -> None:
         self.sums: dict[BlockLayout, dict[str, Tensor]] = {}
 

@@ -374,7 +374,7 @@ class ModelRun:
         if before is not None:
             own = [region for layout in met for region in layout.regions]
             own += [layout.first for layout in self.unexplained.values()]
-            met |= {one for one in before.met if not any(map(partial(_overlap, one), own))}
+            met |= {one for one in before.met if not any(map(one.overlaps, own))}
             time_first |= before.time_first
         return self.order._replace(time_first=time_first, met=met)
 
@@ -484,12 +484,6 @@ def exact_diagonal(region: Region, leaf: Tensor) -> BlockLayout:
     """The block of rows of a parameter whose matrix is an exact diagonal."""
     numbers = leaf.shape[1:].numel() * (region.stop - region.start)
     return BlockLayout(Role(EXACT_DIAGONAL, "elementwise", into=numbers), region, None)
-
-
-def _overlap(layout: BlockLayout, region: Region) -> bool:
-    """Whether rows of a region are in a block."""
-    own = (r for r in layout.regions if r.leaf == region.leaf)
-    return any(r.start < region.stop and region.start < r.stop for r in own)
 
 
 def untiled(leaves: Vector, layouts: Iterable[BlockLayout]) -> dict[int, list[Region]]:

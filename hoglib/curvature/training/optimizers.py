@@ -23,7 +23,7 @@ from hoglib.curvature.kronecker.kronecker import (
     KroneckerBlock,
     KroneckerMatrix,
 )
-from hoglib.curvature.kronecker.model_run import RowOrder
+from hoglib.curvature.kronecker.model_run import EXACT_DIAGONAL, RowOrder
 from hoglib.curvature.maps.fisher_metric import FisherKind
 from hoglib.curvature.maps.gauss_newton import GaussNewtonKind
 from hoglib.curvature.operators.operators import DatasetOperator, GGNOperator
@@ -335,7 +335,7 @@ class NewtonCG(BatchOptimizer):
             if isinstance(make, str):
                 drawn = {"kind": "mc", "generator": self._seeded(0), **self._data_options()}
                 K = KFACOperator(self._loss, self._params, batch, **drawn)
-                K.row_order = self._row_order
+                K.row_order, K.leaves_out = self._row_order, True
                 self._last = steps, K.inverse(damping)
                 self._row_order = K.row_order
             else:
@@ -557,16 +557,16 @@ class KFAC(BatchOptimizer):
         group = self.param_groups[0]
         seeded = self._seeded(group["seed"])
         K = KFACOperator(self._loss, self._params, batch, generator=seeded, **self._options)
-        K.row_order = self._row_order
+        K.row_order, K.leaves_out = self._row_order, True
         value, gradient = K.gradient()
         with torch.no_grad():
             g = K.ravel(gradient)
-            new_factors = group["steps"] % group["factors_every"] == 0
+            new_factors, before = group["steps"] % group["factors_every"] == 0, group["layouts"]
             if new_factors:
                 self._average(K)
             # layouts are there from the first step on
             layouts = [layout_of(one, list(self._params)) for one in group["layouts"]]
-            if group["steps"] % group["inverse_every"] == 0:
+            if group["steps"] % group["inverse_every"] == 0 or group["layouts"] != before:
                 self._invert(K, layouts)
             inverse = KroneckerMatrix(K.space, [self._inverse_of(layout) for layout in layouts])
             step, along, model, products = self._move(K, batch, inverse, g)
@@ -591,25 +591,52 @@ class KFAC(BatchOptimizer):
         return value
 
     def _average(self, K: KFACOperator) -> None:
-        """Add the factors of a batch to the moving averages."""
+        """Add the factors of a batch to the moving averages.
+
+        A layer that the batch does not call has G = 0 in it, and no A, a mean over no rows: its average
+        stays.
+        """
         group = self.param_groups[0]
-        decay, names = group["decay"], pytree.paths(K.space.params)
+        decay, names, count = group["decay"], pytree.paths(K.space.params), group["averaged"]
         blocks = {block.layout: block for block in K.blocks()}
-        known = {layout_of(one, names) for one in group["layouts"]}
-        if known and known != blocks.keys():
-            raise errors.ArgumentValueError(
-                "step: expected the layers of the first step, got others: the model calls other "
-                "layers, or parts of their weights, from batch to batch. Give only those that it "
-                "always calls."
-            )
-        group["layouts"] = [saved_layout(layout, names) for layout in blocks]
-        for layout, block in blocks.items():
+        known = {layout_of(one, names): None for one in group["layouts"]}
+        for layout in [one for one in blocks if one not in known]:
+            rows = [one for one in known if any(one.overlaps(region) for region in layout.regions)]
+            if rows and layout not in K.called:
+                del blocks[layout]  # zeros in the place of layers that earlier batches have called
+            elif any(one.role.name != EXACT_DIAGONAL or self._has_average(one) for one in rows):
+                raise errors.ArgumentValueError(
+                    "step: expected the layers of the first step, got others: the model calls other "
+                    "layers, or parts of their weights, from batch to batch. Give only those that it "
+                    "always calls."
+                )
+            for one in rows if layout in blocks else ():
+                known.pop(one)
+                store, prefix = self._place(one)
+                for name in (*FACTORS, *INVERSE):
+                    store.pop(prefix + name, None)
+        layouts = sorted({**known, **blocks}, key=lambda layout: layout.first)
+        group["layouts"] = [saved_layout(layout, names) for layout in layouts]
+        for layout in layouts:
             store, prefix = self._place(layout)
             for name in FACTORS:
-                factor = getattr(block, name)
-                before = store.get(prefix + name, torch.zeros_like(factor))
-                store[prefix + name] = decay * before + (1 - decay) * factor
+                before = store.get(prefix + name)
+                mean = name == "A" and layout.role.matrix == "kronecker"
+                old, new = decay, 1 - decay
+                if mean and before is None:  # as if it had been the average so far
+                    new = 1 - decay ** (count + 1)
+                elif mean and layout not in K.called:
+                    old = (1 - decay ** (count + 1)) / (1 - decay**count)
+                total = 0.0 if before is None else old * before
+                if layout in K.called or before is None:
+                    total = total + new * getattr(blocks[layout], name)
+                store[prefix + name] = total
         group["averaged"] += 1
+
+    def _has_average(self, layout: BlockLayout) -> bool:
+        """Whether a diagonal is not zero."""
+        store, prefix = self._place(layout)
+        return bool(store[prefix + "A"].any())
 
     def _invert(self, K: KFACOperator, layouts: list[BlockLayout]) -> None:
         """Compute the damped inverse of the moving averages."""
