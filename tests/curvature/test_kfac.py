@@ -735,8 +735,8 @@ def test_functions_of_the_matrix():
     assert_close(K.eigenvalues(), torch.linalg.eigvalsh(dense), atol=1e-12, rtol=1e-7)
     assert_close(damped.inverse().sqrt().trace(), torch.linalg.eigvalsh(damped.to_dense()).rsqrt().sum())  # fmt: skip
     for corrected in (False, True):  # zeros, where the eigenvalues of the dense matrix are rounding
-        one = loss, params, tuple(t[:1] for t in batch)
-        singular = hog.KFACOperator(*one, eigenvalue_corrected=corrected)
+        other, own, (x, y), _ = problem("layers")
+        singular = hog.KFACOperator(other, own, (x[:2], y[:2]), eigenvalue_corrected=corrected)
         for S in (singular, singular.damped(0.0), 2 * singular):
             assert S.logdet() == -torch.inf
         assert singular.damped(1e-30).logdet().isfinite()
