@@ -961,6 +961,7 @@ UNCALLED = {
     "rows that are never called": (shared(lambda net, x: net.layer(x + net.p[:1]), (2, 3)), "every row of params"),
     "a Function, where no layer is called": (in_turns(lambda p, x: x @ ClassicCube.apply(p)), "a custom Function uses it"),
     "another use in a later batch": (in_turns(lambda p, x: x * F.layer_norm(p, (3,))[0]), "which layer_norm in Fn uses"),
+    "a Function beside a layer that two examples do not call": (lambda: Fn(lambda net, x: net.layer(x) + (F.linear(x, net.p) + x @ ClassicCube.apply(net.p) if len(x) > 3 else 0), p=nn.Parameter(torch.randn(3, 3)), layer=nn.Linear(3, 3)), "only a part"),
     "another layer in a later batch": (in_turns(lambda p, x: F.embedding(torch.arange(len(x)), p)), "in the same way in every batch"),
 }  # fmt: skip
 
