@@ -47,6 +47,7 @@ from hoglib.verification.examination import (
     examine,
     held_kinds,
     ranges_of,
+    without_outputs,
 )
 from hoglib.verification.function_identity import Identity, identity_of
 from hoglib.verification.gradient_hooks import watch_module_hooks, watched
@@ -252,6 +253,7 @@ class AppliedFunctions:
         self._traced: set[type[Function]] = set()
         self._moved: set[Key] = set()  # known as right, at other values
         self.parts: set[Key] = set()  # of backwards alone, differentiated twice
+        self._unused: dict[Key, frozenset[int]] = {}  # outputs that no gradient has arrived for
 
     @property
     def only_traced(self) -> bool:
@@ -378,7 +380,17 @@ class AppliedFunctions:
             node.register_prehook(note)
 
     def verdict(self, key: Key) -> Verdict:
-        """The verdict on a Function that was applied, which is examined if there is none yet."""
+        """The verdict on a Function that was applied, of the outputs that are used; it is examined if
+        there is none yet."""
+        verdict, unused = self._verdict(key), self._unused.get(key)
+        if not (verdict.is_reported and unused):
+            return verdict
+        verdicts, of_used = _VERDICTS[identity_of(key[0])], ("without outputs", unused, key[1])
+        if of_used not in verdicts and key in self.unjudged:
+            verdicts[of_used] = examine(without_outputs(self.unjudged[key], unused))
+        return verdicts.get(of_used, verdict)
+
+    def _verdict(self, key: Key) -> Verdict:
         verdicts, kinds = _VERDICTS[identity_of(key[0])], key[1]
         verdict = verdicts.get(kinds)
         if verdict is None or verdict.retries or key in self._moved:
@@ -510,13 +522,16 @@ class AppliedFunctions:
         runs_again = inside_recomputation()  # in a later backward, with a graph
         once = AMBIENT.examination.first_order
 
-        def note(_: Any) -> None:
+        def note(grads: Sequence[Tensor | None]) -> None:
+            unused = frozenset(i for i, g in enumerate(grads) if g is None)
+            self._unused[key] = self._unused.get(key, unused) & unused
             twice = not once and (runs_again or torch.is_grad_enabled())
             self.differentiated[key] = max(1 + twice, self.differentiated.get(key, 1))
             self._report_after_backward()
 
         if any(isinstance(y, Tensor) and torch_internals.unwrap(y) is not y for y in results):
             self.differentiated[key] = max(1 if once else 2, self.differentiated.get(key, 1))
+            self._unused[key] = frozenset()
         elif any(node.needs_input_grad):
             node.register_prehook(note)
 

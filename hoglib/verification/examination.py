@@ -7,7 +7,7 @@ that it was applied to and near them.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isnan
 from time import perf_counter
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.parameter import is_lazy
 
+from hoglib._core.messages.closures import held_tensors, with_tensors
 from hoglib._core.modules.state import StateGuard, preserve_random_state, put_back, same
 from hoglib._core.modules.swap import keep_swapped
 from hoglib._core.numerics.element_differences import random_like
@@ -52,6 +53,7 @@ TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode
 SECONDS = 20.0  # the time that an examination may take; it is estimated before
 MAX_RETRIES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
+MAX_HELD = 2**26  # numbers in an object that an examination may copy
 
 
 class Range(NamedTuple):
@@ -145,17 +147,16 @@ def applied(
 
 
 def held_kinds(x: object, given: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of each tensor in a list, tuple or dict: which of the arguments it is too; else NO_GRADIENT if it
-    needs a gradient, which torch does not give it, or CONSTANT."""
-    if not isinstance(x, list | tuple | dict):
-        return ()
+    """Of each tensor in an argument that is none: which of the arguments it is too; else NO_GRADIENT if
+    it needs a gradient, which torch does not give it, or CONSTANT."""
     places = {id(y): i for i, y in enumerate(given)}
-    held = pytree.tensors(x)
+    held = held_tensors(x)
     return tuple(places.get(id(y), NO_GRADIENT if y.requires_grad else CONSTANT) for y in held)
 
 
 def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type[Function]:
-    """The Function, in whose containers the tensors that are arguments too are always these."""
+    """The Function, in whose containers and objects the tensors that are arguments too are always
+    these."""
     shared = {i: kinds for i, kinds in held.items() if max(kinds) >= 0}
     if not shared:
         return function
@@ -163,16 +164,26 @@ def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type
     def apply(*args: Any) -> Any:
         given = list(args)
         for i, kinds in shared.items():
-            which = iter(kinds)
-
-            def alone(x: Tensor, which: Iterator[int] = which) -> Any:
-                return args[k] if (k := next(which)) >= 0 else x
-
-            given[i] = pytree.map_tensors(alone, args[i])
+            given[i] = with_tensors(args[i], [args[k] if k >= 0 else None for k in kinds])
         return function.apply(*given)
 
+    return _applied_by(function, apply)
+
+
+def _applied_by(function: type[Function], apply: Callable[..., Any]) -> type[Function]:
+    """The Function with another `apply`."""
     own = {"apply": staticmethod(apply), "__module__": function.__module__}
     return type(function.__name__, (function,), {**own, "__qualname__": function.__qualname__})
+
+
+def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
+    """The application of a Function that returns its other outputs alone."""
+    function = given.app.function
+
+    def apply(*args: Any) -> Any:
+        return tuple(y for i, y in enumerate(function.apply(*args)) if i not in unused)
+
+    return replace(given, app=given.app._replace(function=_applied_by(function, apply)))
 
 
 def examine(given: Applied) -> Verdict:
@@ -283,7 +294,11 @@ def _depends_on(app: Application, i: int) -> bool:
 
     def values(step: float) -> list[Tensor]:
         args = list(app.fresh())
-        args[i] = pytree.map_tensors(lambda x: x + step * (1 + x) if is_float(x) else x, args[i])
+        held = held_tensors(args[i])
+        if sum(x.numel() for x in held) > MAX_HELD:
+            raise _NotExamined(f"{app.name(i)} holds more than {MAX_HELD:.0e} numbers")
+        moved = [x + step * (1 + x) if is_float(x) else x for x in held]
+        args[i] = with_tensors(args[i], moved)
         with torch.no_grad(), preserve_random_state():
             return pytree.tensors(app.function.apply(*args))
 

@@ -3,14 +3,18 @@
 ENTRY_POINTS x (WRONG, RIGHT of faults.py). All that is public is an entry point, or listed with a reason.
 """
 
+import dataclasses
 import functools
 import gc
 import itertools
 import logging
+import operator
 import re
 import time
 import warnings
 import weakref
+from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1090,6 +1094,123 @@ def test_a_class_made_anew_holds_nothing_that_it_closes_over():
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
     assert len(function_identity._IDENTITIES) == known
+
+
+class Weighted(Function):
+    """x^2 w, of a weight that `read` finds in an object; other arguments are given its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, read, held, *weights):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.count = lambda: read(held), len(weights)
+        return x**2 * read(held)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * x * ctx.weight() * g, None, None, *[x**2 * g] * ctx.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    weight: object
+
+
+class Keeps(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+
+by_name, first = operator.attrgetter("weight"), operator.itemgetter(0)
+HOLDERS = {  # what makes an object of a weight, and what reads it
+    "a list": (lambda w: [w], first),
+    "a dict of lists": (lambda w: {"a": [w]}, lambda x: x["a"][0]),
+    "a deque": (lambda w: deque([w]), first),
+    "a frozenset": (lambda w: frozenset([w]), lambda x: next(iter(x))),
+    "a dataclass": (Config, by_name),
+    "a namespace": (lambda w: SimpleNamespace(weight=w), by_name),
+    "dataclasses in a list": (lambda w: [Config(w)], lambda x: x[0].weight),
+    "a module's attribute": (Keeps, by_name),
+    "a module in a list": (lambda w: nn.ModuleList([Keeps(w)]), lambda x: x[0].weight),
+    "a lambda": (lambda w: lambda: w, lambda x: x()),
+    "a partial": (lambda w: functools.partial(torch.mul, w), lambda x: x.args[0]),
+}
+
+
+@rows("name", HOLDERS)
+def test_tensors_inside_an_object_are_found(name):
+    hold, read = HOLDERS[name]
+    weight = torch.linspace(1, 2, X.numel(), dtype=F64).reshape(X.shape)
+
+    def texts(loss):
+        entry_points.forget_verdicts()
+        return told(lambda _: hog.hvp(loss, (X, weight), (X, weight)), None)
+
+    # a constant; the weight is an argument too; its gradient is lost
+    assert (
+        texts(lambda p: Weighted.apply(p[0], read, hold(weight)).sum() + p[1].square().sum()) == []
+    )
+
+    def given(p):
+        w = p[1] * 1
+        return Weighted.apply(p[0], read, hold(w), w).sum()
+
+    assert texts(given) == []
+    (text,) = texts(lambda p: Weighted.apply(p[0], read, hold(p[1] * 1)).sum())
+    assert "`held` holds tensors that need gradients" in text
+    # arguments that are given twice the gradient
+    twice = type("Twice", (Weighted,), {"backward": staticmethod(
+        lambda ctx, g: (*Weighted.backward(ctx, g)[:3], *(2 * h for h in Weighted.backward(ctx, g)[3:]))
+    )})  # fmt: skip
+
+    def wrong(p):
+        w = p[1] * 1
+        return twice.apply(p[0], read, hold(w), w).sum()
+
+    (text,) = texts(wrong)
+    assert "first derivative of Twice is wrong" in text
+
+
+def _outputs(cut_second=False, first_of_second=1.0):
+    """sin and cos as one Function."""
+
+    class Outputs(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin(), x.cos()
+
+        @staticmethod
+        def backward(ctx, g, h):
+            (x,) = ctx.saved_tensors
+            return g * x.cos() - first_of_second * h * (x.detach() if cut_second else x).sin()
+
+    return Outputs.apply
+
+
+@rows("fault", ["", "cut_second", "first_of_second"])
+@rows("used", [(0,), (1,), (0, 1)])
+def test_the_verdict_is_of_the_outputs_that_are_used(fault, used):
+    function = _outputs(**{fault: 2} if fault else {})
+    doors = {
+        "hvp": lambda f: hog.hvp(lambda x: f(x).sum(), X, X),
+        "laplacian": lambda f: hog.laplacian(lambda x: f(x).sum(1), X),
+        "second_order": by_hand_of,
+    }
+    for door in doors.values():
+        entry_points.forget_reports()
+        texts = told(
+            lambda _, door=door: door(lambda x: sum(function(x)[i] for i in used) + x.square()),
+            None,
+        )
+        assert bool(texts) == (bool(fault) and 1 in used)
+
+
+def by_hand_of(function):
+    x = X.clone().requires_grad_()
+    with hog.second_order():
+        torch.autograd.grad(function(x).sum(), x, create_graph=True)
 
 
 class ForgetsFactor(Function):

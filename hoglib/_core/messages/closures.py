@@ -10,7 +10,8 @@ import dis
 import sys
 import sysconfig
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -100,6 +101,39 @@ class Capture(NamedTuple):
 def held(value: object) -> Iterator[Capture]:
     """The tensors, modules and generators inside any object, nearest first."""
     return _search_captures(value, "holds", "value", HELD)
+
+
+def held_tensors(value: object) -> list[Tensor]:
+    """The tensors inside any object that is none itself, those of modules too, each once."""
+    if is_plain(value) or isinstance(value, Tensor | torch.Generator):
+        return []
+    found = [capture.value for capture in held(value)]
+    if isinstance(value, nn.Module):
+        found = [value, *found]
+    tensors: dict[int, Tensor] = {}
+    for one in found:
+        parts = [one]
+        if isinstance(one, nn.Module):
+            others = (capture.value for capture in unregistered(one))
+            parts = [*one.parameters(), *one.buffers(), *others]
+        tensors |= {id(x): x for x in parts if isinstance(x, Tensor)}
+    return list(tensors.values())
+
+
+def with_tensors(value: object, tensors: Sequence[Tensor | None]) -> Any:
+    """A copy of an object with others in the place of its :func:`held_tensors`; None keeps one."""
+    own = held_tensors(value)
+    memo: dict[int, Any] = {id(x): x if y is None else y for x, y in zip(own, tensors, strict=True)}
+    for x, y in zip(own, tensors, strict=True):
+        if isinstance(x, nn.Parameter) and y is not None:
+            memo[id(x)] = y if isinstance(y, nn.Parameter) else nn.Parameter(y, x.requires_grad)
+    # the innermost first: `deepcopy` takes functions for atoms
+    for one in reversed(ClosureWalker(value, HELD).objects):
+        if isinstance(one, FunctionType) and one.__closure__:
+            cells = [CellType(deepcopy(c.cell_contents, memo)) for c in one.__closure__]
+            fields = one.__code__, one.__globals__, one.__name__, one.__defaults__, tuple(cells)
+            memo[id(one)] = FunctionType(*fields)
+    return deepcopy(value, memo)
 
 
 def generators(*values: Any) -> list[torch.Generator]:
