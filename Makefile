@@ -14,9 +14,10 @@ GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume
+MUTANTS ?= # options of python -m tests.mutants: --only curvature meta/tasks.py, --number 200, --seed 1, --resume
 
 .DEFAULT_GOAL := help
-.PHONY: help env run gan smoke bench bench-full lint test test-full test-device opinfo size docs docs-serve dist clean
+.PHONY: help env run gan smoke bench bench-full lint test test-full test-device opinfo mutants size docs docs-serve dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo "make test   the same, and the tests; with TORCH=2.15.0 the tests on that release, and its row of docs/versions.md"
 	@echo "make test-full  the same with all cases of each test; twice as long"
 	@echo "make opinfo  torch's own samples of its operators through every derivative; half an hour on two cores"
+	@echo "make mutants  small changes of hoglib's code, and whether a test fails; an hour for 200 on two cores"
 	@echo "make test-device  the tests of a GPU, on a simulated one"
 	@echo "make size   lines of code of hoglib, experiments and tests, by package"
 	@echo "make docs   the documentation site, in build/site; a broken link or reference is an error"
@@ -91,6 +93,9 @@ test-full: test
 
 opinfo: $(READY)
 	@$(PY) -m tests.test_opinfo $(OPINFO)
+
+mutants: $(READY)
+	@OMP_NUM_THREADS=1 $(PY) -m tests.mutants $(MUTANTS)
 
 test-device: $(READY)
 	@$(PY) -m pytest -p tests.device.plugin -p no:cacheprovider -m gpu -q tests
