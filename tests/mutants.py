@@ -40,20 +40,9 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build/mutants"
 PACKAGE = str(ROOT / "hoglib") + os.sep
 FORK = multiprocessing.get_context("fork")
-BEFORE = (
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "numpy",
-    "hypothesis",
-)  # heavy imports of tests
-PYTEST = (
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "--tb=no",
-    "-W",
-    "ignore::pytest.PytestAssertRewriteWarning",
-)
+BEFORE = ("torch._dynamo", "torch._inductor.compile_fx", "numpy", "hypothesis")  # what tests import
+QUIET = "-Wignore::pytest.PytestAssertRewriteWarning"  # of those
+PYTEST = ("-q", "-p", "no:cacheprovider", "--tb=no", QUIET)
 VERDICTS = ("caught", "survived", "no test")
 
 COMPARED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -77,6 +66,7 @@ class Place(NamedTuple):
     where: str = ""  # class and function
     inside: bool = False  # a function; code outside is run by an import
     lines: range = range(0)  # of a function: of the statement, or of the body of a default
+    body: range = range(0)  # of the function
     names: frozenset[str] = frozenset()  # outside: what the code defines
 
 
@@ -164,7 +154,7 @@ def place_of(child: ast.AST, node: ast.AST, at: Place) -> Place:
     """The place of a child of a node, which stands at a place."""
     if isinstance(node, ast.FunctionDef):
         body = range(node.body[0].lineno, (node.end_lineno or 0) + 1)
-        at = at._replace(inside=True, lines=body)
+        at = at._replace(inside=True, lines=body, body=body)
     if isinstance(child, ast.FunctionDef | ast.ClassDef):
         at = at._replace(where=f"{at.where}.{child.name}".strip("."), names=frozenset({child.name}))
     if isinstance(child, ast.stmt):
@@ -274,10 +264,8 @@ def recorded(files: list[str], jobs: int) -> list[Recorded]:
     """What the tests of files run, from the record; first the files are run that are not in it."""
     path = FOLDER / "tests.jsonl"
     path.touch()
-    rows = map(json.loads, path.read_text().splitlines())
-    every = {
-        row["file"]: row for row in rows if all(digest(f) == d for f, d in row["files"].items())
-    }
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    every = {r["file"]: r for r in rows if all(digest(f) == d for f, d in r["files"].items())}
     missing = [file for file in files if file not in every]
     with ThreadPool(jobs) as pool, path.open("a") as log:
         todo = pool.imap_unordered(
@@ -297,13 +285,25 @@ def recorded(files: list[str], jobs: int) -> list[Recorded]:
 
 
 def reaching(mutant: Mutant, tests: Iterable[Recorded], seconds: float) -> list[Recorded]:
-    """The tests that can notice a change: near ones and fast ones first, of some seconds altogether."""
+    """The tests that can notice a change, of some seconds altogether. First come near ones, fast ones, and
+    those that run what few others run of the function."""
     place, near = mutant.place, "tests/" + mutant.file.split("/")[1].strip("_")
     masks = {mutant.file: sum(1 << line for line in place.lines)}
     if not place.inside:
         masks = {file: lines_with(file, place.names) for file in sources([""])}
     found = [t for t in tests if any(t.lines.get(file, 0) & bits for file, bits in masks.items())]
-    found.sort(key=lambda t: t.seconds * (1 if t.file.startswith(near) else 5))
+    lines = [t.lines.get(mutant.file, 0) for t in found]
+    every = {k: sum(bits >> k & 1 for bits in lines) for k in place.body}
+    rare = [sum(1 / n for k, n in every.items() if bits >> k & 1) + 1e-3 for bits in lines]
+    cost = {
+        test.name: test.seconds * (1 if test.file.startswith(near) else 5) / weight
+        for test, weight in zip(found, rare, strict=True)
+    }
+    found.sort(key=lambda test: cost[test.name])
+    files = [*dict.fromkeys(test.file for test in found)][
+        :8
+    ]  # to collect a file takes seconds, too
+    found = [test for test in found if test.file in files]
     sums = accumulate(t.seconds for t in found)
     return [t for t, total in zip(found, sums, strict=True) if total - t.seconds < seconds]
 
@@ -434,21 +434,15 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="packages or files: curvature meta/tasks.py"
-    )
-    parser.add_argument(
-        "--number", type=int, default=200, help="of mutants, one of a node at most; 0: all"
-    )
-    week = int(time.strftime("%G%V"))
-    parser.add_argument("--seed", type=int, default=week, help="of the draw; default: the week")
-    parser.add_argument(
-        "--seconds", type=float, default=60, help="of tests that a mutant has to survive"
-    )
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="folders and files of tests")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--log", type=Path, default=FOLDER / "log.jsonl")
-    parser.add_argument("--resume", action="store_true", help="go on from the log")
+    option, week = parser.add_argument, int(time.strftime("%G%V"))
+    option("--only", nargs="+", default=[""], help="packages, files: curvature meta/tasks.py")
+    option("--number", type=int, default=200, help="of mutants, one of a node at most; 0: all")
+    option("--seed", type=int, default=week, help="of the draw; default: the week")
+    option("--seconds", type=float, default=60, help="of tests that a mutant has to survive")
+    option("--tests", nargs="+", default=["tests"], help="folders and files of tests")
+    option("--jobs", type=int, default=2)
+    option("--log", type=Path, default=FOLDER / "log.jsonl")
+    option("--resume", action="store_true", help="go on from the log")
     given = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
     given.log.open("a" if given.resume else "w").close()

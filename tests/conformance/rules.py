@@ -177,7 +177,7 @@ def some_trees():
     a, b = torch.randn(2, 3).double(), torch.randn(4).double()
     nested = {"x": {"a": a}, "y": [b, (a,)]}
     return [
-        a, [a, b], {"a": a, "b": b}, nested, Pair(a, [b]), OrderedDict(a=a, b=b), {"a": a.sum()}, {},
+        a, [a, b], {"a": a, "b": b}, {"a": a, "b": {"c": b}}, nested, Pair(a, [b]), OrderedDict(a=a, b=b), {"a": a.sum()}, {},
     ]  # fmt: skip
 
 

@@ -204,6 +204,15 @@ def test_the_parts_that_adapt(head):
     assert [n for n in before if not torch.equal(adapted[n], before[n])] == ["4.weight", "4.bias"]
 
 
+def test_a_step_of_no_weight_has_no_outer_loss():
+    counts = []
+    for weights in (None, [0, 0, 1.0]):
+        maml = hog.MAML(network("LayerNorm"), F.mse_loss, inner_steps=3, step_weights=weights)
+        maml.model.register_forward_hook(lambda *_: counts.append(weights))  # noqa: B023
+        maml.loss(as_list(image_tasks())[:1])
+    assert counts.count(None) == counts.count([0, 0, 1.0]) > 0
+
+
 def test_annealed_weights():
     assert hog.meta.multi_step_weights(4, 0, 10) == [0.25] * 4
     assert hog.meta.multi_step_weights(4, 10, 10) == hog.meta.multi_step_weights(4, 99, 10)

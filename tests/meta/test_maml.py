@@ -283,6 +283,8 @@ def test_parameters_and_state_are_those_of_the_model():
     # The copy's loss runs the copy's model
     assert_close(twin.objective.outputs({}, (x, x)), twin(x))
     assert "inner_steps=1" in repr(learner)
+    assert "truncate" not in repr(learner)
+    assert "truncate=1" in repr(maml("plain", truncate=1))
 
 
 def diverging():
@@ -319,6 +321,7 @@ ERRORS = {
     "other number of targets": (lambda: maml("plain").loss(((SX, SY[:, :1]), (QX, QY))), ValueError, r"support: .*\(3, 4\), \(3, 1\)"),
     "other number of targets in a list": (lambda: maml("plain").loss([((SX[0], SY[0, :1]), (QX[0], QY[0]))]), ValueError, r"tasks\[0\]: support.* 4, 1"),
     "one task that is no list": (lambda: maml("plain").loss(((SX[0, 0], SY[0, 0]), (QX[0, 0], QY[0, 0]))), ValueError, "for one task pass a list"),
+    "a task is a tensor": (lambda: maml("plain").loss([SX]), ValueError, r"tasks\[0\]: expected a pair \(support, query\).*got a float64 tensor"),
     "tasks are one tensor": (lambda: maml("plain").loss(SX), ValueError, r"pair \(support, query\)"),
     "tasks that require grad": (lambda: maml("plain").loss(((SX.clone().requires_grad_(), SY), (QX, QY))), RuntimeError, "Detach them"),
     "differentiated twice": (lambda: maml("plain").loss(stacks()).backward(create_graph=True), RuntimeError, "maml.adapt"),

@@ -57,6 +57,8 @@ LEARNED = {
     "sgd by a rate": Learned({"lr": number(0.1)}, lambda h: sgd(h["lr"])),
     "sgd by a rate of shape [1]": Learned({"lr": number([0.1])}, lambda h: sgd(h["lr"])),
     "sgd by rates of tensors and elements": Learned(RATES, lambda h: of_tree(sgd, h)),
+    "sgd by rates of rows": Learned({"rate": TREE["w"][:, :1]}, lambda h: sgd({"w": h["rate"], "b": 0.2})),
+    "sgd by a rate of shape [1, 1] in a tree": Learned({"rate": number([[0.1]])}, lambda h: sgd({"w": 0.2, "b": h["rate"]})),
     "sgd by one rate in a tree": Learned({"lr": number(0.1)}, lambda h: sgd({"w": h["lr"], "b": 0.2})),
     "sgd by momentum, dampening and decay": Learned(
         {"m": number(0.6), "d": number(0.3), "decay": number(0.1)},
