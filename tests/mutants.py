@@ -449,6 +449,7 @@ def main() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(FOLDER / "inductor")
     for name in BEFORE:
         importlib.import_module(name)
+    pytest.main(["--version", "--noconftest", QUIET])  # imports its plugins
     paths = (path for name in given.tests for path in [Path(name), *sorted(Path(name).rglob("*"))])
     files = [str(p) for p in paths if p.match("test_*.py") and "experiments" not in p.parts]
     try:

@@ -19,10 +19,12 @@ class Drawing(nn.Module):
         self.register_buffer("mean", torch.zeros(2))
         self.python, self.numpy = random.Random(0), np.random.default_rng(0)
         self.history: list[torch.Tensor] = []
+        self.total = torch.zeros(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean.add_(1)
         self.history.append(x)
+        self.total += 1
         self.calls = len(self.history)
         with torch.no_grad():
             self.weight.add_(1)
@@ -76,6 +78,7 @@ def test_a_module_runs_again_alike_and_is_left_as_it_was(double: bool) -> None:
     ) * 3
     assert torch.equal(buffer, torch.zeros(2))
     assert torch.equal(weight, torch.ones(2))
+    assert torch.equal(module.total, torch.zeros(2))
     assert history == []
     assert not hasattr(module, "calls")
     assert module.python.random() == random.Random(0).random()

@@ -15,7 +15,10 @@ def _levels(transform):
     seen = []
 
     def probe(x):
-        seen.append((torch_internals.transforms_active(), torch_internals.forward_levels()))
+        levels = torch_internals.forward_levels()
+        seen.append(
+            (torch_internals.transforms_active(), levels, torch_internals.innermost_is_forward())
+        )
         return x.sin()
 
     transform(probe)
@@ -26,11 +29,12 @@ x = torch.tensor(0.3)
 
 
 LEVELS = {
-    "outside": (lambda f: f(x), (False, 0)),
-    "grad": (lambda f: torch.func.grad(f)(x), (True, 0)),
-    "vmap": (lambda f: torch.func.vmap(f)(x[None]), (True, 0)),
-    "forward under grad and vmap": (lambda f: torch.func.vmap(torch.func.hessian(f))(x[None]), (True, 1)),
-    "forward twice": (lambda f: torch.func.jacfwd(torch.func.jacfwd(f))(x), (True, 2)),
+    "outside": (lambda f: f(x), (False, 0, False)),
+    "grad": (lambda f: torch.func.grad(f)(x), (True, 0, False)),
+    "vmap": (lambda f: torch.func.vmap(f)(x[None]), (True, 0, False)),
+    "forward under grad and vmap": (lambda f: torch.func.vmap(torch.func.hessian(f))(x[None]), (True, 1, False)),
+    "forward twice": (lambda f: torch.func.jacfwd(torch.func.jacfwd(f))(x), (True, 2, True)),
+    "vmap under forward": (lambda f: torch.func.jvp(torch.func.vmap(f), (x[None],), (x[None],)), (True, 1, True)),
 }  # fmt: skip
 
 

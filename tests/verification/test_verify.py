@@ -170,6 +170,7 @@ def test_nondeterminism():
 
     assert "deterministic" in names(hog.verify(Noisy, x), "fail")
     assert hog.verify(Noisy, x, nondet_tol=1e-6)["deterministic"].status == "pass"
+    assert hog.verify(Noisy, x, surrogate=True)["deterministic"].status == "warn"
 
     calls = []
 
