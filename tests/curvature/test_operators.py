@@ -109,6 +109,8 @@ def test_the_weight_of_a_batch_can_be_given():
     by_rows = lambda batch: len(batch[0])  # noqa: E731
     examples = hog.HessianOperator(own, params, loader((x, y), batch_size=4), batch_size=by_rows)
     assert relative(examples @ v, counted @ v) > 1e-3  # the mean of batches, which is asked for
+    known = hog.HessianOperator(loss, params, loader((x, y), batch_size=4), batch_size=by_rows)
+    assert relative(known @ v, examples @ v) < 1e-7  # also where the criterion is known
 
 
 def _square(z, y):

@@ -39,6 +39,29 @@ def test_the_bad_sinh():
     assert f"{__file__.rsplit('/', 1)[1]}:" in row.text
 
 
+class Kept(Function):
+    """Reads in backward what forward kept elsewhere."""
+
+    kept: torch.Tensor
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        Kept.kept = x.clone()
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        return 3 * g * Kept.kept**2
+
+
+def test_what_is_kept_outside_of_ctx_is_asked_for():
+    row = hog.verify(Kept, x)["detached: unseen"]
+    assert row.status == "fail"
+    assert "loses 100 % of the missing second-order term" in row.text
+    assert "ctx shows no reason. Does it" in row.text
+
+
 def test_shares_are_those_of_the_formula():
     # d2y/dx2 = (e^x - e^-x) / 2: at one point the shares are e^x and e^-x over their sum
     at = torch.tensor([1.0], dtype=torch.float64)
