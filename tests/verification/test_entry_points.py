@@ -993,6 +993,17 @@ def test_nothing_of_the_users_is_changed(function):
     assert_close(examined, plain, rtol=0, atol=0)
 
 
+LEFT = [  # the range of a point, what was examined, whether it is another one
+    ((0, 1), (0, 1), False), ((-0.4, 1.4), (0, 1), False), ((-0.6, 1), (0, 1), True), ((0, 1.6), (0, 1), True),
+    ((2, 2), (2, 2), False), ((1.1, 2.9), (2, 2), False), ((0.9, 2), (2, 2), True), ((2, 3.1), (2, 2), True),
+]  # fmt: skip
+
+
+@rows("now, known, left", LEFT)
+def test_values_are_other_ones_beyond_half_of_the_width_that_was_examined(now, known, left):
+    assert examination.outside(now, known) == left
+
+
 def test_a_step_after_the_first_costs_what_it_costs_without(monkeypatch):
     """Counted: the torch operations, and what is applied, copied or walked."""
 

@@ -117,6 +117,9 @@ def test_a_part_that_is_less_than_the_noise_is_told_by_the_function_alone():
     assert row.status == "warn"
     assert "`Transport.plan(c)`" in row.text
     assert "less than the noise of differences in float32" in row.text
+    in_float32 = lambda c: 1e-3 * TransportSaved.apply(c.float()).double() + c.square().sum()  # noqa: E731
+    report = hog.verify(in_float32, torch.rand(5, 4).double())
+    assert report["second derivative: of TransportSaved"].status == "warn"
     right = hog.verify(lambda c: 1e-3 * Transport.apply(c) + c.square().sum(), torch.rand(5, 4))
     assert not any(one.name.startswith("second derivative: of") for one in right)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import hoglib as hog
 from hoglib.verification import entry_points
-from hoglib.verification.subject import structures_of
+from hoglib.verification.subject import is_computed_so, structures_of
 
 F64 = torch.float64
 ROW = "first derivative: other directions"
@@ -163,6 +163,26 @@ def test_an_argument_that_is_computed_so_is_not_told_and_another_one_is(name):
     assert told(function, case.prepare) == []
     (text,) = told(made(case.forward, case.gradient, cut=True), case.prepare)
     assert "leaves the graph by .detach()" in text
+
+
+def test_the_users_code_does_not_run_to_find_how_an_argument_was_computed():
+    runs = []
+
+    class Doubled(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):
+            runs.append(1)
+            return 2 * g
+
+    symmetric = Doubled.apply(A.clone().requires_grad_())
+    symmetric = symmetric + symmetric.T
+    (found, *_) = structures_of(symmetric.detach())
+    assert is_computed_so(symmetric, found)
+    assert runs == []
 
 
 @each

@@ -113,6 +113,9 @@ def test_surrogates():
     assert declared.ok
     assert declared["first derivative: reverse"].status == "skip"
     assert declared["second derivative: reverse-over-reverse"].status == "pass"
+    judged = {row.name for row in report} - {"gradients: linear", "state"}
+    assert {"needs_input_grad", "device"} < judged
+    assert {"needs_input_grad", "device"} < {row.name for row in declared}
 
     class Declares(Round):
         surrogate = True
