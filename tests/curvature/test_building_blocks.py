@@ -2,6 +2,7 @@
 matrices."""
 
 import pickle
+from collections import UserDict
 
 import pytest
 import scipy.sparse.linalg
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hoglib as hog
 from hoglib import errors
 from hoglib.curvature import LinearOperator
+from hoglib.curvature.batches.data import rows_of
 from tests.curvature.problems import F64, columns, draw, flat, matrix, problem, relative, seeded
 from tests.functions import BackwardWithoutGrad, Detached, OnceDifferentiable
 from tests.refused import refused
@@ -101,6 +103,13 @@ REFUSED = {
     "a slope that is not finite": (lambda: hog.JacobianOperator(lambda p, x: (p * x).sqrt(), Z, Z).to_dense(), errors.NonFiniteError, "infinity in (params|outputs), where the outputs are"),
 }  # fmt: skip
 test_what_is_refused = refused(REFUSED, by=errors.HoglibError)
+
+
+def test_some_rows_of_a_mapping_are_a_mapping_of_its_type():
+    piece = rows_of(UserDict(x=torch.arange(5), y=2), 5, 1, 3)
+    assert type(piece) is UserDict
+    assert piece["x"].tolist() == [1, 2]
+    assert piece["y"] == 2
 
 
 @rows("name", ["ReLU", "LayerNorm", "tied and frozen", "LSTM"])
