@@ -181,7 +181,8 @@ def mutants(file: str, text: str) -> tuple[ast.Module, list[Mutant]]:
                 there = place_of(child, node, at)
                 for new in replacements(child, field):
                     if ast.unparse(new) != ast.unparse(child):
-                        ast.fix_missing_locations(ast.copy_location(new, child))
+                        if not hasattr(new, "lineno"):  # no part of the tree, such as an operand
+                            ast.fix_missing_locations(ast.copy_location(new, child))
                         yield Mutant(file, there, child, new, (node, field, i))
                 yield from of(child, there)
 
@@ -472,6 +473,8 @@ def main() -> None:
                 row = {"label": mutant.label, "verdict": verdict, "by": by, "diff": mutant.diff()}
                 known[mutant.label] = row
                 print(json.dumps(row), file=log, flush=True)
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; --resume goes on")
     finally:
         for pid in [*RUNNING]:
             with suppress(ProcessLookupError):

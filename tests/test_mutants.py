@@ -52,3 +52,11 @@ def test_what_has_no_mutants():
     _, every = mutants(FILE, TEXT)
     assert not any("docstring" in m.label or "int" in m.label for m in every)
     assert len({m.label for m in every}) == len(every)
+
+
+def test_a_diff_has_the_change_alone():
+    _, every = mutants(FILE, TEXT)
+    assert all(TEXT.encode().splitlines()[m.old.lineno - 1][m.old.col_offset :] for m in every)
+    for m in every:
+        if isinstance(m.old, ast.expr):
+            assert ast.unparse(ast.parse(ast.get_source_segment(TEXT, m.old))) == ast.unparse(m.old)
