@@ -36,6 +36,14 @@ def test_gradients_are_given_away_and_computed_again():
     assert (first.tolist(), second.tolist(), len(calls)) == ([6.0, 6.0], [2.0, 2.0], 1)
 
 
+def test_pairs_at_an_odd_offset_are_copied():
+    """As where a complex parameter follows a single number in a vector."""
+    every = torch.arange(5.0)
+    odd, even = every[1:].view(2, 2), every[:4].view(2, 2)
+    assert torch.view_as_complex(autograd.at_even(odd)).tolist() == [1 + 2j, 3 + 4j]
+    assert autograd.at_even(even) is even
+
+
 class _ChangesItsGraph(torch.autograd.Function):
     """A square whose backward overwrites what its own graph has saved."""
 

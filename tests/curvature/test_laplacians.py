@@ -291,6 +291,12 @@ def test_biharmonics_of_networks_and_their_gradients(name):
     assert_close(*results, rtol=1e-7, atol=1e-8)
 
 
+def test_estimates_with_coefficients_of_zero_are_zero():
+    x, nothing = torch.randn(4, 3).double(), torch.zeros(3).double()
+    _, found = hog.laplacian(lambda x: x.sin().prod(1), x, coefficients=nothing, num_projections=2)
+    assert float(found.abs().max()) < 1e-14
+
+
 def test_the_estimates_have_the_promised_mean_and_variance():
     # f = x^T H x / 2 with the operator a, and a quartic T
     H = torch.tensor([[1.0, 0.7], [0.7, -2.0]], dtype=torch.float64)

@@ -120,16 +120,15 @@ def fraction(what: str, value: object, *, below_one: bool = False, usual: object
     return result
 
 
-def tensor_or_number(what: str, value: object) -> Any:
+def tensor_or_number(what: str, value: object) -> None:
     """Checks for a differentiable tensor, or a Python number, which is a constant."""
     if isinstance(value, Tensor):
-        return differentiable(what, value)
-    if isinstance(value, bool) or not isinstance(value, Number):
+        differentiable(what, value)
+    elif isinstance(value, bool) or not isinstance(value, Number):
         raise errors.ArgumentTypeError(
             f"{what}: expected a tensor or a Python number, got {describe(value)}; "
             f"make it a tensor, for instance with `torch.as_tensor({what})`."
         )
-    return value
 
 
 def dim(what: str, value: object, rank: int) -> int:
