@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.meta.tasks import prefer_vmap
+from hoglib.meta.tasks import prefer_vmap, stacked
 from tests.long_tail import FULL
 from tests.meta.networks import as_list
 from tests.models import MODELS, Fn, build
@@ -285,6 +285,11 @@ def test_parameters_and_state_are_those_of_the_model():
     assert "inner_steps=1" in repr(learner)
     assert "truncate" not in repr(learner)
     assert "truncate=1" in repr(maml("plain", truncate=1))
+
+
+def test_tasks_with_other_leaves_than_tensors_are_no_stack():
+    assert stacked([((SX, "a"), (QX, "a"))] * 2) is None
+    assert [x.shape for x in stacked([(SX, QX)] * 2)] == [(2, *SX.shape), (2, *QX.shape)]
 
 
 def diverging():
