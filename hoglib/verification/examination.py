@@ -176,6 +176,22 @@ def _applied_by(function: type[Function], apply: Callable[..., Any]) -> type[Fun
     return type(function.__name__, (function,), {**own, "__qualname__": function.__qualname__})
 
 
+def _drawing_again(given: Applied) -> Applied:
+    """The application of a Function whose own generators draw the same numbers in each run."""
+    function = given.app.function
+    own = [x for x in _reached(given.app) if isinstance(x, torch.Generator)]
+    states = [(x, x.get_state()) for x in own]
+
+    def apply(*args: Any) -> Any:
+        for generator, state in states:
+            generator.set_state(state)
+        return function.apply(*args)
+
+    if not own:
+        return given
+    return replace(given, app=given.app._replace(function=_applied_by(function, apply)))
+
+
 def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
     """The application of a Function that returns its other outputs alone."""
     function = given.app.function
@@ -206,7 +222,7 @@ def examine(given: Applied) -> Verdict:
     ):
         try:
             with _preserve_reached(app) as accumulated:
-                verdict = _judge(given)
+                verdict = _judge(_drawing_again(given))
                 if found := accumulated():
                     text = f"{name} is wrong: {ACCUMULATES.format(', '.join(found[:3]))}"
                     verdict = Verdict("wrong", text)
@@ -538,9 +554,7 @@ def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
     """Restores what the Function reaches besides its arguments. Yields a function that describes the
     tensors whose .grad was changed."""
     function = app.function
-    classes = function.__mro__[: function.__mro__.index(Function)]
-    own = [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
-    found = reached(function, [*app.args, [v for *_, v in own]])
+    own, found = _attributes_of(function), _reached(app)
     modules = [x for x in found if isinstance(x, nn.Module)]
     generators = [x for x in found if isinstance(x, torch.Generator)]
     tensors = [x for x in found if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]
@@ -555,6 +569,17 @@ def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
             for c, k, v in own:
                 if vars(c).get(k) is not v:
                     setattr(c, k, v)
+
+
+def _attributes_of(function: type[Function]) -> list[tuple[type, str, Any]]:
+    """The attributes of its classes."""
+    classes = function.__mro__[: function.__mro__.index(Function)]
+    return [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
+
+
+def _reached(app: Application) -> list[Any]:
+    """The tensors, modules and generators that a Function reaches, by its attributes too."""
+    return reached(app.function, [*app.args, [v for *_, v in _attributes_of(app.function)]])
 
 
 # What it runs

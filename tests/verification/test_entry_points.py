@@ -1225,6 +1225,61 @@ def by_hand_of(function):
         torch.autograd.grad(function(x).sum(), x, create_graph=True)
 
 
+OWN = torch.Generator()
+
+
+def masked(draw, read):
+    """x^3 times a mask that a generator of its own draws."""
+
+    class Masked(Function):
+        own = OWN
+
+        @staticmethod
+        def forward(ctx, x):
+            mask = draw(Masked, x.shape)
+            ctx.save_for_backward(x, mask.to(x.dtype))
+            return x**3 * mask
+
+        @staticmethod
+        def backward(ctx, g):
+            x, mask = ctx.saved_tensors
+            return 3 * g * read(x) ** 2 * mask
+
+    return Masked.apply
+
+
+def _closing_over(generator):
+    return lambda kind, shape: torch.rand(shape, generator=generator)
+
+
+DRAWS = {
+    "a global": lambda kind, shape: torch.rand(shape, generator=OWN),
+    "an attribute": lambda kind, shape: torch.rand(shape, generator=kind.own),
+    "a closure": _closing_over(torch.Generator()),
+    "a closure that holds it in an object": _closing_over(Config(torch.Generator()).weight),
+}
+
+
+@rows("name", DRAWS)
+def test_generators_of_a_function_draw_the_same_numbers_in_an_examination(name):
+    hog.hvp(lambda x: x.sin().sum(), X, X)  # imports
+    OWN.manual_seed(0)
+    state = OWN.get_state()
+    right, wrong = (masked(DRAWS[name], read) for read in (lambda x: x, torch.Tensor.detach))
+    assert told(lambda f: hog.hvp(lambda x: f(x).sum(), X, X), right) == []
+    drawn = torch.rand(X.shape, generator=OWN.set_state(state))
+    if name in ("a global", "an attribute"):  # once, by the call itself
+        (again,) = torch.autograd.functional.hvp(lambda x: (x**3 * drawn).sum(), X, X)[1:]
+        OWN.set_state(state)
+        assert_close(hog.hvp(lambda x: right(x).sum(), X, X)[1], again)
+        assert_close(
+            torch.rand(X.shape, generator=OWN),
+            torch.rand(2, *X.shape, generator=OWN.set_state(state))[1],
+        )
+    (text,) = told(lambda f: hog.hvp(lambda x: (f(x) + x.square()).sum(), X, X), wrong)
+    assert "second derivative of masked.<locals>.Masked is wrong" in text
+
+
 class ForgetsFactor(Function):
     """factor x^2, whose backward is right for a factor of one."""
 
