@@ -22,7 +22,7 @@ from torch.autograd import Function
 from hoglib._core.remat.recomputation import inside_recomputation
 from hoglib._core.runtime.ambient import AMBIENT, Examination, inside
 from hoglib._core.runtime.provided import provide
-from hoglib._core.runtime.source_location import frames_of, warn, warn_once
+from hoglib._core.runtime.source_location import frames_of, user_line, warn, warn_once
 from hoglib._core.substrate.autograd import Gradient
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree, torch_internals
@@ -94,6 +94,10 @@ MUTATES = {
     "grad_output": "{name} modifies grad_output in place; it is shared with other nodes, whose "
     "gradients are then wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks.",
 }
+CHECKPOINT = (
+    "the checkpoint with use_reentrant=True at {} gets no tensor that needs a gradient: torch gives no "
+    "gradient to the parameters inside. Pass use_reentrant=False."
+)
 KEPT = (
     "the derivative of {name} is wrong: {kept} was changed in place after forward had put it there. "
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
@@ -182,8 +186,9 @@ class examined_functions:  # noqa: N801 a context manager
                 self._report_verdict(key[0], verdict, nothing_is_left=lost)
             elif text := functions.mutation(key):
                 self._report_verdict(key[0], Verdict("wrong", text))
-        for text in sorted(functions.changing_hooks if not self._first_order else ()):
-            self._report_verdict(Function, Verdict("wrong", text))
+        for text, order in sorted(functions.faults.items()):
+            if order == 1 or not self._first_order:
+                self._report_verdict(Function, Verdict("wrong", text))
         if functions.in_cpp:
             text = IN_CPP.format(", ".join(sorted(functions.in_cpp)))
             self._report_verdict(Function, Verdict("not examined", text))
@@ -245,7 +250,8 @@ class AppliedFunctions:
         self.differentiated: dict[Key, int] = {}
         self.gradient_has_no_graph = False
         self.in_cpp: set[str] = set()
-        self.changing_hooks: set[str] = set()  # texts about hooks that return another gradient
+        # texts about hooks and checkpoints, and the order of the derivative that each makes wrong
+        self.faults: dict[str, int] = {}
         # those that change in place, undeclared, an argument of which the gradient is not theirs
         # alone, or an incoming gradient that others get, too: what, by MUTATES
         self._mutates: dict[Key, str] = {}
@@ -289,13 +295,16 @@ class AppliedFunctions:
     def _note_hook(self, text: str) -> None:
         # by hand a hook that changes a first derivative does what it is for
         if self.by_hand is None or torch.is_grad_enabled():
-            self.changing_hooks.add(text)
+            self.faults[text] = 2
             self._report_after_backward()
 
     def record(self, function: type[Function], args: Args) -> Ended | None:
         """Notes an application; what is returned is called with its node and results."""
         if function.__name__ == "BackwardHookFunction":  # torch applies it for hooks of modules
             watch_module_hooks(self._note_hook)
+        elif _loses_gradients(function, args):
+            self.faults[CHECKPOINT.format(user_line())] = 1
+            return None
         if function.__module__.startswith("hoglib.") or not records_gradients():
             return None
         if self.by_hand is not None and (
@@ -541,6 +550,12 @@ class AppliedFunctions:
             torch_internals.after_backward(partial(self.by_hand, self))
 
 
+def _loses_gradients(function: type[Function], args: Args) -> bool:
+    """Whether it is a reentrant checkpoint, of inputs that need no gradient."""
+    reentrant = function.__name__ == "CheckpointFunction" and records_gradients()
+    return reentrant and not any(isinstance(x, Tensor) and x.requires_grad for x in args)
+
+
 def _counts_changes(x: Tensor) -> bool:
     """Whether a tensor counts what changes it in place: no wrapper of torch.func, nor an inference
     tensor, does."""
@@ -580,7 +595,7 @@ def _explain_backward_error(caller: str, error: Exception, functions: AppliedFun
     if not texts and functions.in_cpp and isinstance(error, NoSecondDerivative):
         texts = [IN_CPP.format(", ".join(sorted(functions.in_cpp)))]
     if isinstance(error, NoSecondDerivative):
-        texts += sorted(functions.changing_hooks)
+        texts += sorted(functions.faults)
     names = [f.__qualname__ for f, _ in functions.differentiated]
     names = [name for name in names if name not in str(error)]
     if "modified by an inplace operation" in str(error) and names and not texts:

@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections import deque
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
 from hoglib import curvature, meta, penalties
@@ -1278,6 +1280,50 @@ def test_generators_of_a_function_draw_the_same_numbers_in_an_examination(name):
         )
     (text,) = told(lambda f: hog.hvp(lambda x: (f(x) + x.square()).sum(), X, X), wrong)
     assert "second derivative of masked.<locals>.Masked is wrong" in text
+
+
+class Checkpointed(nn.Module):
+    """Two layers, one of which is recomputed in backward; `at` 0 is the first one."""
+
+    def __init__(self, at, reentrant):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(4, 1)]).double()
+        self.at, self.reentrant = at, reentrant
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            recomputes = i == self.at
+            x = checkpoint(layer, x, use_reentrant=self.reentrant) if recomputes else layer(x)
+        return x
+
+
+FIRST_DERIVATIVES = {
+    "hvp": lambda loss, p: hog.hvp(loss, p, p, (X, Y)),
+    "gradient": lambda loss, p: hog.HessianOperator(loss, p, [(X, Y), (X, Y)]).gradient(),
+    "gradient of a GGN": lambda loss, p: hog.GGNOperator(loss, p, (X, Y)).gradient(),
+    "per_example_gradients": lambda loss, p: hog.per_example_gradients(loss, p, (X, Y)),
+    "norms": lambda loss, p: curvature.per_example_gradient_norms(loss, p, (X, Y)),
+    "noise": lambda loss, p: curvature.gradient_noise_scale(loss, p, (X, Y)),
+    "sharpness": lambda loss, p: curvature.critical_sharpness(loss, p, (X, Y)),
+    "MAML": lambda loss, p: hog.MAML(loss.model, F.mse_loss).loss([((X, Y), (X, Y))]),
+}  # fmt: skip
+
+
+@rows("name", FIRST_DERIVATIVES)
+@rows(("at", "reentrant"), [(0, True), (0, False), (1, True), (1, False)])
+@pytest.mark.filterwarnings("ignore:MAML loops over:UserWarning")
+def test_a_checkpoint_that_loses_gradients_is_told(name, at, reentrant):
+    model = Checkpointed(at, reentrant)
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    entry_points.forget_reports()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with suppress(UnsupportedError):  # what a reentrant one does not support is raised as that
+            FIRST_DERIVATIVES[name](loss, params)
+    told_of = [text for one in found if "use_reentrant=True" in (text := str(one.message))]
+    # after a layer the input needs a gradient
+    assert len(told_of) == (reentrant and at == 0)
+    assert all("test_entry_points.py" in text for text in told_of)
 
 
 class ForgetsFactor(Function):

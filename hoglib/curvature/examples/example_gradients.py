@@ -302,7 +302,7 @@ def _layer_by_layer(
     if not (hasattr(loss, "outputs") and isinstance(params, dict)):
         return None
     policy = Policy(CALLER, stand_ins=False)
-    with ring(policy, loss, examine=False) as blocks:
+    with ring(policy, loss, first_order=True) as blocks:
         problem = Problem.of(policy, loss, params, own).entered(blocks)
         (own,) = problem.args
         try:
