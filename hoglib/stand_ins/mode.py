@@ -34,7 +34,7 @@ from hoglib._core.torch_api.torch_modes import StandInMode, copy_without_overrid
 from hoglib._core.torch_api.torch_private import is_missing, require
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
-from hoglib.stand_ins.table import STAND_INS, by_operator, cond
+from hoglib.stand_ins.table import HIGHER_ORDER, STAND_INS, by_operator
 
 __all__ = ["active", "second_order", "stand_in_table"]
 
@@ -42,8 +42,6 @@ ACTIONS = ("warn", "raise", "ignore")
 _OF_TENSOR = getattr(Tensor.__torch_function__, "__func__", None)
 # Whether a mode cannot tell when gradients are switched: in forward mode any call is refused then.
 _UNSEEN = is_missing(torch_internals.set_grad_enabled)
-# what torch.cond calls; a key of this kind in the table keeps torch.compile from tracing the mode
-COND_OPERATOR = torch.ops.higher_order.cond
 
 
 @contextmanager
@@ -226,8 +224,9 @@ class _SecondOrder(StandInMode):
                 if first and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
                 return result
-        if func is COND_OPERATOR:
-            return cond(*args, **kwargs)
+        if func in HIGHER_ORDER:
+            with self:  # for the torch calls of the functions that it calls
+                return HIGHER_ORDER[func](*args, **kwargs)
         if func is Tensor.register_hook and AMBIENT.examination.examiner is not None:
             hook, line = (args[1:] or [*kwargs.values()])[0], torch_call_line()
             # hoglib's own hooks have no line of the user's

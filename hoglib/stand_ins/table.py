@@ -22,6 +22,7 @@ from hoglib._core.torch_api import pytree, torch_library
 from hoglib._core.torch_api.mixed_precision import autocast_on
 from hoglib._core.torch_api.torch_forward_mode import tangents_enabled
 from hoglib._core.torch_api.torch_internals import forward_mode_active, native_kernels
+from hoglib._core.torch_api.torch_private import private
 from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._indexing import torch_embedding_bag
 from hoglib.ops._norms import torch_batch_norm
@@ -60,6 +61,49 @@ def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     """The branch of torch.cond that is taken."""
     return (true_fn if pred else false_fn)(*operands)
 
+
+@stands_in_for(
+    *(private(f"torch._higher_order_ops.{name}.{name}") for name in ("scan", "map", "while_loop")),
+    name="scan, map, while_loop",
+    lacks=f"tensors that their functions close over are constants{SILENT}; no double backward",
+)
+def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
+    """The steps of a scan; the function of a graph returns one list, a user's a carry and a row."""
+    carry, rows = init, []
+    for i in range(len(xs[0])):
+        found = combine_fn(*carry, *(x[i] for x in xs), *additional_inputs)
+        nested = len(found) == 2 and not isinstance(combine_fn, torch.fx.GraphModule)
+        own, row = found if nested else (found[: len(init)], found[len(init) :])
+        carry = pytree.leaves(own)
+        rows.append(row)
+    stacked = _stacked(rows)
+    return (own, stacked) if nested else [*carry, *stacked]
+
+
+def map_rows(f: Any, xs: Any, pos_args: Any = ()) -> Any:
+    """The function of each row, stacked."""
+    return _stacked([f(*(x[i] for x in xs), *pos_args) for i in range(len(xs[0]))])
+
+
+def while_loop(cond_fn: Any, body_fn: Any, carried: Any, additional_inputs: Any = ()) -> Any:
+    """The loop."""
+    while cond_fn(*carried, *additional_inputs):
+        carried = body_fn(*carried, *additional_inputs)
+    return carried
+
+
+def _stacked(rows: list[Any]) -> Any:
+    structure = pytree.flatten(rows[0])[1]
+    parts = zip(*map(pytree.leaves, rows), strict=True)
+    return pytree.unflatten([torch.stack(part) for part in parts], structure)
+
+
+HIGHER_ORDER = {  # operators by which Dynamo and exported programs call functions
+    getattr(torch.ops.higher_order, name): function
+    for name, function in {
+        "cond": cond, "scan": scan, "map_impl": map_rows, "while_loop": while_loop,
+    }.items()
+}  # fmt: skip
 
 for _layer in (torch.gru, torch.rnn_tanh, torch.rnn_relu):
     _lacks = "cuDNN's kernel has no double backward, torch's own has one"

@@ -94,6 +94,10 @@ MUTATES = {
     "grad_output": "{name} modifies grad_output in place; it is shared with other nodes, whose "
     "gradients are then wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks.",
 }
+AOT = (
+    "code that `aot_function` made is differentiated: its backward was traced without a graph, and no "
+    "part of the second derivative is left of it. Call the function that it was made of."
+)
 CHECKPOINT = (
     "the checkpoint with use_reentrant=True at {} gets no tensor that needs a gradient: torch gives no "
     "gradient to the parameters inside. Pass use_reentrant=False."
@@ -302,6 +306,8 @@ class AppliedFunctions:
         """Notes an application; what is returned is called with its node and results."""
         if function.__name__ == "BackwardHookFunction":  # torch applies it for hooks of modules
             watch_module_hooks(self._note_hook)
+        elif function.__name__ == "CompiledFunction" and _is_ours(function):
+            self.faults[AOT] = 2
         elif _loses_gradients(function, args):
             self.faults[CHECKPOINT.format(user_line())] = 1
             return None

@@ -6,6 +6,9 @@ import json
 
 import pytest
 import torch
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
 
 import hoglib as hog
@@ -37,6 +40,11 @@ def recurrent(cls):
 
 
 # name of the row -> calls of torch's own that show it, with inputs
+def by_rows(x):
+    """The operator that an exported program calls, of a function that closes over a tensor."""
+    return torch.ops.higher_order.map_impl(lambda row: ((row * x[0]).sin(),), [x], ())[0].sum()
+
+
 # fmt: off
 SAMPLES = {
     "scaled_dot_product_attention": [(lambda x: F.scaled_dot_product_attention(x, x, x), HEADS)],
@@ -64,6 +72,7 @@ SAMPLES = {
     "sparse_coo_tensor": [(lambda w: torch.sparse_coo_tensor(PLACES, w, (3, 3)).to_dense().square().sum(), VALUES)],
     "triangular_solve": [(lambda b, a: torch.triangular_solve(b, a)[0], (Y.T, SQUARE + 3 * torch.eye(3)))],
     "cond": [(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), X)],
+    "scan, map, while_loop": [(by_rows, X)],
     "lstm": [(recurrent(torch.nn.LSTM), X.float())],
     "vector_norm, norm, abs, hypot": [(lambda x: x.norm() ** 2, NOUGHT), (lambda x: torch.linalg.vector_norm(x, dim=-1).square().sum(), NOUGHT[None]), (lambda x: torch.fft.fft(x).abs().square().sum(), NOUGHT), (lambda x: torch.hypot(x[0], x[1]) ** 2, NOUGHT), (lambda x: torch.dist(x, NOUGHT) ** 2, NOUGHT), (lambda x: x.std() ** 2, NOUGHT), (lambda x: torch.linalg.matrix_norm(x[None]) ** 2, NOUGHT)],
     "special.bessel_j0, modified_bessel_k0": [(lambda x: torch.special.bessel_j0(x) + x.sin(), X), (lambda x: torch.special.modified_bessel_k1(x.exp()).sin() + x, X)],
@@ -88,7 +97,8 @@ CASES = [
                  marks=[pytest.mark.gpu] if row.device == "cuda" else [])
     for row in stand_in_mode.stand_in_table()
     for i, (fn, inputs) in enumerate(SAMPLES[row.name])
-    for mode in row.modes
+    # torch traces these operators in each evaluation, which takes long
+    for mode in row.modes[: 1 if row.name == "scan, map, while_loop" else None]
 ]  # fmt: skip
 
 
@@ -133,6 +143,65 @@ def test_torch_needs_it_still_and_the_stand_in_is_right(row, fn, inputs, mode):
             replaced(*(x.clone().requires_grad_() for x in (inputs,)))
     else:
         assert hog.verify(replaced, inputs, modes=mode).ok
+
+
+def step(carry, row, y):
+    new = torch.tanh(carry["c"] + row[0] @ y.T @ y)
+    return {"c": new}, (row[0] * carry["c"], row[1])
+
+
+def by_scan(x, y, loops):
+    if loops:
+        carry, rows = {"c": x[0]}, []
+        for i in reversed(range(len(x))):
+            carry, row = step(carry, (x[i], 2 * x[i]), y)
+            rows.append((row[0] * row[1]).sum())
+        return carry["c"].sum() + sum(rows)
+    own = lambda carry, row: step(carry, row, y)  # noqa: E731
+    carry, rows = scan(own, {"c": x[0]}, (x, 2 * x), reverse=True)
+    return carry["c"].sum() + (rows[0] * rows[1]).sum()
+
+
+def by_map(x, y, loops):
+    of_row = lambda row, w: (row * w).sin() + (row @ y.T).sum()  # noqa: E731
+    w = 2 * x[0]
+    return (torch.stack([of_row(row, w) for row in x]) if loops else map_rows(of_row, x, w)).sum()
+
+
+def by_while_loop(x, y, loops):
+    body = lambda i, z: (i + 1, torch.tanh(z @ y.T @ y))  # noqa: E731
+    if loops:
+        return functools.reduce(lambda z, i: body(i, z)[1], range(3), x).sum()
+    return while_loop(lambda i, z: i < 3, body, (torch.tensor(0), x))[1].sum()
+
+
+def by_branches(x, y, loops):
+    """A loop in a branch in a loop, and a call that has a stand-in."""
+
+    def normalized(row):
+        return F.layer_norm(row, (3,), weight=y[0])
+
+    def looped(row):
+        return by_while_loop(row[None], y, loops).expand(3)
+
+    if loops:
+        return sum((normalized if row.sum() > 0 else looped)(row).sum() for row in x)
+    return map_rows(lambda row: torch.cond(row.sum() > 0, normalized, looped, (row,)), x).sum()
+
+
+LOOPS = {"scan": by_scan, "map": by_map, "while_loop": by_while_loop, "nested": by_branches}
+
+
+@rows("name", LOOPS)
+@rows("mode", ["reverse-over-reverse", "forward-over-reverse"])
+def test_loops_of_control_flow_are_those_of_python(name, mode):
+    points = {"x": X, "y": Y}
+    found, expected = (
+        hog.hvp(lambda p, loops=loops: LOOPS[name](p["x"], p["y"], loops) + p["y"].pow(3).sum(), points, points, mode=mode)
+        for loops in (False, True)
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected)
+    assert expected[1]["y"].abs().min() > 0
 
 
 # torch says so once a process, at the first sparse tensor

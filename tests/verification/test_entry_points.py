@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._functorch.aot_autograd import aot_function
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -1324,6 +1325,16 @@ def test_a_checkpoint_that_loses_gradients_is_told(name, at, reentrant):
     # after a layer the input needs a gradient
     assert len(told_of) == (reentrant and at == 0)
     assert all("test_entry_points.py" in text for text in told_of)
+
+
+def test_code_of_aot_function_is_told():
+    traced = aot_function(torch.sin, lambda graph, inputs: graph)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hog.hvp(lambda x: (traced(x) + x.square()).sum(), X, X, mode="reverse-over-reverse")
+    texts = [str(one.message) for one in found]
+    assert len(texts) == 1
+    assert texts[0].startswith("hvp: code that `aot_function` made is differentiated")
 
 
 class ForgetsFactor(Function):
