@@ -228,7 +228,8 @@ class FunctionalLoss:
         self._dtype: torch.dtype | None = None
         self._norm_policy: NormPolicy = train_mode_batch_statistics
         self._constants: Params = {}  # in the place of the model's own
-        self._made_with = {name: id(p) for name, p in model.named_parameters()}
+        # a deepcopy has another model
+        self._made_with = id(model), {name: id(p) for name, p in model.named_parameters()}
         self._parameter_ids: set[tuple[int, str]] = set()  # parameters of the model, by id
         self._names: set[str] = set()
         self._searched: set[tuple[str, ...]] = set()  # names that were searched outside of modules
@@ -256,7 +257,7 @@ class FunctionalLoss:
         if not isinstance(params, dict) or not params or AMBIENT.kept_swapped is not None:
             return ""
         name, value = next(iter(params.items()))
-        if self._made_with.get(name) != id(value):
+        if self._made_with[0] != id(self.model) or self._made_with[1].get(name) != id(value):
             return ""
         path, _, own_name = name.rpartition(".")
         with suppress(AttributeError):

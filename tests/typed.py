@@ -1,5 +1,6 @@
-"""What type checkers infer for calls of hoglib, and mistakes that they report. mypy reads this file in
-`make lint`: a type that differs is an error, and so is an ignore of an error that it does not find."""
+"""What type checkers infer for calls of hoglib, and mistakes that they report. mypy and pyright read
+this file in `make lint`: a type that differs is an error, and so is an ignore of an error that they do
+not find."""
 
 from typing import Any, assert_type
 

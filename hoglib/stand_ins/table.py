@@ -98,7 +98,7 @@ def _stacked(rows: list[Any]) -> Any:
     return pytree.unflatten([torch.stack(part) for part in parts], structure)
 
 
-HIGHER_ORDER = {  # operators by which Dynamo and exported programs call functions
+HIGHER_ORDER: dict[Any, Any] = {  # operators by which Dynamo and exported programs call functions
     getattr(torch.ops.higher_order, name): function
     for name, function in {
         "cond": cond, "scan": scan, "map_impl": map_rows, "while_loop": while_loop,

@@ -99,8 +99,8 @@ AOT = (
     "part of the second derivative is left of it. Call the function that it was made of."
 )
 CHECKPOINT = (
-    "the checkpoint with use_reentrant=True at {} gets no tensor that needs a gradient: torch gives no "
-    "gradient to the parameters inside. Pass use_reentrant=False."
+    "the checkpoint with use_reentrant=True at {} gives no gradient to the parameters inside: torch "
+    "hands it on by `.backward()` alone, and where an input needs one. Pass use_reentrant=False."
 )
 KEPT = (
     "the derivative of {name} is wrong: {kept} was changed in place after forward had put it there. "
@@ -308,7 +308,7 @@ class AppliedFunctions:
             watch_module_hooks(self._note_hook)
         elif function.__name__ == "CompiledFunction" and _is_ours(function):
             self.faults[AOT] = 2
-        elif _loses_gradients(function, args):
+        elif function.__name__ == "CheckpointFunction" and self._loses_gradients(args):
             self.faults[CHECKPOINT.format(user_line())] = 1
             return None
         if function.__module__.startswith("hoglib.") or not records_gradients():
@@ -333,6 +333,12 @@ class AppliedFunctions:
         # before it runs: afterwards a version does not say who raised it
         versions = [(i, x, x._version) for i, x in enumerate(args) if by[i] and _counts_changes(x)]
         return partial(self._watch_application, key, args, versions)
+
+    def _loses_gradients(self, args: Args) -> bool:
+        """Whether a reentrant checkpoint gives no gradient to the parameters inside: `.backward()` of
+        the user's alone reaches them, and where an input needs a gradient."""
+        needed = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        return records_gradients() and (self.by_hand is None or not needed)
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
@@ -554,12 +560,6 @@ class AppliedFunctions:
         """Reports at the end of the backward that runs, after the context."""
         if self.by_hand is not None and AMBIENT.examination.examiner is not self:
             torch_internals.after_backward(partial(self.by_hand, self))
-
-
-def _loses_gradients(function: type[Function], args: Args) -> bool:
-    """Whether it is a reentrant checkpoint, of inputs that need no gradient."""
-    reentrant = function.__name__ == "CheckpointFunction" and records_gradients()
-    return reentrant and not any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
 def _counts_changes(x: Tensor) -> bool:

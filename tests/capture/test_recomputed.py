@@ -75,6 +75,9 @@ def product_of(use, rows, **options):
     return torch.cat([part.flatten() for part in product.values()])
 
 
+# what a block computes with its number is meant to differ, in backward too
+@pytest.mark.filterwarnings("ignore:hvp. the first derivative of Scaled:UserWarning")
+@pytest.mark.filterwarnings("ignore:hvp. the hook registered at:UserWarning")
 @pytest.mark.parametrize("use", USES)
 def test_blocks_that_differ_in_a_number_share_graphs_if_they_compute_the_same(use):
     function, *expected = USES[use]
