@@ -501,7 +501,7 @@ def _all_finite(parts: Vector) -> bool:
 def scale(x: Tensor) -> float:
     """The root mean square of a tensor, which steps are relative to; 0.01 for a tensor of zeros."""
     size = float(x.norm()) / max(x.numel(), 1) ** 0.5
-    return size if size > 1e-8 and size == size else 0.01
+    return size if 0 < size < inf else 0.01
 
 
 # Locates the module, and the operation in it, that loses a derivative.

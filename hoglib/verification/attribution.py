@@ -407,7 +407,7 @@ def _wrong_alone(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
     """The Functions whose own gradient is wrong, and what is wrong with it."""
     for app in apps:
         try:
-            subject = subject_of(app.function, app.leaves()).restricted({})
+            subject = subject_of(app.function, app.leaves()).restricted({}).in_units()
             at = Target(subject.map, subject.x, subject.rows, subject.names)
             one = compared(at.with_slopes(subject.random), "r", Bounds(), subject.random)
         except Exception:  # the rows of derivatives say what it raises
@@ -448,7 +448,9 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
 
 def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
     try:
-        f, _ = symmetrized(maps.map_of(lambda a, k: func(*a, **k), (args, kwargs)).seeded())
+        f, _ = symmetrized(
+            maps.map_of(lambda a, k: func(*a, **k), (args, kwargs)).scaled().seeded()
+        )
         which = [i for i, y in enumerate(f.run_with_grad()) if is_float(y) and y.requires_grad]
         random = torch.Generator().manual_seed(5)
         names = [f"argument {j}" for j in range(len(f.point))]

@@ -524,7 +524,8 @@ def reference_rows(
     """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
     f = subject.map
     dtype = None if subject.precision.refused else subject.dtype
-    theirs = maps.map_of(reference, f.inputs, dtype).to(f.which)
+    theirs = maps.map_of(reference, f.inputs, dtype).scaled().to(f.which)
+    theirs = replace(theirs, units=f.units)
     for order, name in enumerate(REFERENCE):
         found = [_off_from(subject, theirs, x, order) for x in points]
         worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")

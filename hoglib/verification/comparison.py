@@ -42,7 +42,7 @@ from hoglib._core.numerics.element_differences import (
 )
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.verification import maps
-from hoglib.verification.maps import Numbered, Tensors
+from hoglib.verification.maps import Map, Numbered, Tensors
 from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
@@ -405,7 +405,7 @@ def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Te
 MAX_NUMEL = 256  # the largest input that `wrong_elements` differentiates element by element
 
 
-def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) -> str:
+def wrong_elements(f: Map, x: Tensors, i: int, j: int, random: Generator) -> str:
     """A sentence on which elements of the gradient of output i by input j are wrong, as gradcheck's; ""
     if none is, or the input is large."""
     if x[j].numel() > MAX_NUMEL:
@@ -418,6 +418,7 @@ def wrong_elements(f: TensorMap, x: Tensors, i: int, j: int, random: Generator) 
     wrong = ((got - right).abs() > 1e-4 * right.abs().max()).nonzero().reshape(-1).tolist()
     if not wrong:
         return ""
+    got, right = (f.in_given_units(g, i, j) for g in (got, right))
     k = wrong[0]
     return (
         f"{len(wrong)} of {got.numel()} elements of that gradient are wrong: element {k} is "

@@ -362,11 +362,12 @@ DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the cl
 def describe_forward(subject: Subject, column: int) -> str:
     """A sentence on forward, if it is a function that often has a surrogate gradient (a step, the
     identity, rounding, clipping) of an input; else ""."""
-    x = subject.x[column]
+    f = subject.map.unscaled()
+    x = f.point[column]
     moved = x + NEAR * torch.where(x == 0, 1.0, x)
     try:
-        values = subject.map(*subject.x)
-        near = subject.map(*subject.x[:column], moved, *subject.x[column + 1 :])
+        values = f(*f.point)
+        near = f(*f.point[:column], moved, *f.point[column + 1 :])
     except Exception:  # fn may refuse inputs that the user did not pass
         return ""
     for y, z in zip(values, near, strict=True):
@@ -396,5 +397,5 @@ def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
 
 def _is_on_a_grid(values: Sequence[float]) -> bool:
     """Whether all are multiples of their smallest distance, as rounded numbers are."""
-    least = min((b - a for a, b in pairwise(values) if b - a > 1e-9), default=0.0)
+    least = min((b - a for a, b in pairwise(values) if b - a > 1e-9 * values[-1]), default=0.0)
     return bool(least) and all(abs(v / least - round(v / least)) < 1e-3 for v in values)

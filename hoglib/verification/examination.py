@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from hoglib._core.messages.closures import held_tensors, with_tensors
 from hoglib._core.modules.state import StateGuard, preserve_random_state, put_back, same
 from hoglib._core.modules.swap import keep_swapped
-from hoglib._core.numerics.element_differences import random_like
+from hoglib._core.numerics.element_differences import max_abs, random_like, unit_of
 from hoglib._core.runtime.source_location import format_error
 from hoglib._core.substrate.autograd import grad_enabled
 from hoglib._core.torch_api import pytree, torch_internals
@@ -305,6 +305,10 @@ IN_CONTAINER = (
 )
 
 
+def _moved(x: Tensor, step: float) -> Tensor:
+    return x + step * (x + unit_of(max_abs(x))) if is_float(x) else x
+
+
 def _depends_on(app: Application, i: int) -> bool:
     """Whether its values change with the tensors that an argument holds."""
 
@@ -313,8 +317,7 @@ def _depends_on(app: Application, i: int) -> bool:
         held = held_tensors(args[i])
         if sum(x.numel() for x in held) > MAX_HELD:
             raise _NotExamined(f"{app.name(i)} holds more than {MAX_HELD:.0e} numbers")
-        moved = [x + step * (1 + x) if is_float(x) else x for x in held]
-        args[i] = with_tensors(args[i], moved)
+        args[i] = with_tensors(args[i], [_moved(x, step=step) for x in held])
         with torch.no_grad(), preserve_random_state():
             return pytree.tensors(app.function.apply(*args))
 

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isbuiltin
 from typing import Any, NamedTuple, final
@@ -14,7 +14,7 @@ from torch.autograd import Function, forward_ad
 
 from hoglib._core.messages import validation
 from hoglib._core.modules.swap import call_with
-from hoglib._core.numerics.element_differences import TensorMap, max_abs
+from hoglib._core.numerics.element_differences import TensorMap, max_abs, unit_of, units_of
 from hoglib._core.substrate.autograd import Vector, clone_inference_tensors
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree
@@ -52,12 +52,30 @@ class Variable(NamedTuple):
     is_complex: bool  # the map then takes real and imaginary parts, along a last dimension
     project: Arrange | None = None  # onto a structure, such as symmetric matrices
     layout: Arrange | None = None  # to a memory layout that is not contiguous
+    unit: Tensor | float = 1.0  # the map takes x in these units; see `Map.scaled`
 
     def given(self, x: Tensor) -> Tensor:
         """The argument that fn gets for the real tensor x."""
+        x = _times(x, self.unit)
         own = torch.complex(*x.unbind(-1)) if self.is_complex else x
         own = own if self.project is None else self.project(own)
         return own if self.layout is None else self.layout(own)
+
+    def coordinates(self, own: Tensor) -> Tensor:
+        """The real tensor x for an argument of fn."""
+        x = real(own)
+        return (x.double() / self.unit).to(x.dtype)
+
+    def unit_for(self, own: Tensor) -> Tensor | float:
+        """The unit for an argument of fn: the same for both parts of a complex number."""
+        unit = units_of(own)
+        return unit[..., None] if self.is_complex and isinstance(unit, Tensor) else unit
+
+
+def _times(x: Tensor, unit: Tensor | float) -> Tensor:
+    if isinstance(unit, Tensor):
+        return x * unit.to(x.dtype)
+    return x if unit == 1.0 else x * unit
 
 
 class _Form(NamedTuple):
@@ -90,8 +108,8 @@ class Map:
     copied too, also tensors that are not strided: one that requires grad is refused, because torch has
     no second derivative by it.
 
-    A map is immutable: `at`, `in_dtype`, `to`, `seeded`, `projected`, `laid_out`, `then`, `phase_fixed`
-    and `adapted` return another one.
+    A map is immutable: `at`, `in_dtype`, `to`, `seeded`, `scaled`, `projected`, `laid_out`, `then`,
+    `phase_fixed` and `adapted` return another one.
     """
 
     fn: Any
@@ -102,6 +120,7 @@ class Map:
     point: list[Tensor]
     which: tuple[int, ...] = ()  # the indices of y among the leaves that fn returns
     finish: PhaseFixing = list  # applied to these leaves
+    units: Mapping[int, float] = field(default_factory=dict)  # of y, by index; 1 by default
     seeds: bool = False  # each run draws the same random numbers
     clones: bool = False  # fn gets copies, because it changes its inputs and declares that
     # the variables require grad, because fn differentiates by them itself, as the forward of a flow or
@@ -110,7 +129,9 @@ class Map:
 
     def __call__(self, *x: Tensor) -> list[Tensor]:
         found = self.leaves(*x)
-        return [real(y) for y in self.finish([found[i] for i in self.which])]
+        outputs = self.finish([found[i] for i in self.which])
+        units = (self.units.get(i, 1.0) for i in self.which)
+        return [y if t == 1.0 else y / t for y, t in zip(map(real, outputs), units, strict=True)]
 
     def leaves(self, *x: Tensor) -> list[Any]:
         """All leaves of fn's result at x."""
@@ -145,8 +166,8 @@ class Map:
         return [real(y) for y in self.leaves(*x) if is_float(y) and y.requires_grad]
 
     def value(self, j: int) -> Tensor:
-        """The variable j at the point, complex if fn gets it so; without projection and layout."""
-        x = self.point[j]
+        """The argument for variable j at the point; without projection and layout."""
+        x = _times(self.point[j], self.variables[j].unit)
         return torch.view_as_complex(x) if self.variables[j].is_complex else x
 
     @property
@@ -168,7 +189,9 @@ class Map:
     def in_dtype(self, dtype: torch.dtype | None) -> "Map":
         """The map at the given inputs, copied to another dtype."""
         other = map_of(self.fn, self.inputs, dtype)
-        return replace(self, dtype=dtype, form=other.form, point=other.point)
+        pairs = zip(self.variables, map(other.value, range(len(other.point))), strict=True)
+        point = [one.coordinates(x) for one, x in pairs]
+        return replace(self, dtype=dtype, form=other.form, point=point)
 
     def to(self, which: Iterable[int]) -> "Map":
         """The map to these leaves of fn's result."""
@@ -182,6 +205,31 @@ class Map:
     def seeded(self) -> "Map":
         """The map, with the same random numbers in each run."""
         return replace(self, seeds=True)
+
+    def scaled(self) -> "Map":
+        """The map u -> f(s u), where x = s u with powers of two s by `units_of`. Steps and tolerances
+        are made for numbers near one, so that they suit x in any unit."""
+        values = [self.value(j) for j in range(len(self.point))]
+        given = zip(self.variables, values, strict=True)
+        variables = tuple(one._replace(unit=one.unit_for(x)) for one, x in given)
+        point = [one.coordinates(x) for one, x in zip(variables, values, strict=True)]
+        return replace(self, variables=variables, point=point)
+
+    def unscaled(self) -> "Map":
+        """The map of fn's own arguments to its own results."""
+        point = [real(self.value(j)) for j in range(len(self.point))]
+        variables = tuple(one._replace(unit=1.0) for one in self.variables)
+        return replace(self, variables=variables, point=point, units={})
+
+    def in_given_units(self, gradient: Tensor, i: int, j: int) -> Tensor:
+        """The gradient of output i by variable j, flat, by fn's own arguments."""
+        unit = torch.as_tensor(self.variables[j].unit, device=gradient.device)
+        units = unit.expand_as(self.point[j]).reshape(-1)
+        return gradient * self.units.get(self.which[i], 1.0) / units
+
+    def in_units(self, sizes: Sequence[float]) -> "Map":
+        """The map to y / t, for units t of these sizes of the outputs."""
+        return replace(self, units=dict(zip(self.which, map(unit_of, sizes), strict=True)))
 
     def projected(self, projections: Mapping[int, Arrange]) -> "Map":
         """The map f P, with projections P of some variables."""

@@ -18,12 +18,18 @@ from torch.autograd import Function
 
 from hoglib._core.messages.closures import held
 from hoglib._core.modules.state import preserve_random_state, put_back, same
-from hoglib._core.numerics.element_differences import max_abs, random_like
+from hoglib._core.numerics.element_differences import (
+    ORDINARY,
+    SMALL,
+    max_abs,
+    random_like,
+    unit_of,
+)  # fmt: skip
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import function_watch, pytree, torch_internals
 from hoglib._core.torch_api.pytree import is_float
 from hoglib.verification import function_rules, layouts, maps
-from hoglib.verification.maps import Map
+from hoglib.verification.maps import Map, real
 from hoglib.verification.precision import Precision, judged_map
 from hoglib.verification.report import Row
 
@@ -41,6 +47,7 @@ from hoglib.verification.report import Row
 # The derivatives of f P count; and the second equation tells whether x was computed by such an h.
 
 MOST_DIMS = 4  # the last dimensions of a tensor, along which structures are looked for
+FEW_ROUNDINGS = 8
 MOST_CHOICES = 24  # combinations of structures of several arguments that are tried
 
 
@@ -153,7 +160,7 @@ def symmetrized(f: Map) -> tuple[Map, Restriction]:
         x = f.value(j)
         if x.ndim > 1 and x.shape[-1] == x.shape[-2] > 1 and torch.equal(x, x.mH):
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64, device="cpu")
-            noise = noise.reshape(x.shape).to(x)
+            noise = noise.reshape(x.shape).to(x) * unit_of(max_abs(x))
             here = _values_at(f, j, x)
             # move one triangle at a time: the values do not change if it is not read
             sides = [_values_at(f, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
@@ -172,9 +179,9 @@ def _keeping(f: Map, kept: Restriction) -> Map:
 
 def _values_at(f: Map, j: int, x: Tensor) -> list[Tensor] | None:
     """The floating-point results of fn for another value of the variable j; None if it raises."""
-    x = torch.view_as_real(x) if x.is_complex() else x
+    own = f.variables[j].coordinates(x)
     try:
-        return [y for y in f.leaves(*f.point[:j], x, *f.point[j + 1 :]) if is_float(y)]
+        return [y for y in f.leaves(*f.point[:j], own, *f.point[j + 1 :]) if is_float(y)]
     except Exception:  # fn may refuse inputs that the user did not pass
         return None
 
@@ -355,7 +362,7 @@ def constants_of(f: Map, names: Sequence[str]) -> list[int]:
     except Exception:  # reported by the derivative checks
         return []
     without = [j for j, g in enumerate(grads) if g is None and j < f.num_inputs]
-    constants = [j for j in without if _is_int(f.point[j]) or _is_named(names, f.names[j])]
+    constants = [j for j in without if _is_int(real(f.value(j))) or _is_named(names, f.names[j])]
     return constants if len(constants) < len(grads) else []
 
 
@@ -475,8 +482,30 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs."
             )
             return subject, Row("deterministic", "fail", None, text)
+        subject = subject.in_units()
         again = subject._second_backward_fault()
         return subject, Row("deterministic", "fail", None, again) if again else None
+
+    def in_units(self) -> "Subject":
+        """The subject, with outputs in units of their sizes (`Map.in_units`).
+
+        The size of values that are small is unknown: they may be what is left of terms that cancel.
+        Those show where the inputs move by a few units of rounding:
+
+            |f(x + e x) - f(x)| / e  ~  |J x| + |terms|
+        """
+        f = self.map
+        values = f(*self.x)
+        sizes = [max_abs(y) for y in values]
+        if self.precision.half is None and any(size < 1 / ORDINARY for size in sizes):
+            least = SMALL * max(map(max_abs, self.x), default=0.0)
+            with suppress(Exception):  # fn may refuse inputs that the user did not pass
+                e = FEW_ROUNDINGS * self.eps
+                random = torch.Generator().manual_seed(12)
+                near = f(*(x + e * random_like(x, random) * x for x in self.x))
+                moved = (max_abs(a - b) / e for a, b in zip(near, values, strict=True))
+                sizes = [max(a, min(b, least)) for a, b in zip(sizes, moved, strict=True)]
+        return replace(self, map=f.in_units(sizes))
 
     def _second_backward_fault(self) -> str:
         """The text on a second backward pass through the same graph that differs from the first, with
@@ -574,7 +603,7 @@ def subject_of(
     # only a call shows which inputs are constants; the map is then made again without them
     found = [] if asked else [f.variables[j] for j in constants_of(f, own_names)]
     if found:
-        own = maps.map_of(fn, marked(inputs, [one.slot for one in found]), f.dtype)
+        own = maps.map_of(fn, marked(inputs, [one.slot for one in found]), f.dtype).scaled()
         f = replace(own, clones=f.clones, needs_graph=f.needs_graph)
     f = f.laid_out_as_given() if as_given else f
     named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}

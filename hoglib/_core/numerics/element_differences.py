@@ -8,6 +8,7 @@ may agree by chance, if f oscillates faster than both or is noisy; so the next s
 estimate as well. Where no steps agree the error is large, and nothing is concluded from that element.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -184,9 +185,39 @@ def directions(x: Tensor, random: torch.Generator, *, full: bool) -> list[Tensor
 def element_scales(x: Tensor) -> Tensor:
     """The unit of steps for each element: its size, bounded so that no step is negligible, or longer
     than the period of a function such as the sine."""
-    size = x.detach().abs()
+    units = units_of(x)
+    size = x.detach().abs() / units
     most = max_abs(size) or 1.0
-    return torch.maximum(size.clamp(max=1.0), 1e-4 * size).clamp(min=min(1e-3 * most, 1.0))
+    return size.clamp(min=1e-3 * most, max=1.0) * units
+
+
+ORDINARY = 64.0  # sizes down to 1 / 64 and up to 64 are used as they are
+SMALL = 1e-3  # of the largest element: smaller elements are near zero, or in units of their own
+
+
+def units_of(x: Tensor) -> Tensor | float:
+    """Powers of two near the size of x, so that x / units has elements near one without rounding.
+
+    One for the whole tensor, and 1 if its size is ordinary. One for each element if a quarter of the
+    elements, or more, are small, as where a tensor holds quantities in several units.
+    """
+    size = x.detach().abs().double()
+    most = max_abs(size)
+    if not most:
+        return 1.0
+    is_zero = ~(size > torch.finfo(torch.float64).eps * most)  # or NaN
+    small = ~is_zero & (size < SMALL * most)
+    if 4 * int(small.sum()) >= int((~is_zero).sum()):
+        size = torch.where(is_zero | size.isinf(), most, size)
+        return (size / torch.frexp(size).mantissa / 2).to(x.dtype.to_real())
+    return unit_of(most)
+
+
+def unit_of(size: float) -> float:
+    """A power of two near a size, which may be zero; 1 if the size is ordinary."""
+    if not size or 1 / ORDINARY <= size <= ORDINARY:
+        return 1.0
+    return math.ldexp(1.0, math.frexp(size)[1] - 1)
 
 
 def random_like(like: Tensor, random: torch.Generator) -> Tensor:

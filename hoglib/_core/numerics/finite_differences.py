@@ -35,7 +35,7 @@ STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
     },
     # The same, tried only where the steps above are not conclusive: they cost twice as much again.
     "element, more": {
-        torch.float64: (1e-2, 1e-7, 1e-8), torch.float32: (1e-3,),
+        torch.float64: (1e-2, 1e-7, 1e-8, 1e-9, 1e-10), torch.float32: (1e-3, 3e-4, 1e-4),
         torch.float16: (), torch.bfloat16: (),
     },
     # The same, where a derivative seems wrong: a function may oscillate faster than all steps above.
