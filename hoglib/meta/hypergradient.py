@@ -15,13 +15,13 @@ from hoglib import plotting
 from hoglib._core.messages import validation
 from hoglib._core.messages.closures import name_of
 from hoglib._core.messages.files import digest
+from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.modules.state import RandomState, preserve_random_state
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
-from hoglib.curvature.algebra.linear_operator import ProgressBar
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient, implicit_graph

@@ -4,20 +4,27 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
+from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Function
 
 from hoglib._core.messages import validation
+from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.modules.swap import keep_swapped
 from hoglib._core.runtime.source_location import error_line, format_error
 from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import eagerly, uncompiled
 from hoglib._core.torch_api.torch_private import nothing_refused
 from hoglib.errors import HoglibError
 from hoglib.verification import attribution, contract
+from hoglib.verification.attribution import detached_copy
 from hoglib.verification.call_variants import reference_rows, variant_rows
 from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.contract import preserved_grads
@@ -25,14 +32,27 @@ from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
 from hoglib.verification.function_rules import is_surrogate
-from hoglib.verification.maps import as_function, name_of
-from hoglib.verification.precision import PrecisionWatch, exact_products
+from hoglib.verification.maps import as_function, map_of, name_of
+from hoglib.verification.precision import PrecisionWatch, exact_products, stage_reached
 from hoglib.verification.report import Report, Row, Rows
 from hoglib.verification.subject import Subject, lifted, subject_of
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
+TIME = "time"
+LARGE = (
+    10_000  # elements; it takes longest by what fewer rows do not change where inputs are smaller
+)
+STAGES = 150  # the time of all checks by one tensor, in that of `stage_reached`
+SOME = (
+    "checked at the first {number} of {count} rows of the inputs: all of them would take some "
+    "{seconds:.0f} seconds. Pass time_limit=None for all."
+)
+OVER = (
+    "{limit:g} seconds were over after the check {last!r}; what follows it was left out. Pass a larger "
+    "time_limit, or None."
+)
 Reference = Callable[..., Any] | None
 HIDDEN = (
     "Here the share that is lost is less than the noise of differences in float32, which is why the "
@@ -67,6 +87,8 @@ def verify(
     rtol: float = 1e-4,
     nondet_tol: float = 0.0,
     raise_exception: bool = False,
+    time_limit: float | None = 60.0,
+    progress: bool = False,
 ) -> Report:
     r"""Check the derivatives of a function to second order, and name the cause of an error.
 
@@ -102,6 +124,10 @@ def verify(
             estimated error of the difference.
         nondet_tol: By how much two backward passes may differ.
         raise_exception: Whether to raise if a check failed.
+        time_limit: Seconds. Of inputs that would take longer the first rows are checked, as many as
+            there is time for; what is not checked when the time is over is left out. A row says so.
+            With None there is no limit.
+        progress: Show a bar that counts checks (needs tqdm).
     Returns:
         A :class:`Report`: ``ok``, ``rows``, ``str(report)``, ``to_json()``, ``raise_if_failed()``.
     Raises:
@@ -133,6 +159,8 @@ def verify(
         bounds=Bounds(atol, rtol),
         nondet_tol=nondet_tol,
     )
+    limit = inf if time_limit is None else validation.number("time_limit", time_limit, minimum=0.0)
+    bar = ProgressBar("verify", validation.boolean("progress", progress), unit="check")
     if reference is not None:
         validation.function("reference", reference)
     arguments = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
@@ -146,22 +174,37 @@ def verify(
         preserve_random_state(),
         preserved_grads(fn, *arguments),
         warnings.catch_warnings(action="ignore"),  # the checks do what torch warns of, on purpose
+        bar.over(name_of(fn)),
     ):
-        report = _report(fn, arguments, reference, options)
+        report = _report(fn, arguments, reference, options, limit, bar)
     return report.raise_if_failed() if raise_exception else report
 
 
-def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Options) -> Report:
+def _report(
+    fn: Any,
+    inputs: tuple[Any, ...],
+    reference: Reference,
+    options: Options,
+    limit: float,
+    bar: ProgressBar,
+) -> Report:
     """The report of all checks, with the causes of failures first."""
     name, subject, judged = name_of(fn), None, None
     rows: list[Row] = []
     if (module := lifted(fn, inputs)) is not None:
         fn, inputs, row = module
         rows.append(row)
+    began = perf_counter()
+    inputs, some = _first_rows(fn, inputs, limit)
+    rows += some
     try:
         subject = subject_of(fn, inputs)
         for row in _check_rows(subject, reference, options.in_dtype(subject.dtype)):
             rows.append(row)
+            bar.advance(1)
+            if perf_counter() - began > limit:
+                rows.append(Row(TIME, "warn", None, OVER.format(last=row.name, limit=limit)))
+                break
     except HoglibError:
         raise
     except Exception as error:
@@ -174,6 +217,32 @@ def _report(fn: Any, inputs: tuple[Any, ...], reference: Reference, options: Opt
     # stable: causes come first, and all others stay in the order of the checks
     rows.sort(key=lambda row: not attribution.is_culprit(row))
     return Report(name, rows, judged=judged)
+
+
+def _first_rows(
+    fn: Any, inputs: tuple[Any, ...], limit: float
+) -> tuple[tuple[Any, ...], list[Row]]:
+    """As many of the first rows of the inputs as there is time for, and a row that says so if these are
+    not all."""
+    most = max(filter(is_float, pytree.leaves(inputs)), key=Tensor.numel, default=None)
+    if limit == inf or most is None or most.numel() < LARGE:
+        return inputs, []
+    count, rows = len(most), list[Row]()
+    with suppress(
+        Exception
+    ):  # `_report` says why it does not run; its rows may depend on one another
+        f = map_of(fn, inputs, torch.float64)
+        began = perf_counter()
+        stage_reached(f)
+        seconds = (perf_counter() - began) * STAGES * (len(f.point) + 1)
+        number = max(2, int(count * limit / seconds))
+        if number < count:
+            fewer = pytree.rows(inputs, count, 0, number)
+            fewer = detached_copy(fewer)
+            map_of(fn, fewer).run_with_grad()
+            inputs, text = fewer, SOME.format(number=number, count=count, seconds=seconds)
+            rows.append(Row(TIME, "skip", None, text))
+    return inputs, rows
 
 
 def _why_it_does_not_run(error: Exception) -> str:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import isnan
 from time import perf_counter
 from typing import Any, NamedTuple, final
@@ -50,7 +50,7 @@ from hoglib.verification.subject import (
 
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
-SECONDS = 20.0  # the time that an examination may take; it is estimated before
+SECONDS = 1.0  # the time that an examination may take; it is estimated before
 MAX_RETRIES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 30  # of a derivative by one tensor
 MAX_HELD = 2**26  # numbers in an object that an examination may copy
@@ -443,8 +443,11 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
     """What is compared, and whether there is time for several points; raises if there is for none."""
     if sparse := [app.name(i) for i in app.by if app.args[i].layout is not torch.strided]:
         raise _NotExamined(f"derivatives by {', '.join(sparse)}, which is sparse, are not compared")
+    _warm_up()
+    began = perf_counter()
     plain, seconds = _trial_run(app)
-    if seconds > SECONDS:  # the first call may have imported, compiled or allocated something
+    # the first call may have compiled or allocated something
+    if seconds > SECONDS > perf_counter() - began:
         seconds = _trial_run(app)[1]
     if plain and seconds > SECONDS:
         with suppress(Exception):  # its rows depend on one another in shape
@@ -534,6 +537,8 @@ def _trial_run(app: Application) -> tuple[bool, float]:
         args[i] = leaf.clone()  # which may be changed in place
     with _Operations() as operations:
         outputs = app.function.apply(*args)
+        if (forward := perf_counter() - began) > SECONDS:
+            return operations.plain, forward * EVALUATIONS * (len(leaves) + 1)
         live = [y for y in pytree.tensors(outputs) if y.requires_grad]
         grads = maps.grad(live, leaves, create_graph=True)
         operations.returned((outputs, grads))
@@ -543,6 +548,15 @@ def _trial_run(app: Application) -> tuple[bool, float]:
     if any(x.is_cuda for x in leaves):
         torch.cuda.synchronize()
     return operations.plain, (perf_counter() - began) * EVALUATIONS * (len(leaves) + 1)
+
+
+@cache
+def _warm_up() -> None:
+    """What torch imports at first, which is not to be counted."""
+    x = torch.ones(1, requires_grad=True)
+    with _Operations():
+        (gradient,) = maps.grad([x**3], [x], create_graph=True)
+    maps.grad([gradient], [x])
 
 
 def _first_rows(app: Application, share: float) -> Application:

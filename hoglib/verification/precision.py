@@ -165,28 +165,26 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     if own_dtype:
         f = given.adapted()
         return f, _in_half(f) or Precision("it runs code that is not torch's")
-    f, reached, error = _stage_reached(given)
+    with HalfWatch() as half, PrecisionWatch() as watch:
+        f, reached, error = stage_reached(given)
     # float64 may be what stops it: its own dtypes are taken if they get further
     own = given.in_dtype(None)
     given_double = any(x.dtype == torch.float64 for x in own.point)
     if error is not None and any(x.dtype != torch.float64 for x in own.point):
-        own, further, _ = _stage_reached(own)
+        own, further, _ = stage_reached(own)
         if further > reached:
             return own, _in_half(own) or Precision(format_error(error))
     if error is not None:
         if reached == 0:
             raise error
         return f, Precision()
-    if (half := _in_half(f)) is not None:
-        return f, half
-    watch = PrecisionWatch()
-    with watch:
-        _stage_reached(f)
+    if (found := _in_half(f, half)) is not None:
+        return f, found
     # a narrow number somewhere is a fault only if results show it, by steps where float64 is smooth
     met = watch.rounded or watch.met or watch.foreign
     if not (met and _moves_in_steps(f)):
         return f, Precision()
-    narrow, as_far, _ = _stage_reached(f.in_dtype(torch.float32))
+    narrow, as_far, _ = stage_reached(f.in_dtype(torch.float32))
     if as_far < reached:
         return f, Precision()
     if given_double and not _second_derivatives_agree(f, narrow):
@@ -195,14 +193,14 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     return narrow, Precision(f"it computes in float32: {met}", computes_narrow=True)
 
 
-def _in_half(f: Map) -> Precision | None:
+def _in_half(f: Map, watch: HalfWatch | None = None) -> Precision | None:
     """The precision of a function that rounds to half precision, if values or gradients show it; inputs
-    stay what they are, as all else may be of a higher precision."""
+    stay what they are, as all else may be of a higher precision. watch: of a run of it."""
     if any(is_half(x) for x in f.point):
         return None
-    watch = HalfWatch()
-    with watch:
-        _stage_reached(f)
+    if watch is None:
+        with HalfWatch() as watch:
+            stage_reached(f)
     if watch.dtype is None or not _moves_in_steps(f, torch.finfo(watch.dtype).eps):
         return None
     name = str(watch.dtype).removeprefix("torch.")
@@ -210,7 +208,7 @@ def _in_half(f: Map) -> Precision | None:
     return Precision(f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
 
 
-def _stage_reached(f: Map) -> tuple[Map, int, Exception | None]:
+def stage_reached(f: Map) -> tuple[Map, int, Exception | None]:
     """The map, adapted; how far it gets: 0 if it does not run, 1 for its values, 2 for first
     derivatives, 3 for second ones; and the error that ends it."""
     reached = 0

@@ -458,13 +458,12 @@ class Subject:
                 "gets or returns, or in an object that is no tuple, list or dict?"
             )
             return subject, Row("first derivative: reverse", "fail", None, text)
-        gradient = maps.gradient(f, len(self.x))
 
         def drawn(seed: int) -> tuple[list[Tensor], list[Tensor]]:
             maps.seed_all(seed)
-            values = f(*self.x)
+            leaves, values = maps.at_leaves(f, self.x)
             try:
-                grads = gradient(*self.x, *(torch.ones_like(y) for y in values))
+                grads = maps.grad(values, leaves, create_graph=True)
             except Exception:  # reported by the derivative checks
                 grads = []
             return [y.detach() for y in values], [g.detach() for g in grads]
@@ -482,12 +481,12 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs."
             )
             return subject, Row("deterministic", "fail", None, text)
-        subject = subject.in_units()
+        subject = subject.in_units(a)
         again = subject._second_backward_fault()
         return subject, Row("deterministic", "fail", None, again) if again else None
 
-    def in_units(self) -> "Subject":
-        """The subject, with outputs in units of their sizes (`Map.in_units`).
+    def in_units(self, values: Sequence[Tensor] = ()) -> "Subject":
+        """The subject, with outputs in units of their sizes (`Map.in_units`). values: at its point.
 
         The size of values that are small is unknown: they may be what is left of terms that cancel.
         Those show where the inputs move by a few units of rounding:
@@ -495,7 +494,7 @@ class Subject:
             |f(x + e x) - f(x)| / e  ~  |J x| + |terms|
         """
         f = self.map
-        values = f(*self.x)
+        values = values or f(*self.x)
         sizes = [max_abs(y) for y in values]
         if self.precision.half is None and any(size < 1 / ORDINARY for size in sizes):
             least = SMALL * max(map(max_abs, self.x), default=0.0)
@@ -609,7 +608,9 @@ def subject_of(
     named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
     names, constants = [named.get(name, name) for name in f.names], [one.name for one in found]
     f, symmetric = symmetrized(f)
-    apps, functions = applications(f.run_with_grad), maps.custom_functions(f.run_with_grad())
+    outputs = list[Any]()
+    apps = applications(lambda: outputs.extend(f.run_with_grad()))
+    functions = maps.custom_functions(outputs)
     return Subject(f, precision, names, constants, symmetric, apps, functions)
 
 

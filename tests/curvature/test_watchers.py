@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
+from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.problem import Policy
-from hoglib.curvature.algebra.linear_operator import ProgressBar
 from hoglib.curvature.algebra.vector_space import Space
 from hoglib.curvature.batches.data import Batches, PassTotals, Piece, Processes
 from hoglib.curvature.sums import watchers

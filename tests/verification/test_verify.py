@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import time
 import warnings
 
 import numpy as np
@@ -16,6 +18,7 @@ from hoglib.verification.precision import exact_products
 from tests.functions import (
     ClassicCube,
     Cube,
+    Detached,
     WrongSign,
     by_saved,
     made,
@@ -195,6 +198,49 @@ def test_raise_exception():
     assert hog.verify(Cube, x, raise_exception=True).ok
     with pytest.raises(hog.VerificationError, match=r"the\s+sign is wrong"):
         hog.verify(WrongSign, x, raise_exception=True)
+
+
+# How long it takes.
+
+
+def slowly(seconds, seen):
+    """x^3, which takes seconds for each row; the second derivative is lost."""
+
+    class Slowly(Detached):
+        @staticmethod
+        def forward(x):
+            seen.append(len(x))
+            time.sleep(seconds * len(x))
+            return x**3
+
+    return Slowly
+
+
+def test_of_inputs_that_would_take_too_long_the_first_rows_are_checked():
+    seen = []
+    report = hog.verify(slowly(2e-6, seen), torch.linspace(0.5, 1.5, 20_000), time_limit=5)
+    text = report["time"].text
+    number, count = map(int, re.search(r"the first (\d+) of (\d+) rows", text).groups())
+    assert report["time"].status == "skip"
+    assert count == 20_000
+    assert set(seen) == {number, count}
+    assert seen.count(count) < 10
+    assert [row.name for row in report.failed][:1] == ["detached: .detach()"]
+
+
+def test_what_follows_is_left_out_when_the_time_is_over():
+    function, inputs = slowly(2e-3, []), torch.linspace(0.5, 1.5, 2)
+    report, whole = (hog.verify(function, inputs, time_limit=limit) for limit in (0.1, None))
+    assert re.search(r"0.1 seconds were over after the check '\w+", report["time"].text)
+    assert report["time"].status == "warn"
+    assert not report.failed
+    assert whole.failed
+    assert "time" not in names(whole, "warn")
+
+
+def test_a_bar_counts_the_checks(capfd):
+    hog.verify(Cube, x, progress=True)
+    assert re.search(r"verify Cube: [\d.]+check", capfd.readouterr().err)
 
 
 # Where nothing can be said, and what is no fault.

@@ -19,8 +19,11 @@ from torch import Tensor
 from hoglib._core.numerics.finite_differences import steps as steps_of
 
 TensorMap = Callable[..., list[Tensor]]
+Ends = dict[float, tuple[list[Tensor], list[Tensor]]]  # f(x + h v) and f(x - h v), by h
 
 ROUNDINGS = 20  # the next shorter slope may be off by this many times its rounding error
+LEAST = 3  # steps that are always tried
+SETTLED = 1e-7  # of the largest derivative in a tensor; with a smaller error no other step is tried
 CONCLUSIVE = 0.02  # of the largest derivative in a tensor; with a larger error nothing is concluded
 
 
@@ -48,6 +51,10 @@ class Slope(NamedTuple):
         """The elements of output i whose error is small enough to conclude from."""
         return self.errors[i] <= CONCLUSIVE * self.size(i) + self.floors[i]
 
+    def settled(self, i: int) -> Tensor:
+        """The elements of output i which no other step makes more precise than needed."""
+        return self.errors[i] <= SETTLED * self.size(i)
+
 
 def slope(
     f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, eps: float | None = None
@@ -56,11 +63,16 @@ def slope(
     dtype = x[j].dtype
     values = [y.detach() for y in f(*x)]
     steps = steps_of("element", dtype) if eps is None else (10 * eps, eps, eps / 10)
-    ends, problem = _evaluate_both_sides(f, x, j, v, steps)
-    result = _best_slope(values, x, j, v, ends, problem)
-    if eps is None and not all(bool(result.known(i).all()) for i in range(len(values))):
-        more, other = _evaluate_both_sides(f, x, j, v, steps_of("element, more", dtype))
-        result = _best_slope(values, x, j, v, ends | more, problem or other)
+    # the shorter ones only where the longer ones do not settle it
+    stages = [steps[:LEAST], steps[LEAST:], steps_of("element, more", dtype) if eps is None else ()]
+    ends, problem = Ends(), ""
+    for enough, some in zip((Slope.settled, Slope.known, Slope.known), stages, strict=True):
+        found, other = _evaluate_both_sides(f, x, j, v, some)
+        ends |= found
+        problem = problem or other
+        result = _best_slope(values, x, j, v, ends, problem)
+        if all(bool(enough(result, i).all()) for i in range(len(values))):
+            break
     return result
 
 
@@ -92,9 +104,6 @@ def recheck(f: TensorMap, x: Sequence[Tensor], one: Slope, random: torch.Generat
         linear &= ~(gap > 2 * (fine.errors[i] + error) + one.floors[i])
         errors.append(torch.where(linear, error, torch.inf))
     return one._replace(errors=errors)
-
-
-Ends = dict[float, tuple[list[Tensor], list[Tensor]]]  # f(x + h v) and f(x - h v), by h
 
 
 def _evaluate_both_sides(
@@ -229,5 +238,6 @@ def random_like(like: Tensor, random: torch.Generator) -> Tensor:
 
 def max_abs(tensor: Tensor) -> float:
     """The largest absolute value among the finite elements; 0 if there are none."""
-    finite = tensor.detach()[tensor.detach().isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    size = tensor.detach().abs()
+    most = float(size.max()) if size.numel() else 0.0
+    return most if math.isfinite(most) else float(size.where(size.isfinite(), 0.0).max())

@@ -23,6 +23,7 @@ from torch import Generator, Tensor
 
 from hoglib import errors
 from hoglib._core.messages import validation
+from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.substrate.autograd import grad_enabled, outside_inference_mode
@@ -1197,36 +1198,3 @@ def as_number(value: object, what: str = "factor") -> float:
     if isinstance(value, Tensor) and value.dim() == 0:
         value = value.item()
     return float(validation.number(what, value))
-
-
-@final
-class ProgressBar:
-    """Counts the products of an operator, or the steps of a training; the outermost call names the
-    work, and their number."""
-
-    def __init__(self, name: str, enabled: bool, unit: str = "product") -> None:
-        self._name, self._enabled, self._unit = name, enabled, unit
-        self._open: Any = None
-        self._done = 0.0
-
-    @contextmanager
-    def over(self, work: str, total: int | None = None) -> Iterator[None]:
-        """Show the bar while the work lasts, unless it is shown already."""
-        if not self._enabled or self._open is not None:
-            yield
-            return
-        self._done = 0.0
-        install = "`pip install tqdm`, or leave progress at False"
-        tqdm = validation.package("tqdm.auto", "progress=True", install).tqdm
-        self._open = tqdm(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
-        try:
-            yield
-        finally:
-            self._open.close()
-            self._open = None
-
-    def advance(self, products: float) -> None:
-        """Count some products more, or a fraction of one."""
-        if self._open is not None:
-            self._done += products
-            self._open.update(round(self._done, 2) - self._open.n)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hoglib import errors
 from hoglib._core.messages import validation
 from hoglib._core.messages.files import ScoreFile, digest
+from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.modules.module_kinds import BATCH_NORMS
 from hoglib._core.numerics.trust import found_once
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
@@ -28,7 +29,6 @@ from hoglib._core.substrate.autograd import Vector, without_graph
 from hoglib._core.substrate.fingerprint import sums_and_norms
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
-from hoglib.curvature.algebra.linear_operator import ProgressBar
 from hoglib.curvature.algebra.vector_space import Space, Tree
 from hoglib.curvature.batches.data import as_dict, constants_of, in_fixed_order, is_batch, to_device
 from hoglib.curvature.batches.single_examples import by_vmap_or_loop, number_of_examples

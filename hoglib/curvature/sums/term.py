@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.problem import Policy, Problem
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.placement import Placement
-from hoglib.curvature.algebra.linear_operator import ProgressBar
 from hoglib.curvature.algebra.vector_space import Space
 from hoglib.curvature.batches.data import Piece
 from hoglib.ring import ring

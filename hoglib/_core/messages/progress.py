@@ -1,0 +1,40 @@
+"""A bar that shows how far long work is."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from hoglib._core.messages import validation
+
+
+@final
+class ProgressBar:
+    """Counts the products of an operator, or the steps of a training; the outermost call names the
+    work, and their number."""
+
+    def __init__(self, name: str, enabled: bool, unit: str = "product") -> None:
+        self._name, self._enabled, self._unit = name, enabled, unit
+        self._open: Any = None
+        self._done = 0.0
+
+    @contextmanager
+    def over(self, work: str, total: int | None = None) -> Iterator[None]:
+        """Show the bar while the work lasts, unless it is shown already."""
+        if not self._enabled or self._open is not None:
+            yield
+            return
+        self._done = 0.0
+        install = "`pip install tqdm`, or leave progress at False"
+        tqdm = validation.package("tqdm.auto", "progress=True", install).tqdm
+        self._open = tqdm(total=total, desc=f"{self._name} {work}", unit=self._unit, leave=False)
+        try:
+            yield
+        finally:
+            self._open.close()
+            self._open = None
+
+    def advance(self, products: float) -> None:
+        """Count some products more, or a fraction of one."""
+        if self._open is not None:
+            self._done += products
+            self._open.update(round(self._done, 2) - self._open.n)
