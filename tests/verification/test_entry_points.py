@@ -936,7 +936,7 @@ def test_a_slow_function_is_run_a_few_times_only(monkeypatch):
             time.sleep(0.06)
             return x**3
 
-    monkeypatch.setattr(examination, "SECONDS", 0.05)
+    monkeypatch.setattr(examination, "SECONDS", 0.1)
     (text,) = told(hvp, Sleeps.apply)
     assert "Sleeps was not examined: that would take some" in text
     assert Sleeps.calls <= 3  # the user's, a trial, and one with fewer rows
