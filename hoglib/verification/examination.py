@@ -446,13 +446,14 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
     _warm_up()
     began = perf_counter()
     plain, seconds = _trial_run(app)
-    # the first call may have compiled or allocated something, or waited for other processes
+    # the first call may have compiled or allocated something; to watch small operations takes longest
     if seconds > SECONDS > 2 * (perf_counter() - began):
-        seconds = min(seconds, _trial_run(app)[1])
+        seconds = min(seconds, _trial_run(app, watched=False)[1])
     if plain and seconds > SECONDS:
         with suppress(Exception):  # its rows depend on one another in shape
             fewer = _first_rows(app, SECONDS / seconds)
-            app, seconds = fewer, _trial_run(fewer)[1]
+            plain, less = _trial_run(fewer)
+            app, seconds = fewer, min(seconds, less)
     # one point takes half of the estimate, which is for two
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
@@ -528,14 +529,15 @@ def _silent_failures(rows: list[Row], found: Derivatives, function: type[Functio
     return [row for row in failed if found.found[row.name].raised is None]
 
 
-def _trial_run(app: Application) -> tuple[bool, float]:
+def _trial_run(app: Application, *, watched: bool = True) -> tuple[bool, float]:
     """Whether all that it runs are torch operations, and the seconds that an examination will take."""
     began = perf_counter()
     args = app.fresh()
     leaves = [args[i].requires_grad_() for i in app.by]
     for i, leaf in zip(app.by, leaves, strict=True):
         args[i] = leaf.clone()  # which may be changed in place
-    with _Operations() as operations:
+    operations = _Operations()
+    with operations if watched else nullcontext():
         outputs = app.function.apply(*args)
         if (forward := perf_counter() - began) > SECONDS / 2:
             return operations.plain, forward * EVALUATIONS * (len(leaves) + 1)
