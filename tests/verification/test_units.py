@@ -254,3 +254,19 @@ def test_numbers_are_told_in_the_units_of_the_user():
     got, right = map(float, re.search(r"element 0 is (\S+), and should be (\S+)\.", text).groups())
     assert abs(got / right - 1.5) < 1e-4
     assert 1e5 < right < 3e5  # 2 x, times an incoming gradient between 0.5 and 1.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("unit", [1e-12, 1e-6, 1e6])
+def test_an_audit_and_differences_of_parameters_in_any_unit(unit, kind):
+    x, function = unit * POINT[0], wave(unit, 1.0, kind)
+
+    def loss(params, batch):
+        return function.apply(params["x"]).sum() + (params["x"] / unit)[0] ** 4
+
+    report = hog.audit(loss, {"x": x}, torch.zeros(1))
+    assert report.judged
+    assert report.ok == (kind == "right")
+    exact = lambda x: torch.sin(x / unit).sum()  # noqa: E731
+    product = hog.hvp(exact, x, x, mode="finite-differences")[1]
+    torch.testing.assert_close(product * unit, -torch.sin(x / unit) * x / unit, rtol=1e-8, atol=0.0)

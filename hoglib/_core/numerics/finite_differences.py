@@ -25,7 +25,7 @@ from hoglib._core.torch_api import pytree
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
 STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
     # `mode="finite-differences"`. All steps are tried, and the pair that agrees best is taken, so the
-    # range is wide. In units of the root mean square of the parameters, at least 1.
+    # range is wide. In units of the root mean square of the parameters, or of 1 from `SMALL` to there.
     "product": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)),
     # `verify`, where each element takes the step whose estimated error is smallest. In units of the
     # size of each element. Narrow dtypes need long steps, because rounding grows as eps / h.
@@ -48,6 +48,7 @@ STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
     # shorter one, which crosses no kink, and a loss whose terms cancel a longer one.
     "route": {torch.float64: (1e-7, 1e-9, 1e-5, 1e-4, 1e-3), torch.float32: (1e-2, 1e-3, 3e-2, 1e-4)},
 }  # fmt: skip
+SMALL = 1e-3  # parameters of a smaller size are in units in which they are not near one
 VectorFunction = Callable[[Vector], Vector]
 T = TypeVar("T")
 
@@ -101,12 +102,12 @@ def central_differences(
 ) -> list[Vector]:
     """D(h) for several steps along a nonzero vector, all with the current random numbers.
 
-    A step is in units of the root mean square of the leaves, at least 1, over the norm of the vector.
+    A step is in units of the size of the leaves over the norm of the vector.
     """
     leaves, vector = ([x.detach() for x in parts] for parts in (leaves, vector))
     count = max(1, placement.size(leaves))
-    size = max(1.0, float(placement.norm(leaves)) / count**0.5)
-    unit = size / float(placement.norm(vector))
+    size = float(placement.norm(leaves)) / count**0.5
+    unit = (size if 0 < size < SMALL else max(1.0, size)) / float(placement.norm(vector))
 
     def reproducible(point: Vector) -> Vector:
         with fixed_random_numbers(leaves):
