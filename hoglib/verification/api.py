@@ -41,10 +41,8 @@ OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
 TIME = "time"
-LARGE = (
-    10_000  # elements; it takes longest by what fewer rows do not change where inputs are smaller
-)
-STAGES = 150  # the time of all checks by one tensor, in that of `stage_reached`
+LARGE = 10_000  # elements; fewer rows of smaller inputs would save little
+STAGES = 150  # how many times that of `stage_reached` all checks take, by one tensor
 SOME = (
     "checked at the first {number} of {count} rows of the inputs: all of them would take some "
     "{seconds:.0f} seconds. Pass time_limit=None for all."
@@ -121,7 +119,7 @@ def verify(
         full: Whether to compare along each element, instead of along random directions.
         eps: The step of differences. Default: chosen for each element by its estimated error.
         atol, rtol: A derivative d is right within ``rtol |d| + atol min(1, largest |d|)``, plus the
-            estimated error of the difference.
+            estimated error of the difference; d is in units of the sizes of inputs and outputs.
         nondet_tol: By how much two backward passes may differ.
         raise_exception: Whether to raise if a check failed.
         time_limit: Seconds. Of inputs that would take longer the first rows are checked, as many as
@@ -228,17 +226,15 @@ def _first_rows(
     if limit == inf or most is None or most.numel() < LARGE:
         return inputs, []
     count, rows = len(most), list[Row]()
-    with suppress(
-        Exception
-    ):  # `_report` says why it does not run; its rows may depend on one another
+    # it may not run at all, which `_report` says, or not on fewer rows
+    with suppress(Exception):
         f = map_of(fn, inputs, torch.float64)
         began = perf_counter()
         stage_reached(f)
         seconds = (perf_counter() - began) * STAGES * (len(f.point) + 1)
-        number = max(2, int(count * limit / seconds))
+        number = max(2, int(count * limit / (2 * seconds)))
         if number < count:
-            fewer = pytree.rows(inputs, count, 0, number)
-            fewer = detached_copy(fewer)
+            fewer = detached_copy(pytree.rows(inputs, count, 0, number))
             map_of(fn, fewer).run_with_grad()
             inputs, text = fewer, SOME.format(number=number, count=count, seconds=seconds)
             rows.append(Row(TIME, "skip", None, text))

@@ -47,7 +47,7 @@ from hoglib.verification.report import Row
 # The derivatives of f P count; and the second equation tells whether x was computed by such an h.
 
 MOST_DIMS = 4  # the last dimensions of a tensor, along which structures are looked for
-FEW_ROUNDINGS = 8
+FEW_ROUNDINGS = 8  # by which inputs move to tell the size of small outputs
 MOST_CHOICES = 24  # combinations of structures of several arguments that are tried
 
 
@@ -481,7 +481,7 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs."
             )
             return subject, Row("deterministic", "fail", None, text)
-        subject = subject.in_units(a)
+        subject = subject.in_units(() if f.seeds else a)  # a is of other draws
         again = subject._second_backward_fault()
         return subject, Row("deterministic", "fail", None, again) if again else None
 
