@@ -374,6 +374,130 @@ def test_a_classifier_that_fits_all_examples(sharpness, dtype):
         hog.KFACOperator(mixed, params, (x, y)).update()
 
 
+CLASSES = draw(3, 4, seed=9)
+
+
+def cosine_logits(o, scale=30.0):
+    return scale * F.normalize(o) @ F.normalize(CLASSES).to(o).T
+
+
+def arcface(o, t, margin=0.3):
+    angles = (cosine_logits(o, 0.999)).acos()
+    return F.cross_entropy(16 * (angles + margin * F.one_hot(t, 3)).cos(), t)
+
+
+def raw_variances(o, t):
+    return F.gaussian_nll_loss(o[:, :2], t[:, None].expand(-1, 2).to(o), o[:, 2:].square() + 0.05)
+
+
+def pairs(o, scale):
+    logits = scale * F.normalize(o[:, :2]) @ F.normalize(o[:, 2:]).T
+    own = torch.arange(len(o))
+    return F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)
+
+
+def nt_xent(o, scale=5.0):
+    similar = scale * F.normalize(o) @ F.normalize(o).T
+    own = torch.arange(len(o))
+    return F.cross_entropy(similar - 1e3 * torch.eye(len(o)).to(o), own.roll(len(o) // 2))
+
+
+def supervised_contrastive(o, t):
+    similar, same = 5 * F.normalize(o) @ F.normalize(o).T, (t[:, None] == t).to(o)
+    return (similar.logsumexp(1) - (similar * same).sum(1) / same.sum(1)).mean()
+
+
+SINGLE = CLASSES.float()
+NOT_CONVEX = {
+    "cosine softmax": lambda o, t: F.cross_entropy(cosine_logits(o), t), "ArcFace": arcface,
+    "a softmax with a temperature": lambda o, t: F.cross_entropy(o[:, :3] / (o[:, 3:].abs() + 0.1), t),
+    "cosine distance": lambda o, t: 1 - F.cosine_similarity(o, CLASSES.to(o)[t]).mean(),
+    "raw variances": raw_variances,
+    "weights in float32": lambda o, t: F.cross_entropy(30 * F.normalize(o.float()) @ SINGLE.T, t),
+}  # fmt: skip
+NORMALISED_PAIRS = {
+    "CLIP": lambda o, t: pairs(o, 10.0), "CLIP, cold": lambda o, t: pairs(o, 1.0),
+    "NT-Xent": lambda o, t: nt_xent(o), "supervised contrastive": supervised_contrastive,
+}  # fmt: skip
+CONVEX = {
+    "cross entropy": F.cross_entropy, "scaled logits": lambda o, t: F.cross_entropy(30 * o, t),
+    "label smoothing": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+    "an additive margin": lambda o, t: F.cross_entropy(8 * (o - 0.3 * F.one_hot(t, 4)), t),
+    "binary": lambda o, t: F.binary_cross_entropy_with_logits(o, F.one_hot(t, 4).to(o)),
+    "Poisson": lambda o, t: (o.exp() - t[:, None] * o).mean(),
+    "squares": lambda o, t: (o - F.one_hot(t, 4)).square().mean(),
+    "log cosh": lambda o, t: (o - F.one_hot(t, 4)).cosh().log().mean(),
+    "log-sum-exp": lambda o, t: (o.logsumexp(1) - o.gather(1, t[:, None])[:, 0]).mean(),
+}  # fmt: skip
+
+
+@rows("size", [0.3, 1.0, 6.0])
+@rows("dtype", [torch.float64, torch.float32])
+@rows("name", [*NOT_CONVEX, *NORMALISED_PAIRS, *CONVEX])
+def test_kronecker_factors_are_of_convex_sums_over_examples(name, dtype, size):
+    """At outputs of zero, normalised ones have an infinite Hessian: nothing is small beside it."""
+    criterion = {**NOT_CONVEX, **NORMALISED_PAIRS, **CONVEX}[name]
+    model = nn.Linear(3, 4).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_(size * draw(4, 3, seed=5))
+        model.bias.copy_(0.1 * draw(4, seed=6))
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    batch = (draw(8, 3, seed=3).to(dtype), torch.arange(8) % 3)
+    outputs = model(batch[0]).detach().double()
+    H = torch.autograd.functional.hessian(lambda o: criterion(o, batch[1]), outputs)
+    of_examples = torch.stack([H[n, :, n] for n in range(8)])
+    between = (H.square().sum() - of_examples.square().sum()).abs().sqrt() / H.norm()
+    lowest = torch.linalg.eigvalsh(of_examples).min() / H.abs().max()
+    doors = {
+        "KFAC": lambda: hog.KFACOperator(loss, params, batch).update(),
+        "drawn": lambda: hog.KFACOperator(loss, params, batch, kind="mc").update(),
+        "EKFAC": lambda: hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True).update(),
+        "influence": lambda: hog.influence(loss, params, batch, batch, damping=0.1),
+        "optimizer": lambda: hog.curvature.KFAC(loss, damping=1.0, lr=1e-9).step(batch),
+    }
+    if name in CONVEX:
+        assert between < 1e-3
+        exact = hog.KFACOperator(loss, params, batch).exact_diagonal()
+        each = of_examples.diagonal(dim1=1, dim2=2)
+        expected = torch.cat([(each.T @ batch[0].double().square()).flatten(), each.sum(0)])
+        assert_close(exact.double(), expected, rtol=1e-3, atol=1e-5 * float(expected.max()))
+        for compute in doors.values():
+            compute()
+        return
+    coupled = name in NORMALISED_PAIRS
+    assert between > 1e-2 if coupled else lowest < -1e-4
+    words = r"couples them" if coupled else r"convex in the outputs.*in the model.*likelihood="
+    for door, compute in doors.items():
+        with pytest.raises(hog.errors.ArgumentValueError, match=words):
+            compute()
+        assert door == "optimizer" or torch.equal(model.weight, params["weight"])
+
+
+def test_a_cosine_softmax_has_factors_of_its_logits_or_its_likelihood():
+    """What the refusal advises, where one layer and one example make factors exact."""
+    model, y = nn.Linear(3, 4, bias=False).double(), torch.tensor([1])
+    params, batch = hog.trainable_params(model), (draw(1, 3), y)
+    heads = {
+        "forward": (
+            lambda o, batch: F.cross_entropy(o, batch[1]),
+            {"forward": lambda m, batch: cosine_logits(m(batch[0]))},
+            {},
+        ),
+        "likelihood": (
+            NOT_CONVEX["cosine softmax"],
+            {},
+            {"likelihood": lambda o: D.Categorical(logits=cosine_logits(o))},
+        ),
+    }
+    J = torch.func.jacrev(lambda w: cosine_logits(batch[0] @ w.T)[0])(model.weight).detach()
+    p = cosine_logits(model(batch[0])).softmax(1)[0].detach()
+    expected = J.flatten(1).T @ (p.diag() - p.outer(p)) @ J.flatten(1)
+    for criterion, made_by, options in heads.values():
+        loss = hog.functional_loss(model, criterion, **made_by)
+        K = hog.KFACOperator(loss, params, batch, kind="exact", **options)
+        assert_close(K.to_dense(), expected)
+
+
 def test_a_matrix_that_is_not_definite_says_what_is():
     model = nn.Linear(4, 2).double()
     loss = hog.functional_loss(model, lambda o, t: F.gaussian_nll_loss(o[:, 0], t, o[:, 1].exp()))

@@ -25,6 +25,7 @@ References:
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, sqrt
 from typing import Any, Literal, NamedTuple, final, get_args
 
@@ -34,7 +35,7 @@ from torch import distributions as D
 
 from hoglib._core.messages import validation
 from hoglib._core.numerics.factorizations import symmetric_eigen
-from hoglib._core.numerics.trust import SUMS, agree, found_once, largest
+from hoglib._core.numerics.trust import DIGITS, SUMS, Rule, agree, found_once, largest
 from hoglib._core.problem import Policy
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import (
@@ -44,7 +45,7 @@ from hoglib._core.substrate.autograd import (
     materialize_grads,
 )
 from hoglib._core.torch_api import pytree
-from hoglib._core.torch_api.mixed_precision import upcast_half
+from hoglib._core.torch_api.mixed_precision import HALF_DTYPES, upcast_half
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.curvature.batches.data import row_count
 from hoglib.curvature.maps import likelihood as likelihoods
@@ -558,74 +559,111 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
             "smaller batches by micro_batch=."
         )
     chosen = CriterionHessian() if metric.likelihood is None else metric
-    with _output_ring(ys[0]):
-        product = chosen.at(composite, ys)
-    wide = upcast_half(ys[0]).dtype
+    found, fault = _judged_blocks(chosen, composite, ys)
+    if fault:
+        raise ArgumentValueError(f"{composite.policy.caller}(kind={metric.kind!r}): {fault}")
+    # what is negative was found to be rounding
+    root = found.Q * found.eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
+    for i in range(total):
+        column = found.like_outputs(root[:, :, i])
+        yield [part.to(y.dtype) for part, y in zip(column, ys, strict=True)]
 
-    def vector(rows: Tensor) -> Vector:
-        """Rows [N, total] like the outputs."""
-        pairs = zip(rows.split(sizes, 1), ys, strict=True)
+
+def _judged_blocks(
+    chosen: OutputMetric, composite: CompositeLoss, ys: Vector
+) -> tuple["_Blocks", str | None]:
+    """The blocks of M, and what is wrong with them."""
+    found = _Blocks(chosen, composite, ys)
+    fault = found.fault()
+    # Where all examples are fitted, p - p^2 of p near 1 is rounding, which looks like a fault. float64
+    # tells them apart; a criterion with float32 tensors of its own may not take it.
+    for exact in ([y.double() for y in ys], ys) if fault else ():
+        with suppress(HoglibError, RuntimeError, TypeError, ValueError):
+            dtype = composite.criterion(*exact).dtype
+            if exact is ys or dtype == torch.float64:
+                found = _Blocks(chosen, composite, exact)
+                return found, found.fault(dtype)
+    return found, fault
+
+
+SHRUNK = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
+
+
+@final
+class _Blocks:
+    """The blocks of M at outputs, [N, n, n], their eigenvalues and eigenvectors."""
+
+    def __init__(self, chosen: OutputMetric, composite: CompositeLoss, ys: Vector) -> None:
+        self._at, self._ys = partial(chosen.at, composite), ys
+        examples, wide = examples_of(composite, ys), upcast_half(ys[0])
+        self._sizes = [y.numel() // max(examples, 1) for y in ys]
+        total = sum(self._sizes)
+        self._product = self._product_at(ys)
+        self._blocks = wide.new_empty((examples, total, total))
+        for i in range(total):
+            unit = wide.new_zeros((examples, total))
+            unit[:, i] = 1
+            self._blocks[:, :, i] = self._product(unit)
+        self.eigenvalues, self.Q = symmetric_eigen(self._blocks)
+
+    def like_outputs(self, rows: Tensor) -> Vector:
+        """Rows [N, n] like the outputs."""
+        pairs = zip(rows.split(self._sizes, 1), self._ys, strict=True)
         return [part.reshape(y.shape).to(y.dtype) for part, y in pairs]
 
-    blocks = ys[0].new_empty((examples, total, total), dtype=wide)
-    for i in range(total):
-        unit = torch.zeros((examples, total), dtype=wide, device=ys[0].device)
-        unit[:, i] = 1
-        found = product(vector(unit), True)
-        blocks[:, :, i] = torch.cat([x.detach().reshape(examples, -1).to(wide) for x in found], 1)
+    def _product_at(self, ys: Vector) -> Callable[[Tensor], Tensor]:
+        """M at outputs, as a function of rows [N, n]."""
+        with _output_ring(ys[0]):
+            product = self._at(ys)
 
-    def at_zero(u: Tensor) -> float:
-        """The size of a product at outputs of zero: where all examples are fitted well, M vanishes, and
-        what is left of it is the rounding of terms of this size."""
-        sizes = [0.0]
-        with suppress(HoglibError, RuntimeError, ValueError), _output_ring(ys[0]):
-            elsewhere = chosen.at(composite, [torch.zeros_like(y) for y in ys])
-            sizes += [largest(x) for x in elsewhere(vector(u), False)]
-        return max(filter(isfinite, sizes))
+        def of_rows(rows: Tensor) -> Tensor:
+            found = product(self.like_outputs(rows), True)
+            return torch.cat([x.detach().reshape(len(rows), -1).to(rows) for x in found], 1)
 
-    _check_block_diagonal(product, vector, blocks, ys[0].dtype, composite.policy.caller, at_zero)
-    eigenvalues, Q = symmetric_eigen(blocks)
-    rounding = max(1e3 * torch.finfo(wide).eps, 10 * torch.finfo(ys[0].dtype).eps)
-    low = -float(eigenvalues.min()) / rounding
-    # a classifier that fits all examples has almost no Hessian: what is negative is rounding then, of
-    # terms as large as those at zero outputs
-    if low > largest(eigenvalues) and low > at_zero(_random_directions(blocks)):
-        raise ArgumentValueError(
-            f"{composite.policy.caller}(kind='exact'): expected a criterion that is convex in the "
-            f"outputs, got one with the eigenvalue {float(eigenvalues.min()):.3g}; give a likelihood=, "
-            "as `hoglib.FisherOperator(likelihood=)` takes it, or use kind='empirical'."
+        return of_rows
+
+    def fault(self, criterion_dtype: torch.dtype | None = None) -> str | None:
+        """Why the square roots of these blocks are not M's, as the end of a message.
+
+        criterion_dtype: Allow for rounding, in this dtype, of terms of M that cancel at these outputs.
+        """
+        random = torch.Generator().manual_seed(0)
+        u = torch.randn(
+            self._blocks.shape[:2], generator=random, dtype=torch.float32, device="cpu"
+        ).to(self._blocks)
+        dtype, rule, sizes = self._ys[0].dtype, SUMS, []
+        if criterion_dtype is not None:
+            dtype = max(dtype, criterion_dtype, key=lambda one: torch.finfo(one).eps)
+            rule, sizes = DIGITS, [self._size_of_terms(u)]
+        elif dtype in HALF_DTYPES:
+            rule = Rule(10)
+        whole, apart = self._product(u), (self._blocks @ u.unsqueeze(-1)).squeeze(-1)
+        coupled = len(u) > 1 and not agree(whole, apart, rule, dtype=dtype, terms=sizes)
+        if coupled and bool(whole.isfinite().all()):
+            return (
+                "expected a criterion that is a sum over examples, got one that couples them, such as "
+                "a contrastive loss; Kronecker factors are for sums over examples. Use "
+                "`hoglib.GGNOperator`, whose products are those of any criterion."
+            )
+        low = float(self.eigenvalues.min()) if len(u) else 0.0
+        if -low <= rule.of(dtype) * max(largest(self.eigenvalues), *sizes, 0.0):
+            return None
+        return (
+            "expected a criterion that is convex in the outputs, got one with the eigenvalue "
+            f"{low:.3g}. Where it normalises the outputs first, as a cosine softmax does, normalise "
+            "them in the model, or in `functional_loss(..., forward=)`: the rest is convex. Else give "
+            "a likelihood=, as `hoglib.FisherOperator(likelihood=)` takes it, or use kind='empirical'."
         )
-    # what is negative was found to be rounding
-    root = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
-    for i in range(total):
-        yield vector(root[:, :, i])
 
+    def _size_of_terms(self, u: Tensor) -> float:
+        """The largest t |M(t outputs) u| for some t < 1.
 
-def _random_directions(blocks: Tensor) -> Tensor:
-    """A random vector of each example."""
-    random = torch.Generator().manual_seed(0)
-    drawn = torch.randn(blocks.shape[:2], generator=random, dtype=torch.float32, device="cpu")
-    return drawn.to(blocks)
-
-
-Size = Callable[[Tensor], float]
-
-
-def _check_block_diagonal(
-    product: Any, vector: Any, blocks: Tensor, dtype: torch.dtype, caller: str, at_zero: Size
-) -> None:
-    """Raise for a criterion that couples examples, whose M has more than these blocks."""
-    if len(blocks) < 2:
-        return
-    u = _random_directions(blocks)
-    found = product(vector(u), False)
-    whole = torch.cat([x.detach().reshape(len(u), -1).to(u.dtype) for x in found], 1)
-    apart = (blocks @ u.unsqueeze(-1)).squeeze(-1)
-    if not bool(whole.isfinite().all()) or agree(whole, apart, SUMS, dtype=dtype):
-        return
-    # likewise: evaluated only where the first comparison fails
-    if not agree(whole, apart, SUMS, dtype=dtype, terms=[at_zero(u)]):
-        raise ArgumentValueError(
-            f"{caller}: expected a criterion that is a sum over examples, got one that couples "
-            "them, such as a contrastive loss; Kronecker factors are for sums over examples."
-        )
+        A softmax of outputs that fit all examples is one-hot, where M vanishes; with smaller outputs it
+        is not. Never at zero: the Hessian of normalised outputs is infinite there, and anything would
+        be rounding beside it; here it is at most 1 / t times that at the outputs.
+        """
+        found = [0.0]
+        for t in SHRUNK:
+            with suppress(HoglibError, RuntimeError, ValueError):
+                found.append(t * largest(self._product_at([t * y for y in self._ys])(u)))
+        return max(filter(isfinite, found))
