@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib.curvature.algebra import estimates
 from tests.curvature.problems import Given, matrix, problem, seeded
 from tests.refused import refused
 from tests.rows import rows
@@ -20,15 +21,25 @@ def by_definition(A, count, generator):
     size = len(A)
     w = torch.randn(count, size, generator=generator).double()
     w *= size**0.5 / w.norm(dim=1, keepdim=True)
-    found = []
-    for i in range(count):
-        others = torch.cat([w[:i], w[i + 1 :]])
+
+    def estimate(i, without=None):
+        others = w[[j for j in range(count) if j not in (i, without)]]
         Q = torch.linalg.qr((others @ A).T)[0]
         rest = w[i] - Q @ (Q.T @ w[i])
-        rest = rest * (size - count + 1) ** 0.5 / rest.norm()
-        found.append((Q.T @ A @ Q).trace() + rest @ A @ rest)
-    found = torch.stack(found)
-    return found.mean(), found.std() / count**0.5
+        left = size - len(others)
+        rest = rest * left**0.5 / rest.norm()
+        Br = A @ rest - Q @ (Q.T @ A @ rest)
+        variance = 2 * (Br @ Br - (rest @ Br) ** 2 / left)
+        return (Q.T @ A @ Q).trace() + rest @ A @ rest, variance
+
+    found, variances = map(torch.stack, zip(*map(estimate, range(count)), strict=True))
+    change = torch.zeros(count, count).double()
+    for i in range(count):
+        for j in {*range(count)} - {i}:
+            change[i, j] = found[i] - estimate(i, j)[0]
+    most = variances.outer(variances).sqrt()
+    squared = variances.sum() + (change * change.T).clamp(-most, most).sum().clamp(min=0)
+    return found.mean(), squared.sqrt() / count
 
 
 @rows("eigenvalues", [FAST, POLYNOMIAL, FLAT, FLAT - 1.5], ids=[*NAMES, "indefinite"])
@@ -57,6 +68,48 @@ def test_its_mean_and_its_error_are_as_said(eigenvalues, to_hutchinson):
     assert size["xtrace"] < to_hutchinson * size["hutchinson"]
     said = torch.stack([e for _, e in found["xtrace"]]).square().mean().sqrt()
     assert 0.5 < float(said) / size["xtrace"] < 1.5
+
+
+OUTLIER = torch.cat([torch.tensor([1000.0]), torch.linspace(0, 1, SIZE - 1)]).double()
+SPECTRA = {
+    "flat": FLAT, "an outlier": OUTLIER, "a power law": 100 / torch.arange(1, SIZE + 1).double(),
+    "low rank": torch.cat([torch.linspace(1, 10, 12), torch.zeros(SIZE - 12)]).double(),
+    "indefinite": torch.cat([torch.linspace(-1, 1, SIZE - 1), torch.tensor([-300.0])]).double(),
+    "outliers of a network": torch.cat([torch.linspace(20, 100, 6), torch.rand(SIZE - 6, generator=seeded())]).double(),
+}  # fmt: skip
+
+
+@rows("products", [4, 8, 16])
+@rows("method", ["hutchinson", "xtrace"])
+@rows("name", SPECTRA)
+def test_two_standard_errors_are_beyond_one_case_in_ten_at_most(name, method, products):
+    """The spread of the samples themselves left out up to 40% of the cases."""
+    A, true = Given(matrix(SPECTRA[name])), SPECTRA[name].sum()
+    options = {"method": method, "return_error": True}
+    found = [A.trace(products, generator=seeded(n), **options) for n in range(300)]
+    off, said = (torch.stack(x) for x in zip(*((v - true, e) for v, e in found), strict=True))
+    few = 0.12 if products == 4 else 0.02
+    assert 0.88 - few < float((off.abs() <= 2 * said).double().mean())
+    ratio = said.square().mean().sqrt() / off.square().mean().sqrt()
+    assert 0.8 - few < float(ratio) < 1.5 + few
+
+
+def test_by_default_it_is_xtrace_where_it_has_samples_and_memory(monkeypatch):
+    A, true = matrix(OUTLIER), OUTLIER.sum()
+    found = [Given(A).trace(16, generator=seeded(n)) - true for n in range(20)]
+    assert torch.stack(found).abs().max() < 10  # by Hutchinson's 350 on average
+    for products in (1, 2, 3):
+        operator = Given(A)
+        value, error = operator.trace(products, generator=seeded(1), return_error=True)
+        by_name = operator.trace(products, generator=seeded(1), method="hutchinson")
+        assert_close(value, by_name, rtol=0, atol=0)
+        assert operator.count == 2 * products
+        assert bool(error.isinf()) == (products == 1)
+    exact = Given(torch.eye(SIZE, dtype=torch.float64)).trace(3, return_error=True)
+    assert_close(exact, (torch.tensor(60.0).double(), torch.tensor(0.0).double()))
+    monkeypatch.setattr(estimates, "BASES_AT_ONCE", 24 * SIZE * 8 - 1)
+    by_name = Given(A).trace(16, generator=seeded(1), method="hutchinson")
+    assert_close(Given(A).trace(16, generator=seeded(1)), by_name, rtol=0, atol=0)
 
 
 @rows("rank", [0, 1, 5])

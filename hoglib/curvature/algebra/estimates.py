@@ -43,20 +43,31 @@ Estimator = Callable[[SymmetricMatrix, int, Generator | None], Estimate]
 
 
 def hutchinson_trace(A: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
-    """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2."""
-    dots = A.space.dots
-    values = [dots((v, Av))[0] for v, Av in samples_of(A, num_samples, generator)]
-    return mean_of(torch.cat(values))
+    """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2.
+
+    The variance is twice the sum of those of `hutchinson_diagonal`, which depends on squares: that of
+    the few v^T A v needs fourth powers, and is too small where one eigenvalue is larger than others.
+    """
+    diagonal, errors = (x.double()[None] for x in _diagonal(A, num_samples, generator))
+    total, squares = A.space.dots((torch.ones_like(diagonal), diagonal), (errors, errors))
+    return Estimate(total[0].to(A.dtype), (2 * squares[0]).sqrt().to(A.dtype))
 
 
 def hutchinson_diagonal(A: SymmetricMatrix, samples: int, generator: Generator | None) -> Estimate:
     """diag A = E[v * A v]; Var[(v * A v)_i] = sum over j != i of A_ij^2."""
-    total, squares = torch.zeros(2, A.space.length, dtype=A.dtype, device=A.device)
+    return Estimate(*(x.to(A.dtype) for x in _diagonal(A, samples, generator)))
+
+
+def _diagonal(A: SymmetricMatrix, samples: int, generator: Generator | None) -> Estimate:
+    wide = torch.promote_types(A.dtype, torch.float32)
+    total, squares = torch.zeros(2, A.space.length, dtype=wide, device=A.device)
     products = (p for v, Av in samples_of(A, samples, generator) for p in v * Av)
     for count, product in enumerate(products, start=1):
         change = product - total  # Welford's algorithm, which keeps no samples
         total += change / count
         squares += change * (product - total)
+    if count == 1:
+        squares.fill_(torch.inf)
     return Estimate(total, (squares / max(count - 1, 1) / count).sqrt())
 
 
@@ -88,6 +99,15 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
 
     With normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others; the
     second term is scaled to vectors of their mean length.
+
+    Each of these k estimates t_i is right on average given Q_i. With B_i = (I - Q_i Q_i^T) A (I - Q_i
+    Q_i^T) its variance is 2 |B_i|_F^2, without the part of a multiple of I; t_i and t_j are correlated,
+    to leading order, by what each changes without the vector of the other:
+
+        k^2 Var = sum of E[2 |B_i w_i|^2] + sum over i != j of E[(t_i - t_i^-j) (t_j - t_j^-i)]
+
+    of which the second is bounded by the first, for the few matrices that it takes all vectors to find
+    a large eigenvalue of.
     """
     operator.space.refuse_sharded("xtrace")
     size = operator.shape[0]
@@ -103,16 +123,41 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     Q, R, Z = _basis_of_products(operator, w)
     if R is None:
         return exact_estimate((Q * Z).double().sum().to(operator.dtype))
-    # all that is smaller than a vector is computed in float64 from here on
-    W, R, H = (Q.T @ w.T).double(), R.double(), (Q.T @ Z).double()
+    # all that is smaller than a vector is computed in float64 from here on, and in a unit in which
+    # squares of float32 are in range
+    unit = R.abs().max()
+    Z.div_(unit)
+    W, R, H, ZZ = (x.double() for x in (Q.T @ w.T, R / unit, Q.T @ Z, Z.T @ Z))
     S = _left_out_directions(R)
     H = (H + H.T) / 2
-    inside = H.diagonal().sum() - (S * (H @ S)).sum(0)
-    PW = W - S * (S * W).sum(0)  # Q_i^T w_i, in coordinates of Q
-    PR = R - S * (S * R).sum(0)
-    outside = (W * R).sum(0) - 2 * (W * PR).sum(0) + (PW * (H @ PW)).sum(0)
-    found = mean_of(inside + outside * (size - count + 1) / (size - PW.square().sum(0)))
-    return Estimate(*(part.to(operator.dtype) for part in found))
+
+    def dots(x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).sum(0)
+
+    inside = H.diagonal().sum() - dots(S, H @ S)
+    PW = W - S * dots(S, W)  # Q_i^T w_i, in coordinates of Q
+    PR = R - S * dots(S, R)
+    outside = dots(W, R) - 2 * dots(W, PR) + dots(PW, H @ PW)
+    rest, left = size - count + 1, size - dots(PW, PW)
+    found = inside + outside * rest / left
+    # |B_i w_i|^2, of (I - Q_i Q_i^T) (A w_i - A Q_i Q_i^T w_i)
+    C = R - H @ PW
+    PC = C - S * dots(S, C)
+    squares = dots(R, R) - 2 * dots(R, H @ PW) + dots(PW, ZZ @ PW) - dots(PC, PC)
+    variances = 2 * (squares * rest / left - (outside * rest / left).square() / rest).clamp(min=0)
+    # t_i^-j, whose basis lacks also the direction (s_j - g s_i) / sqrt(1 - g^2): [j, i]
+    g = (S.T @ S).fill_diagonal_(0)
+    root, SHS = (1 - g.square()).sqrt(), S.T @ H @ S
+    a, r, h = ((M - g * M.diagonal()) / root for M in (S.T @ W, S.T @ R, S.T @ H @ PW))
+    q = (SHS.diagonal()[:, None] - 2 * g * SHS + g.square() * SHS.diagonal()) / root.square()
+    without = (outside + 2 * a * (r - h) + a.square() * q) * (rest + 1) / (left + a.square())
+    change = (found - inside + q - without).fill_diagonal_(0)
+    # no correlation is larger than 1
+    most = variances.sqrt().outer(variances.sqrt())
+    shared = (change * change.T).clamp(-most, most).sum().clamp(min=0)
+    squared_error = (variances.sum() + shared) / count**2
+    own = (unit * x for x in (found.mean(), squared_error.sqrt()))
+    return Estimate(*(part.to(operator.dtype) for part in own))
 
 
 def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -159,7 +204,15 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
     return Estimate(*(part.to(operator.dtype) for part in mean_of(inside + outside)))
 
 
-TRACES: dict[str, Estimator] = {"hutchinson": hutchinson_trace, "xtrace": xtrace}
+def trace(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
+    """By `xtrace`, where it has four products, and its vectors take at most a GiB of one process."""
+    vectors = 1.5 * num_samples * operator.shape[0] * operator.dtype.itemsize
+    many = num_samples >= 4 and vectors <= BASES_AT_ONCE
+    sharded = operator.space.placement.is_sharded
+    return (xtrace if many and not sharded else hutchinson_trace)(operator, num_samples, generator)
+
+
+TRACES: dict[str, Estimator] = {"auto": trace, "hutchinson": hutchinson_trace, "xtrace": xtrace}
 DIAGONALS: dict[str, Estimator] = {"hutchinson": hutchinson_diagonal, "xdiag": xdiag}
 
 

@@ -59,7 +59,7 @@ class SolveOptions(TypedDict, total=False):
 class TraceOptions(TypedDict, total=False):
     """The keyword options of `LinearOperator.trace`, for type checkers."""
 
-    method: Literal["hutchinson", "xtrace"]
+    method: Literal["auto", "hutchinson", "xtrace"]
     generator: Generator | None
 
 
@@ -664,7 +664,7 @@ class LinearOperator(RectangularOperator):
         self,
         num_samples: int = 64,
         *,
-        method: Literal["hutchinson", "xtrace"] = "hutchinson",
+        method: Literal["auto", "hutchinson", "xtrace"] = "auto",
         generator: Generator | None = None,
         return_error: bool = False,
     ) -> Any:
@@ -674,17 +674,20 @@ class LinearOperator(RectangularOperator):
             xtrace        tr A = tr(Q_i^T A Q_i) + E[w_i^T (I - Q_i Q_i^T) A (I - Q_i Q_i^T) w_i]
 
         with normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others;
-        the estimate of "xtrace" is the mean over the w_i. Where the eigenvalues decay fast, its
-        error decays as fast with num_samples; where all are alike, it is that of "hutchinson" with
-        half as many. It is exact for a rank below num_samples / 2, and from num_samples = P on,
-        where the matrix is made dense. It holds 1.5 num_samples vectors in memory.
+        the estimate of "xtrace" is the mean over the w_i. Where the eigenvalues decay fast, or some
+        are much larger than others, as those of a trained network are, its error is far smaller; where
+        all are alike, it is that of "hutchinson" with half as many. It is exact for a rank below
+        num_samples / 2, and from num_samples = P on, where the matrix is made dense. It holds 1.5
+        num_samples vectors in memory. "hutchinson" is exact for diagonal matrices.
 
         Args:
             num_samples: Products; of "xtrace" at least 4, half of them with the w_i, half with Q.
-            method: "hutchinson" or "xtrace".
+            method: "hutchinson" or "xtrace". "auto" is "xtrace" for 4 products or more whose vectors
+                take at most 1 GiB, of parameters that are no DTensors, and "hutchinson" for others.
             generator: Of the random vectors; None is torch's global generator.
-            return_error: Return the standard error, too. That of "xtrace" is a guide only: the
-                estimates of one run depend on each other.
+            return_error: Return the standard error, too: in 5 to 12 cases of 100 the trace is more than
+                two of them away, in up to 20 with 4 products. It is estimated from |A v|^2, of which
+                fewer samples tell more than of v^T A v.
         Returns:
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
         References:
