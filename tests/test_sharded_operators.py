@@ -102,7 +102,9 @@ def algorithms(net, rows, all_of_them):
     found = {"solve": pair.error(x, y)}
     if not all_of_them:
         return found
-    found["trace"] = pair.error(*(op.trace(4, method="hutchinson", generator=seeded()) for op in (A, B)))
+    found["trace"] = pair.error(
+        *(op.trace(4, method="hutchinson", generator=seeded()) for op in (A, B))
+    )
     eigen, expected = (op.eigsh(2, which="LA", generator=seeded()) for op in (A, B))
     found["eigenvalues"] = pair.error(eigen.values, expected.values)
     if dist.get_world_size() == 4:

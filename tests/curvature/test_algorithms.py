@@ -5,9 +5,12 @@ import warnings
 import pytest
 import scipy.sparse.linalg
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
+from hoglib.curvature import LinearOperator
 from tests.curvature.problems import F64, Given, draw, matrix, problem, quadratic, relative
 from tests.refused import refused
 from tests.rows import rows
@@ -244,3 +247,82 @@ def test_without_scipy_and_tqdm_it_says_what_to_install(monkeypatch):
     assert len(quadratic(POSITIVE).eigsh(3).values) == 3
     with pytest.raises(ImportError, match="pip install tqdm"):
         hog.HessianOperator(*problem("LayerNorm"), progress=True) @ draw(39)
+
+
+def seed():
+    return torch.Generator().manual_seed(0)
+
+
+def by_low_rank(A, b):
+    return A.solve(b, damping=1.0, tol=2e-2, preconditioner=A.low_rank(4, generator=seed()).preconditioner(1.0))  # fmt: skip
+
+
+ALGORITHMS = {
+    "eigsh": lambda A, b: A.eigsh(3, tol=1e-3).values,
+    "low_rank": lambda A, b: A.low_rank(4, generator=seed()).values,
+    "a product with low_rank": lambda A, b: A.low_rank(4, generator=seed()).inverse(1.0) @ b,
+    "solve": lambda A, b: A.solve(b, damping=1.0, tol=1e-2),
+    "solve, preconditioned": by_low_rank,
+    "logdet": lambda A, b: A.damped(1.0).logdet(3, steps=20, generator=seed()),
+    "trace": lambda A, b: A.trace(16, generator=seed()),
+    "trace by Hutchinson": lambda A, b: A.trace(16, method="hutchinson", generator=seed()),
+    "diagonal": lambda A, b: A.diagonal(16, generator=seed()),
+    "xdiag": lambda A, b: A.diagonal(16, method="xdiag", generator=seed()),
+    "spectral_density": lambda A, b: A.spectral_density(2, steps=8, generator=seed()).nodes,
+    "matrix_function": lambda A, b: A.matrix_function(b, torch.tanh, steps=10),
+    "squared_frobenius": lambda A, b: A.squared_frobenius(8, generator=seed()),
+    "to_dense": lambda A, b: A.to_dense(),
+    "a sum": lambda A, b: (A + A.damped(1.0)).eigsh(2, tol=1e-3).values,
+    "a product": lambda A, b: (A @ A).trace(8, generator=seed()),
+    "SciPy": lambda A, b: torch.from_numpy(A.to_scipy() @ b.numpy()),
+}
+
+
+@rows("name", ALGORITHMS)
+def test_algorithms_run_without_the_autocast_of_the_loss(name):
+    """In bfloat16 orthogonalisation fails: eigsh raised, and solve found matrices indefinite."""
+    run, b = ALGORITHMS[name], torch.randn(40, generator=seed())
+    values = torch.cat([torch.tensor([20.0, 10.0, 5.0]), torch.linspace(0, 1, 37)])
+    Q = torch.linalg.qr(torch.randn(40, 40, generator=seed()))[0]
+    given = LinearOperator.from_dense((Q * values) @ Q.T)
+    halves = []
+
+    def product(v):
+        halves.append(torch.is_autocast_enabled("cpu"))
+        return (Q @ (values * (Q.T @ v)).to(Q)).to(v)
+
+    by_function = LinearOperator.from_matvec(product, b)
+    model = nn.Linear(8, 5)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(5, 8, generator=seed()))
+    x, y = torch.randn(30, 8, generator=seed()), torch.arange(30) % 5
+    dtypes = []
+
+    def criterion(outputs, target):
+        dtypes.append(outputs.dtype)
+        return 20 * F.cross_entropy(outputs, target)
+
+    params = {"weight": model.weight}
+    of_loss = hog.GGNOperator(hog.functional_loss(model, criterion), params, (x, y))
+    expected = [run(A, b) for A in (given, by_function, of_loss)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_close(run(given, b), expected[0], rtol=0, atol=0)
+        halves.clear()
+        off = run(by_function, b) - expected[1]
+        assert all(halves)
+        assert off.norm() < 0.06 * expected[1].norm()
+        dtypes.clear()
+        off = run(of_loss, b) - expected[2]
+        assert set(dtypes) == {torch.bfloat16}
+        assert off.norm() < 0.06 * expected[2].norm()
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_is_as_it_was_after_an_algorithm_that_raises():
+    A = LinearOperator.from_dense(-torch.eye(30))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(ArithmeticError):
+            A.solve(torch.ones(30))
+        assert torch.is_autocast_enabled("cpu")
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

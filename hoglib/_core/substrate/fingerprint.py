@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hoglib._core.messages.closures import STATE, ClosureWalker
 from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib._core.torch_api.pytree import tensors_in
+from hoglib._core.torch_api.torch_modes import users_autocast
 from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import NondeterministicError
 
@@ -43,6 +44,7 @@ class StateFingerprint:
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
         self.roots = [x for x in reached if isinstance(x, nn.Module)]
 
+    @users_autocast()  # it is part of the state, whether an algorithm has it off or not
     def now(self, values: bool = True) -> list[Any]:
         """Autocast, attributes of modules, pointers and versions; with values, also sums and norms of
         all tensors."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -64,6 +65,39 @@ class AutocastState:
                 dtype = on.get(kind, torch.get_autocast_dtype(kind))
                 stack.enter_context(torch.autocast(kind, dtype, enabled=kind in on))
             yield
+
+
+_USERS: ContextVar[AutocastState | None] = ContextVar("autocast around own_algebra", default=None)
+
+
+@contextmanager
+def own_algebra() -> Iterator[None]:
+    """Inside, autocast is off, but for the user's functions, which run inside `users_autocast`."""
+    if not torch_internals.autocasts():
+        yield
+        return
+    outside = _USERS.set(AutocastState())
+    try:
+        with ExitStack() as stack:
+            for kind, _ in torch_internals.autocasts():
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        _USERS.reset(outside)
+
+
+@contextmanager
+def users_autocast() -> Iterator[None]:
+    """Inside, autocast is as it was around `own_algebra`."""
+    if (state := _USERS.get()) is None:
+        yield
+        return
+    inside_algebra = _USERS.set(None)
+    try:
+        with state.restored():
+            yield
+    finally:
+        _USERS.reset(inside_algebra)
 
 
 class ContiguousDropout(TorchFunctionMode):

@@ -27,6 +27,7 @@ from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.substrate.autograd import grad_enabled, outside_inference_mode
+from hoglib._core.torch_api.torch_modes import own_algebra, users_autocast
 from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.algebra import eigenvalues, estimates, linear_systems, vector_space
 from hoglib.curvature.algebra.vector_space import (
@@ -110,7 +111,7 @@ class RectangularOperator(ABC):
         """
         if options:
             self.space.check_same_call(name, *options)
-        with self._bar.over(name, total):
+        with own_algebra(), self._bar.over(name, total):
             yield
 
     @property
@@ -136,7 +137,7 @@ class RectangularOperator(ABC):
         """
         self.count += len(rows)
         # autograd saves no tensor of inference mode, which a product may have to
-        with outside_inference_mode(), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad(), own_algebra():
             rows = rows.clone() if rows.is_inference() else rows
             return self._products(rows) if len(rows) else rows.new_empty(0, self.target.length)
 
@@ -345,7 +346,7 @@ class LinearOperator(RectangularOperator):
         space.refuse_sharded("from_matvec")
 
         def products(rows: Tensor) -> Tensor:
-            with grad_enabled():
+            with grad_enabled(), users_autocast():
                 if matmat is not None and len(rows) > 1:
                     return space.rows(matmat(space.block(rows)), "matmat(V)")[0]
                 # copies, which the function may change

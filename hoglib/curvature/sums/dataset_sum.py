@@ -28,6 +28,7 @@ from hoglib._core.substrate import autograd
 from hoglib._core.substrate.fingerprint import ComparedState, StateFingerprint, checksum_of_rows
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.substrate.placement import Placement, Sharding
+from hoglib._core.torch_api.torch_modes import users_autocast
 from hoglib.curvature.algebra.vector_space import Tree
 from hoglib.curvature.batches.data import Batches, BatchSize, PassTotals, Processes, in_step
 from hoglib.curvature.maps import likelihood as likelihoods
@@ -290,6 +291,7 @@ class DatasetSum:
         value = totals.loss / self.weight(totals)
         return torch.full((), value, dtype=self.losses.dtype, device=device or self.at.space.device)
 
+    @users_autocast()
     def fold(
         self,
         visit: Visit,
