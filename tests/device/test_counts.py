@@ -103,7 +103,7 @@ ROWS = {
     "Fisher, three batches": (1, lambda: operator(curvature.FisherOperator, batches(3))),
     "value and gradient": (2, of(lambda *given: G(*given).gradient)),
     "dense": (2, of(lambda *given: G(*given).to_dense)),
-    "trace": (2, of(lambda *given: partial(H(*given).trace, 4))),
+    "trace": (4, of(lambda *given: partial(H(*given).trace, 4))),
     # of 11 iterations, 20 steps, 36 products
     "solve": (6, of(lambda *given: partial(G(*given).solve, ones(), damping=0.1))),
     "solve, batches": (6, of(lambda *given: partial(G(*given).solve, ones(), damping=0.1), partial(batches, 3))),

@@ -168,8 +168,8 @@ def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tens
     """
     Y = matrix.apply(w.to(matrix.dtype)).to(w.dtype)
     Q, R = torch.linalg.qr(Y.T)
-    sizes = R.diagonal().abs()
-    if float(sizes.min()) <= w.shape[1] * torch.finfo(w.dtype).eps * float(sizes.max()):
+    smallest, largest = torch.stack(R.diagonal().abs().aminmax()).tolist()
+    if smallest <= w.shape[1] * torch.finfo(w.dtype).eps * largest:
         U, lengths, _ = torch.linalg.svd(Y.T, full_matrices=False)
         rank = int((lengths > Y.shape[1] * torch.finfo(Y.dtype).eps * lengths.max()).sum())
         Q, R = U[:, :rank], None
