@@ -48,6 +48,7 @@ class Examination(NamedTuple):
     by_entry_point: bool = False  # nested entry points leave the examination to the outermost one
     examiner: Examiner | None = None
     first_order: bool = False  # Functions applied here are differentiated once
+    autocast: Any = None  # AutocastState of the user's functions, while an algorithm has it off
 
 
 class PlainOperations(NamedTuple):

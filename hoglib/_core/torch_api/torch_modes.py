@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -67,37 +66,27 @@ class AutocastState:
             yield
 
 
-_USERS: ContextVar[AutocastState | None] = ContextVar("autocast around own_algebra", default=None)
-
-
 @contextmanager
 def own_algebra() -> Iterator[None]:
     """Inside, autocast is off, but for the user's functions, which run inside `users_autocast`."""
     if not torch_internals.autocasts():
         yield
         return
-    outside = _USERS.set(AutocastState())
-    try:
-        with ExitStack() as stack:
-            for kind, _ in torch_internals.autocasts():
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            yield
-    finally:
-        _USERS.reset(outside)
+    users = AMBIENT.examination._replace(autocast=AutocastState())
+    with inside(examination=users), ExitStack() as stack:
+        for kind, _ in torch_internals.autocasts():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager
 def users_autocast() -> Iterator[None]:
     """Inside, autocast is as it was around `own_algebra`."""
-    if (state := _USERS.get()) is None:
+    if (state := AMBIENT.examination.autocast) is None:
         yield
         return
-    inside_algebra = _USERS.set(None)
-    try:
-        with state.restored():
-            yield
-    finally:
-        _USERS.reset(inside_algebra)
+    with inside(examination=AMBIENT.examination._replace(autocast=None)), state.restored():
+        yield
 
 
 class ContiguousDropout(TorchFunctionMode):
