@@ -252,8 +252,13 @@ class FunctionalLoss:
             return self.criterion(self._outputs(params, batch), batch)
 
     def replaced_parameter(self, params: object) -> str:
-        """The name of the first of these parameters, where the model had it when this loss was made,
-        and has another one now; else empty."""
+        """The name of a parameter that the model has no longer.
+
+        Args:
+            params: Parameters by qualified name; the first one is looked at.
+        Returns:
+            Its name, where the model had it when this loss was made and has another one now; else "".
+        """
         if not isinstance(params, dict) or not params or AMBIENT.kept_swapped is not None:
             return ""
         name, value = next(iter(params.items()))
