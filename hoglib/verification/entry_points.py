@@ -42,6 +42,7 @@ from hoglib.verification import function_rules
 from hoglib.verification.contract import Snapshot, in_place
 from hoglib.verification.examination import (
     Applied,
+    Range,
     Verdict,
     applied,
     examine,
@@ -106,6 +107,7 @@ KEPT = (
     "the derivative of {name} is wrong: {kept} was changed in place after forward had put it there. "
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
 )
+FURTHER_POINTS = 4  # of one Function in one call, at values far from those of the others
 # The entry points, and what they reported.
 _REPORTED: WeakKeyDictionary[Known, set[tuple[str, str]]] = WeakKeyDictionary()
 # Those that were seen to change an argument in place, undeclared, or the incoming gradient: each
@@ -359,6 +361,13 @@ class AppliedFunctions:
             kinds = ("other values", *kinds)
             verdict = verdicts.get(kinds)
         key = function, kinds
+        # applied here already, at values that say nothing about these
+        for _ in range(FURTHER_POINTS if key in self.unjudged else 0):
+            noted = self.unjudged.get(key)
+            if noted is None or _are_near(args, ranges_of(noted.app.args)):
+                break
+            kinds = ("further values", *kinds)
+            key, verdict = (function, kinds), verdicts.get(kinds)
         is_right = verdict is not None and not verdict.is_reported
         watched = known in _MUTATING or known in _KEEPING
         if verdict is not None and is_right and self._has_moved(key, verdict, args):
@@ -381,10 +390,9 @@ class AppliedFunctions:
             return False
         times = verdict.times + 1
         _VERDICTS[identity_of(key[0])][key[1]] = verdict._replace(times=times)
-        if key not in self._moved and (times < 32 or not times & (times - 1)):
-            pairs = zip(ranges_of(args), verdict.ranges, strict=False)
-            if not all(known.contains(now) for now, known in pairs):
-                self._moved.add(key)
+        looks = key not in self._moved and (times < 32 or not times & (times - 1))
+        if looks and not _are_near(args, verdict.ranges):
+            self._moved.add(key)
         return key in self._moved
 
     def _watch_part(self, function: type[Function], args: Args, node: Any, result: Any) -> None:
@@ -560,6 +568,12 @@ class AppliedFunctions:
         """Reports at the end of the backward that runs, after the context."""
         if self.by_hand is not None and AMBIENT.examination.examiner is not self:
             torch_internals.after_backward(partial(self.by_hand, self))
+
+
+def _are_near(args: Args, ranges: Sequence[Range]) -> bool:
+    """Whether an examination at values of these ranges is one of arguments too."""
+    pairs = zip(ranges_of(args), ranges, strict=False)
+    return all(known.contains(now) for now, known in pairs)
 
 
 def _counts_changes(x: Tensor) -> bool:

@@ -1343,6 +1343,73 @@ def test_a_checkpoint_that_loses_gradients_is_told(name, at, reentrant):
     assert all("test_entry_points.py" in text for text in told_of)
 
 
+class Softmax(Function):
+    """By its output, which has no graph: the second derivative is cut."""
+
+    cut = True
+
+    @staticmethod
+    def forward(ctx, x):
+        p = x.softmax(-1)
+        ctx.save_for_backward(p.clone() if Softmax.cut else p)
+        return p
+
+    @staticmethod
+    def backward(ctx, g):
+        (p,) = ctx.saved_tensors
+        return p * (g - (g * p).sum(-1, keepdim=True))
+
+
+@rows("fill", [-torch.inf, -1e9, torch.finfo(torch.float32).min, -30.0])
+def test_masked_scores_hide_no_fault(fill, monkeypatch):
+    mask = torch.ones(4, 3).triu(1).bool()
+    for cut in (True, False):
+        monkeypatch.setattr(Softmax, "cut", cut)
+        entry_points.forget_verdicts()
+        loss = lambda f: hog.hvp(lambda x: f(x.masked_fill(mask, fill)).pow(3).sum(), X, X)  # noqa: E731
+        texts = told(loss, Softmax.apply)
+        assert ["second derivative of Softmax is wrong" in text for text in texts] == [True] * cut
+
+
+def sine_cut_beyond(x, limit=4):
+    """A sine whose second derivative is cut for values beyond a limit."""
+    return CutFrom.apply(x, limit)
+
+
+class CutFrom(Function):
+    @staticmethod
+    def forward(ctx, x, limit):
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * torch.where(x > ctx.limit, x.detach(), x).cos(), None
+
+
+ONE_CALL = {
+    "two values": lambda f: hog.hvp(lambda x: (f(x) + f(x + 5)).sum(), X, X),
+    "two layers": lambda f: hog.hvp(lambda x: f(5 + f(x)).sum(), X, X),
+    "two numbers": lambda f: hog.hvp(lambda x: (f(x) + f(x, -9)).sum(), X, X),
+    "two batches": lambda f: hog.HessianOperator(
+        lambda p, b: f(p * b[0]).mean(), X[0].abs(), [(X,), (X.abs() + 9,)]
+    ) @ X[0],
+    "inner steps": lambda f: hog.MAML(Net(lambda x: f(x) + f(x + 9)), F.mse_loss).loss([((X, Y), (X, Y))]),
+}  # fmt: skip
+
+
+@rows("name", ONE_CALL)
+def test_values_far_apart_in_one_call_are_examined_each(name):
+    entry_points.forget_verdicts()
+    assert any(
+        "second derivative of CutFrom" in text for text in told(ONE_CALL[name], sine_cut_beyond)
+    )
+    entry_points.forget_verdicts()
+    assert told(ONE_CALL[name], lambda x, *limit: sine_cut_beyond(x, 1e9)) == []
+
+
 def test_code_of_aot_function_is_told():
     traced = aot_function(lambda a, x: (a @ x).sin(), lambda graph, inputs: graph)
     with warnings.catch_warnings(record=True) as found:
