@@ -38,7 +38,7 @@ from hoglib._core.substrate.autograd import translate_hook_errors
 from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.substrate.placement import refuse_fsdp1
 from hoglib._core.torch_api import pytree, torch_internals
-from hoglib._core.torch_api.pytree import in_dtype
+from hoglib._core.torch_api.pytree import Tree, in_dtype
 from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 
@@ -251,7 +251,7 @@ class FunctionalLoss:
         with self._swapped(params):
             return self.criterion(self._outputs(params, batch), batch)
 
-    def replaced_parameter(self, params: object) -> str:
+    def replaced_parameter(self, params: Tree) -> str:
         """The name of a parameter that the model has no longer.
 
         Args:

@@ -19,6 +19,7 @@ from hoglib._core.numerics.finite_differences import relative_distance
 from hoglib._core.runtime.source_location import format_error, raising_modules
 from hoglib._core.substrate.autograd import Vector, clone_inference_tensors, grad_enabled
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_internals import eagerly
 from hoglib.auditing.problem import (
     Observations,
@@ -56,8 +57,8 @@ from hoglib.verification.report import CULPRIT, Report, Row, Rows
 @validation.explain_arguments
 def audit(
     loss: Callable[..., Tensor],
-    params: Any,
-    batch: Any,
+    params: Tree,
+    batch: object,
     *,
     routes: Sequence[str] | str | None = None,
     stand_ins: bool = True,

@@ -35,8 +35,9 @@ from hoglib._core.substrate.autograd import Vector, fresh_leaves
 from hoglib._core.substrate.detachment import name_of_call
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.function_watch import watching_functions
-from hoglib._core.torch_api.pytree import is_float
+from hoglib._core.torch_api.pytree import Tree, is_float
 from hoglib._core.torch_api.torch_internals import (
     eagerly,
     has_compiled,
@@ -63,7 +64,7 @@ class NamedProblem(NamedTuple):
     batch: Any
 
 
-def parse_problems(what: str, value: Any) -> list[NamedProblem]:
+def parse_problems(what: str, value: object) -> list[NamedProblem]:
     """The problems in (loss, params, batch), in a list of such tuples, or in a dict of them by name.
 
     Raises ArgumentTypeError for anything else, ArgumentValueError for no problem at all.
@@ -95,7 +96,7 @@ DTYPES = (
 )  # fmt: skip
 
 
-def check_arguments(loss: Any, params: Any, batch: Any) -> None:
+def check_arguments(loss: object, params: Tree, batch: object) -> None:
     """Raises for a loss, parameters or a batch of the wrong kind."""
     validation.loss_function("loss", loss)
     if not isinstance(params, dict | list | tuple | Tensor):
@@ -132,7 +133,7 @@ def check_arguments(loss: Any, params: Any, batch: Any) -> None:
 class Problem:
     """A loss, parameters and a batch as they were given to `audit`, with the names of the modules."""
 
-    def __init__(self, loss: Callable[..., Tensor], params: Any, batch: Any) -> None:
+    def __init__(self, loss: Callable[..., Tensor], params: Tree, batch: object) -> None:
         self.loss, self.batch = loss, batch
         self.originals, self.structure = pytree.flatten(params)
         # copies: the loss may change its parameters in place
@@ -153,13 +154,13 @@ class Problem:
         in_batch = [g for g in pytree.leaves(self.batch) if isinstance(g, torch.Generator)]
         return [*self.names.generators(), *in_batch]
 
-    def value(self, leaves: Vector, batch: Any) -> Tensor:
+    def value(self, leaves: Vector, batch: object) -> Tensor:
         """The loss at leaves, on a copy of the batch, which the loss may change in place."""
         params = pytree.unflatten(list(leaves), self.structure)
         return validation.scalar("loss(params, batch)", self.loss(params, _copy_of_batch(batch)))
 
 
-def _copy_of_batch(tree: Any) -> Any:
+def _copy_of_batch(tree: Tree) -> Any:
     """A copy with the same aliasing: a tensor that occurs twice is copied once."""
     copies: dict[int, Tensor] = {}
 
@@ -312,7 +313,7 @@ class _KeepFloat64(TorchFunctionMode):
     fail on float64 weights.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         if func in _CASTS:
             return args[0] if args[0].dtype in DOUBLE else func(*args, **kwargs)
@@ -323,7 +324,7 @@ class _KeepFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _float64_for_narrow(value: Any) -> Any:
+def _float64_for_narrow(value: object) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
 
 
@@ -489,7 +490,7 @@ class _Watch(TorchFunctionMode):
         self._around = torch.is_autocast_enabled(device.type)
         self.not_finite: list[nn.Module] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if torch.is_autocast_enabled(self._device.type):
             self._note("autocast", "the code around the call" if self._around else "")
         state = generator_state(self._device)
@@ -506,7 +507,7 @@ class _Watch(TorchFunctionMode):
             where = self._names.briefly(running_module())
             self._note("once_differentiable", f"{function.__qualname__} in {where}")
 
-    def on_end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def on_end(self, module: nn.Module, args: object, output: object) -> None:
         if isinstance(module, BATCH_NORMS) and module.training:
             self._note("batch norm", self._names.briefly(module))
         made = [y for y in pytree.leaves(output) if is_float(y) and not transforms_active()]

@@ -44,6 +44,7 @@ from hoglib._core.substrate.detachment import (
     uses_metadata,
 )
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.function_watch import Applying, watching_functions
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import transforms_active, unwrap
@@ -78,7 +79,7 @@ class CallMode(TorchFunctionMode, ABC):
         with watching_functions(self.on_function) as self._applying, self:
             yield
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         if self._applying:
             return func(*args, **kwargs)
@@ -91,7 +92,7 @@ class CallMode(TorchFunctionMode, ABC):
         return self.on_call(func, name, args, kwargs)
 
     @abstractmethod
-    def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    def on_call(self, func: Callable[..., Any], name: str, args: object, kwargs: object) -> Any:
         """Runs a torch call."""
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
@@ -150,7 +151,7 @@ class StopGradientReplay(CallMode):
                     y.copy_(value)
         return result
 
-    def _hold(self, how: str, result: Any) -> Any:
+    def _hold(self, how: str, result: object) -> Any:
         """Record the result in the first run; return the recorded one in the others."""
         if transforms_active():
             self.in_transform = True
@@ -172,7 +173,7 @@ def _has_graph(x: Any) -> bool:
     return is_float(x) and bool(x.requires_grad or unwrap(x).requires_grad)
 
 
-def _is_value(result: Any) -> bool:
+def _is_value(result: object) -> bool:
     """A number or an array of numbers, rather than an address."""
     return isinstance(result, float | complex | list) or type(result).__module__ == "numpy"
 
@@ -628,7 +629,7 @@ def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar
     return f, [*call.point, *u] if u else []
 
 
-def _float_tensors(value: Any) -> list[Tensor]:
+def _float_tensors(value: object) -> list[Tensor]:
     """The floating-point tensors of an output, also those in objects that are no pytrees."""
     return [x for _, x in pytree.tensors_in("", value) if is_float(x)]
 
@@ -649,7 +650,7 @@ def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
         stack[-1].parts[len(stack[-1].parts)] = call
         stack.append(call)
 
-    def end(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def end(module: nn.Module, args: object, kwargs: object, output: object) -> None:
         if len(stack) > 1 and stack[-1].module is module:
             stack.pop()
 
@@ -699,7 +700,7 @@ class _OperationRecorder(CallMode):
             del self._parts()[key]
         return result
 
-    def _record(self, call: RecordedCall, inputs: Any, line: SourceLine | None) -> Any:
+    def _record(self, call: RecordedCall, inputs: object, line: SourceLine | None) -> Any:
         """Keep a call, unless one like it is kept, or its tensors cannot be copied."""
         parts = self._parts()
         key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in pytree.tensors(inputs))

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.torch_api import function_watch, pytree, torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_modes import plain_operations
 from hoglib._core.torch_api.torch_private import private
 from hoglib.taylor.kinks import Kink, Kinks, kink_here
@@ -92,7 +93,7 @@ class Propagation(TorchDispatchMode):
         self._pending = None
         self._stack.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         if _reads_no_values(func):  # runs also before the last output is part of autograd's graph
             return func(*args, **kwargs)

@@ -218,7 +218,7 @@ def _report(
 
 
 def _first_rows(
-    fn: Any, inputs: tuple[Any, ...], limit: float
+    fn: object, inputs: tuple[Any, ...], limit: float
 ) -> tuple[tuple[Any, ...], list[Row]]:
     """As many of the first rows of the inputs as there is time for, and a row that says so if these are
     not all."""

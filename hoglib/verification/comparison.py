@@ -107,7 +107,7 @@ class Options:
         return replace(self, bounds=Bounds(max(atol, least), max(rtol, least), natural))
 
 
-def some_of(what: str, value: Any, known: Mapping[Any, T], shown: Any = None) -> list[T]:
+def some_of(what: str, value: object, known: Mapping[Any, T], shown: Any = None) -> list[T]:
     """The values of one or several names in a table, in its order; raises for unknown names.
 
     shown: the names that the message for a wrong type lists. Default: all.
@@ -125,7 +125,7 @@ def some_of(what: str, value: Any, known: Mapping[Any, T], shown: Any = None) ->
     return [*dict.fromkeys(known[name] for name in known if name in given)]
 
 
-def parse_modes(value: Any) -> tuple[str, ...] | None:
+def parse_modes(value: object) -> tuple[str, ...] | None:
     """The keys of modes that are given by key or full name; None for all that the function offers."""
     if value is None:
         return None
@@ -133,7 +133,7 @@ def parse_modes(value: Any) -> tuple[str, ...] | None:
     return tuple(some_of("modes", value, known, MODES))
 
 
-def parse_orders(value: Any) -> tuple[int, ...]:
+def parse_orders(value: object) -> tuple[int, ...]:
     """The orders, ascending; first and second by default."""
     return tuple(some_of("orders", (1, 2) if value is None else value, {k: k for k in ORDINALS}))
 

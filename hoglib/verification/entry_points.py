@@ -395,10 +395,10 @@ class AppliedFunctions:
             self._moved.add(key)
         return key in self._moved
 
-    def _watch_part(self, function: type[Function], args: Args, node: Any, result: Any) -> None:
+    def _watch_part(self, function: type[Function], args: Args, node: Any, result: object) -> None:
         """Notes a part of a backward when its own backward runs with a graph."""
 
-        def note(_: Any) -> None:
+        def note(_: object) -> None:
             if torch.is_grad_enabled() and AMBIENT.examination.examiner is self:
                 noted = self._noted(function, args)
                 if noted is not None and noted[0] not in self.differentiated:

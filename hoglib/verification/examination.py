@@ -25,6 +25,7 @@ from hoglib._core.numerics.element_differences import max_abs, random_like, unit
 from hoglib._core.runtime.source_location import format_error
 from hoglib._core.substrate.autograd import grad_enabled
 from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_modes import AutocastState, without_stand_ins
 from hoglib._core.torch_api.torch_private import private
@@ -645,7 +646,7 @@ def _no_communication() -> AbstractContextManager[Any]:
 class _NoCommunication(TorchDispatchMode):
     """Stops a Function that communicates between processes: the others do not run it again."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if "c10d" in func.namespace:
             raise _NotExamined("it communicates between processes, and is not run again")
         return func(*args, **(kwargs or {}))
@@ -660,7 +661,7 @@ class _Operations(TorchDispatchMode):
         self.plain = True
         self._unwritten: dict[int, Any] = {}  # by the address of the memory
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.plain &= func.namespace in ("aten", "prim", "prims")

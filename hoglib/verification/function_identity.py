@@ -75,7 +75,7 @@ def _look_up(function: type[Function]) -> Identity | type[Function]:
     return _IDENTITIES.setdefault(key, Identity(codes))
 
 
-def _key(x: Any, codes: list[Any], objects: list[Any], depth: int) -> Hashable:
+def _key(x: object, codes: list[Any], objects: list[Any], depth: int) -> Hashable:
     """A key of an attribute or of what a function closes over. Objects are compared by their ids."""
     if isinstance(x, CONSTANTS):
         return type(x), repr(x)

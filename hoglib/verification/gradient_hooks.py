@@ -58,7 +58,7 @@ def watch_module_hooks(changed: Changed) -> None:
                 hooks[i] = watched(hook, changed, 1, name)
 
 
-def _differ(given: Any, returned: Any) -> bool:
+def _differ(given: object, returned: object) -> bool:
     """Whether any gradient has other values; an unchanged one is a part of the function."""
     both = zip(pytree.tensors(given), pytree.tensors(returned), strict=False)
     pairs = [(unwrap(a), unwrap(b)) for a, b in both if a is not b]

@@ -282,7 +282,7 @@ class Map:
         return found
 
 
-def map_of(fn: Any, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> Map:
+def map_of(fn: object, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> Map:
     """The map of a call fn(*inputs), to none of its outputs yet, in a dtype or in the inputs' own."""
     owner: Any = as_function(fn)
     is_class = owner is not None and isinstance(fn, type)
@@ -322,7 +322,7 @@ def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     return max((x.dtype for x in tensors), key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def name_of(fn: Any) -> str:
+def name_of(fn: object) -> str:
     if isinstance(fn, partial):
         return name_of(fn.func)
     if (function := as_function(fn)) is not None:
@@ -348,7 +348,7 @@ def is_part(function: type[Function]) -> bool:
     return bool(getattr(function, "part_of_an_op", False))
 
 
-def as_function(fn: Any) -> type[Function] | None:
+def as_function(fn: object) -> type[Function] | None:
     """The Function class, if fn is one or its `apply`; else None."""
     owner = fn if isinstance(fn, type) else getattr(fn, "__self__", None)
     return owner if isinstance(owner, type) and issubclass(owner, Function) else None

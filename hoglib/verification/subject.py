@@ -589,7 +589,7 @@ class Subject:
 
 
 def subject_of(
-    fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False, as_given: bool = False
+    fn: object, inputs: Sequence[Any], *, own_dtype: bool = False, as_given: bool = False
 ) -> Subject:
     """The subject of a call fn(*inputs).
 

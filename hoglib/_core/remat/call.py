@@ -26,6 +26,7 @@ from hoglib._core.runtime.ambient import AMBIENT, RunningRemat, inside
 from hoglib._core.substrate.autograd import no_forward_mode
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.torch_api import pytree, torch_forward_mode, torch_internals
+from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import ActiveStandIns, ContiguousDropout
 from hoglib.errors import ArgumentValueError, NondeterministicError, UnsupportedError
 
@@ -40,7 +41,7 @@ class StaticTree(NamedTuple):
     structure: Any
 
     @classmethod
-    def split(cls, tree: Any) -> tuple["StaticTree", list[Tensor]]:
+    def split(cls, tree: Tree) -> tuple["StaticTree", list[Tensor]]:
         """The tree without its tensors, and the tensors."""
         leaves, structure = pytree.flatten(tree)
         slots = tuple([i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)])
@@ -81,7 +82,7 @@ class Inputs(NamedTuple):
     buffers: range
 
     @classmethod
-    def of(cls, tree: Any) -> tuple["Inputs", list[Tensor]]:
+    def of(cls, tree: Tree) -> tuple["Inputs", list[Tensor]]:
         """The order for a tree of arguments, and the inputs."""
         arguments, given = StaticTree.split(tree)
         scope = Scope(arguments.leaves)
@@ -160,7 +161,7 @@ class Call:
         scope = self.inputs.scope
         return functional_call(scope, named, (run,), tie_weights=False) if named else run()
 
-    def split(self, outputs: Any) -> tuple[StaticTree, Tensors]:
+    def split(self, outputs: object) -> tuple[StaticTree, Tensors]:
         """The results without their tensors, and the tensors. Refuses objects that hold a tensor."""
         static, tensors = StaticTree.split(outputs)
         for leaf in static.leaves:
@@ -175,7 +176,7 @@ class Call:
         return static, tuple(tensors)
 
 
-def refuse_changed(fn: Callable[..., Any], arguments: Any, structure: Any) -> None:
+def refuse_changed(fn: Callable[..., Any], arguments: object, structure: object) -> None:
     """Raise if fn has added to or removed from a list or dict in a tree of this structure."""
     if pytree.flatten(arguments)[1] != structure:
         raise ArgumentValueError(

@@ -23,6 +23,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core.substrate.autograd import Vector
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_internals import storage_id
 from hoglib.errors import UnsupportedError
 from hoglib.stand_ins.mode import in_module, without_override_check
@@ -190,19 +191,19 @@ class LayerRecorder(TorchFunctionMode):
         self._leaves = {id(x): Use(Region.of_all(i, x), x) for i, x in enumerate(leaves)}
         self._derived: dict[int, Use] = {}
 
-    def use(self, tensor: Any) -> Use | None:
+    def use(self, tensor: object) -> Use | None:
         """How a tensor follows from the leaves; None where it does not."""
         return self._leaves.get(id(tensor)) or self._derived.get(id(tensor))
 
-    def region(self, tensor: Any) -> Region | None:
+    def region(self, tensor: object) -> Region | None:
         """The rows of a leaf that it follows from."""
         use = self.use(tensor)
         return None if use is None else use.region
 
-    def regions(self, weight: Any, bias: Any) -> tuple[Region | None, Region | None]:
+    def regions(self, weight: object, bias: object) -> tuple[Region | None, Region | None]:
         return self.region(weight), self.region(bias)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         self.selects = self.selects or _selects_rows(func, args)
         layer = LAYERS.get(func)
@@ -303,7 +304,7 @@ class LayerRecorder(TorchFunctionMode):
                     found.append(use)
         return found
 
-    def _record_view_or_use(self, func: Any, used: Sequence[Use], result: Any) -> None:
+    def _record_view_or_use(self, func: object, used: Sequence[Use], result: object) -> None:
         """Keep views of whole rows, in their order; note another use of a parameter."""
         parts = result if isinstance(result, list | tuple) else [result]
         for use, part in product(used, parts):
@@ -325,7 +326,7 @@ ROW_SELECTING = frozenset({
 PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays and lists choose
 
 
-def _selects_rows(func: Any, args: Any) -> bool:
+def _selects_rows(func: object, args: Any) -> bool:
     """Whether a torch call can give rows in another order, or some of them only."""
     name = getattr(func, "__name__", "")
     if name in ("__getitem__", "__setitem__"):
@@ -440,9 +441,9 @@ def _convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    stride: object = 1,
+    padding: object = 0,
+    dilation: object = 1,
     groups: int = 1,
 ) -> LayerCall:
     spatial, kernel = weight.dim() - 2, weight.shape[2:]
@@ -479,11 +480,11 @@ def _conv_transpose(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    output_padding: Any = 0,
+    stride: object = 1,
+    padding: object = 0,
+    output_padding: object = 0,
     groups: int = 1,
-    dilation: Any = 1,
+    dilation: object = 1,
 ) -> LayerCall:
     """The convolution, by the mirrored kernel, of inputs with zeros between them."""
     dims, kernel = weight.dim() - 2, weight.shape[2:]

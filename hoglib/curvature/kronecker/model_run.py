@@ -347,7 +347,7 @@ class ModelRun:
         options = replace(self.options, metric=metric)
         return ModelRun(self.recording, self.space, options, self.order)
 
-    def rerun(self, batch: Any, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
+    def rerun(self, batch: object, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
         """A run at another batch, or with rows read otherwise."""
         problem = self.recording.problem.with_args(batch)
         order = order._replace(unexplained=frozenset(self.unexplained), separable=self.separable)
@@ -774,7 +774,7 @@ def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | 
     return run.reread(time_first=time_first), refusal
 
 
-def _at_two(run: ModelRun, small: Any, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
+def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
     """The run at two examples, and that of the batch with its order; None where the batch decides."""
     few = run.rerun(small)
     called = {layer.layout for layer in few.layers}
