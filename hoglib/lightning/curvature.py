@@ -178,22 +178,21 @@ class CurvatureMonitor(pl.Callback):
         self._rarer = 1  # times as far apart as every says
         self.history: list[Measurement] = []
         self._saved: dict[str, Any] | None = None  # the batch, as checkpoints hold it
-        self._batch: Any = None
-        self._starts = False
+        self._batch: Any = None  # until the fit has begun
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the module declares a problem."""
         check_method(pl_module)
         if self.images:
             plotting.load_pyplot("CurvatureMonitor(images=True)")
-        self._starts, self._batch = True, None
+        self._batch = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measure at the start of the fit, and log what was measured after the last batch."""
         done = _batches(trainer) - 1  # the batch that starts is already counted
-        if self._starts:
+        if self._batch is None:
             self._start(done, batch)
         # only now has Lightning's step count for the loggers reached the batch of the measurement
         if self._due(done):
@@ -252,7 +251,6 @@ class CurvatureMonitor(pl.Callback):
         self._saved = state_dict["batch"]
 
     def _start(self, done: int, batch: Any) -> None:
-        self._starts = False
         if done == 0:  # not a resumed fit
             self.history, self._saved, self._rarer = [], None, 1
         # A measurement at the end of the resumed fit is dropped, unless one is due at that batch.
