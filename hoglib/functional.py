@@ -29,11 +29,11 @@ from hoglib._core.messages.call_errors import (
 from hoglib._core.modules.swap import (
     NormPolicy,
     Params,
+    is_swapped,
     swap_parameters,
     train_mode_batch_statistics,
 )
 from hoglib._core.numerics.trust import found_once
-from hoglib._core.runtime.ambient import AMBIENT
 from hoglib._core.substrate.autograd import translate_hook_errors
 from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.substrate.placement import refuse_fsdp1
@@ -259,15 +259,16 @@ class FunctionalLoss:
         Returns:
             Its name, where the model had it when this loss was made and has another one now; else "".
         """
-        if not isinstance(params, dict) or not params or AMBIENT.kept_swapped is not None:
+        if not isinstance(params, dict) or not params:
             return ""
         name, value = next(iter(params.items()))
         if self._made_with[0] != id(self.model) or self._made_with[1].get(name) != id(value):
             return ""
         path, _, own_name = name.rpartition(".")
         with suppress(AttributeError):
-            own = self.model.get_submodule(path)._parameters.get(own_name, value)
-            return "" if own is value else name
+            module = self.model.get_submodule(path)
+            own = module._parameters.get(own_name, value)
+            return "" if own is value or is_swapped(module, own_name) else name
         return ""
 
     def outputs(self, params: Params, batch: object) -> Any:

@@ -389,6 +389,11 @@ def _claim_key(key: tuple[int, str], module: nn.Module, name: str) -> None:
     _CLAIMED[key] = this, times + 1
 
 
+def is_swapped(module: nn.Module, name: str) -> bool:
+    """Whether a parameter of a module is replaced now, in any thread."""
+    return (id(module._parameters), name) in _CLAIMED
+
+
 def _release_key(key: tuple[int, str]) -> None:
     owner, times = _CLAIMED[key]
     if times == 1:
