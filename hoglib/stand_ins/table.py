@@ -63,7 +63,9 @@ def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
 
 
 @stands_in_for(
-    *(private(f"torch._higher_order_ops.{name}.{name}") for name in ("scan", "map", "while_loop")),
+    private("torch._higher_order_ops.scan"),
+    private("torch._higher_order_ops.map"),
+    private("torch._higher_order_ops.while_loop"),
     name="scan, map, while_loop",
     lacks=f"tensors that their functions close over are constants{SILENT}; no double backward",
 )

@@ -308,9 +308,9 @@ _ROWS = (
     R("torch.utils._pytree.SUPPORTED_NODES", "classes of trees", "named tuples of tensors",
       lambda kinds: dict in kinds),
     # Loops of torch.compile's control flow, which torch.ops runs without what their functions close over.
-    R("torch._higher_order_ops.scan.scan", "its stand-in", STAND_INS),
-    R("torch._higher_order_ops.map.map", "its stand-in", STAND_INS),
-    R("torch._higher_order_ops.while_loop.while_loop", "its stand-in", STAND_INS),
+    R("torch._higher_order_ops.scan", "its stand-in", STAND_INS),
+    R("torch._higher_order_ops.map", "its stand-in", STAND_INS),
+    R("torch._higher_order_ops.while_loop", "its stand-in", STAND_INS),
     # Operators of torch.library, whose rules torch keeps to itself.
     R("torch._library.custom_ops.OPDEFS", "their rules", OPERATORS, lambda d: d.get),
     R("torch.library._impls", "rules in the dispatcher", OPERATORS, lambda names: isinstance(names, set)),
