@@ -78,7 +78,7 @@ lint: $(READY)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@$(VENV)/bin/basedpyright
+	@$(VENV)/bin/basedpyright --project pyproject.toml
 	@$(VENV)/bin/lint-imports
 
 # lint and types are those of the pinned release: torch's annotations differ between releases

@@ -232,7 +232,8 @@ class _Subject(NamedTuple):
     def _call(self, critic: _Critic, real: Tensor, fake: Tensor) -> _Called:
         """As many calls as a lazy penalty needs for one value."""
         given = [real if name == "real" else fake for name in self.kind.sets]
-        values, drawn = list[Tensor](), list[Tensor]()
+        values: list[Tensor] = []
+        drawn: list[Tensor] = []
         with DetachmentWatch() as watch:
             for _ in range(self.every):
                 critic.requires_grad_()  # the call before may have frozen it

@@ -350,12 +350,8 @@ _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Tells who watches the user's own derivatives of one, and of what it was taken with a graph."""
-    examiner = AMBIENT.examination.examiner
-    if (
-        not AMBIENT.examination.by_entry_point
-        and examiner is not None
-        and examiner.by_hand is not None
-    ):
+    examiner = None if AMBIENT.examination.by_entry_point else AMBIENT.examination.examiner
+    if examiner is not None and examiner.by_hand is not None:
         of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
         examiner.by_hand(examiner, pytree.tensors(of) if _creates_graph(func, args, kwargs) else ())
 

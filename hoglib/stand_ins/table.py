@@ -100,7 +100,9 @@ def _stacked(rows: list[Any]) -> Any:
     return pytree.unflatten([torch.stack(part) for part in parts], structure)
 
 
-HIGHER_ORDER: dict[Any, Any] = {  # operators by which Dynamo and exported programs call functions
+# Operators by which Dynamo and exported programs call functions. They are apart from the table: a key
+# of this kind in it keeps torch.compile from tracing the mode.
+HIGHER_ORDER: dict[Any, Any] = {
     getattr(torch.ops.higher_order, name): function
     for name, function in {
         "cond": cond, "scan": scan, "map_impl": map_rows, "while_loop": while_loop,

@@ -225,7 +225,7 @@ def _first_rows(
     most = max(filter(is_float, pytree.leaves(inputs)), key=Tensor.numel, default=None)
     if limit == inf or most is None or most.numel() < LARGE:
         return inputs, []
-    count, rows = len(most), list[Row]()
+    count, rows = len(most), []
     # it may not run at all, which `_report` says, or not on fewer rows
     with suppress(Exception):
         f = map_of(fn, inputs, torch.float64)

@@ -46,6 +46,7 @@ from hoglib.verification.examination import (
     Verdict,
     applied,
     examine,
+    held_by,
     held_kinds,
     ranges_of,
     without_outputs,
@@ -306,13 +307,8 @@ class AppliedFunctions:
 
     def record(self, function: type[Function], args: Args) -> Ended | None:
         """Notes an application; what is returned is called with its node and results."""
-        if function.__name__ == "BackwardHookFunction":  # torch applies it for hooks of modules
-            watch_module_hooks(self._note_hook)
-        elif function.__name__ == "CompiledFunction" and _is_ours(function):
-            self.faults[AOT] = 2
-        elif function.__name__ == "CheckpointFunction" and self._loses_gradients(args):
-            self.faults[CHECKPOINT.format(user_line())] = 1
-            return None
+        if function.__module__.startswith("torch."):
+            self._record_torchs(function.__name__, args)
         if function.__module__.startswith("hoglib.") or not records_gradients():
             return None
         if self.by_hand is not None and (
@@ -336,11 +332,17 @@ class AppliedFunctions:
         versions = [(i, x, x._version) for i, x in enumerate(args) if by[i] and _counts_changes(x)]
         return partial(self._watch_application, key, args, versions)
 
-    def _loses_gradients(self, args: Args) -> bool:
-        """Whether a reentrant checkpoint gives no gradient to the parameters inside: `.backward()` of
-        the user's alone reaches them, and where an input needs a gradient."""
-        needed = any(isinstance(x, Tensor) and x.requires_grad for x in args)
-        return records_gradients() and (self.by_hand is None or not needed)
+    def _record_torchs(self, name: str, args: Args) -> None:
+        """Notes Functions of torch's that harm derivatives."""
+        if name == "BackwardHookFunction":  # of a module with hooks
+            watch_module_hooks(self._note_hook)
+        elif name == "CompiledFunction":
+            self.faults[AOT] = 2
+        elif name == "CheckpointFunction" and records_gradients():
+            # the user's own `.backward()` reaches parameters, where an input needs a gradient
+            needed = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+            if self.by_hand is None or not needed:
+                self.faults[CHECKPOINT.format(user_line())] = 1
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
@@ -370,7 +372,7 @@ class AppliedFunctions:
             key, verdict = (function, kinds), verdicts.get(kinds)
         is_right = verdict is not None and not verdict.is_reported
         watched = known in _MUTATING or known in _KEEPING
-        if verdict is not None and is_right and self._has_moved(key, verdict, args):
+        if verdict is not None and is_right and self._has_moved(key, verdict, args, given):
             is_right, verdict = False, None
         # nothing is left to find out: it is right, or was seen to be differentiated twice
         if (is_right and not watched) or self.differentiated.get(key) == 2:
@@ -382,16 +384,17 @@ class AppliedFunctions:
                 self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
-    def _has_moved(self, key: Key, verdict: Verdict, args: Args) -> bool:
-        """Counts an application; says whether its values are far from the examined ones: values move
-        in a training, and may reach another branch of a backward. Looking takes time, and a device is
+    def _has_moved(self, key: Key, verdict: Verdict, args: Args, given: Args) -> bool:
+        """Counts an application; says whether its values are far from the examined ones, or its objects
+        hold other tensors: values move in a training, and may reach another branch of a backward.
+        Looking takes time, and a device is
         waited for: it is done at the first applications, and at the 32nd, 64th, ... of them."""
         if key in self.differentiated:  # examined in this entry point
             return False
         times = verdict.times + 1
         _VERDICTS[identity_of(key[0])][key[1]] = verdict._replace(times=times)
         looks = key not in self._moved and (times < 32 or not times & (times - 1))
-        if looks and not _are_near(args, verdict.ranges):
+        if looks and not (_are_near(args, verdict.ranges) and held_by(given) == verdict.held):
             self._moved.add(key)
         return key in self._moved
 
@@ -434,7 +437,7 @@ class AppliedFunctions:
                 pairs = zip(ranges, before.ranges, strict=True)
                 ranges = tuple(a.joined(b) for a, b in pairs)
                 verdict = verdict._replace(times=before.times)
-            verdict = verdict._replace(ranges=ranges)
+            verdict = verdict._replace(ranges=ranges, held=self.unjudged[key].held)
             self._moved.discard(key)
             verdicts[kinds] = verdict
         return verdict
@@ -657,4 +660,7 @@ def _verdict_key(x: object, needs_grad: bool, given: Args) -> Any:
     """What a verdict depends on, of an argument."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
-    return x if x is None or isinstance(x, bool | str) else (type(x), held_kinds(x, given))
+    if x is None or isinstance(x, bool | str):
+        return x
+    # to search other objects takes longer: `_has_moved` does now and then
+    return type(x), held_kinds(x, given) if isinstance(x, list | tuple | dict) else ()

@@ -73,6 +73,10 @@ class Range(NamedTuple):
         return Range(min(self.low, other.low), max(self.high, other.high), self.is_number)
 
 
+# Of each argument that holds tensors: its position, and the kinds of these.
+Held = tuple[tuple[int, tuple[int, ...]], ...]
+
+
 class Verdict(NamedTuple):
     """What an examination found.
 
@@ -81,7 +85,7 @@ class Verdict(NamedTuple):
     be. retries: how many examinations may follow, at other values, because these were no good.
     of_second: whether the second derivative is wrong, beside the first one or alone. domain: the
     structures of arguments, by position, in which alone it is right. times: applications that it was
-    given for. ranges: the least and the largest element of each tensor of numbers that was examined.
+    given for. ranges, held: the values that were examined, and what arguments held.
     """
 
     status: str
@@ -92,6 +96,7 @@ class Verdict(NamedTuple):
     domain: tuple[tuple[int, Structure], ...] = ()
     times: int = 1
     ranges: tuple[Range, ...] = ()
+    held: Held = ()
 
     @property
     def is_reported(self) -> bool:
@@ -112,9 +117,17 @@ class Applied:
     autocast: AutocastState
     stand_ins: bool
     kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
-    # arguments that hold others with a graph, by which torch gives no gradient
-    hiding: tuple[int, ...]
+    held: Held  # by containers and objects among the arguments
     by_vmap: bool  # it ran under vmap, for which it has a rule
+
+    @property
+    def hiding(self) -> tuple[int, ...]:
+        """The arguments that hold tensors with a graph, by which torch gives no gradient."""
+        return tuple(i for i, kinds in self.held if not self.by_module and NO_GRADIENT in kinds)
+
+    def applied_by(self, apply: Callable[..., Any]) -> "Applied":
+        """The application of a Function with another `apply`."""
+        return replace(self, app=self.app._replace(function=_applied_by(self.app.function, apply)))
 
 
 NO_GRADIENT, CONSTANT = -1, -2
@@ -137,21 +150,26 @@ def applied(
     with torch_internals.without_transforms(), torch.no_grad():
         copies = pytree.map_tensors(copied, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
-    held = {i: kinds for i, x in enumerate(given) if (kinds := held_kinds(x, given))}
-    app = Application(_sharing(function, held), copies, wanted)
+    held = held_by(given)
+    app = Application(_sharing(function, dict(held)), copies, wanted)
     by_module = lifted(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
     kept = () if by_module else tuple(kept_names(graphed, copies, wanted))
-    hiding = tuple(i for i, kinds in held.items() if not by_module and NO_GRADIENT in kinds)
-    return Applied(app, by_module, forward, AutocastState(), active(), kept, hiding, by_vmap)
+    return Applied(app, by_module, forward, AutocastState(), active(), kept, held, by_vmap)
+
+
+def held_by(given: tuple[Any, ...]) -> Held:
+    """The `held_kinds` of the arguments that hold tensors."""
+    kinds = ((i, held_kinds(x, given)) for i, x in enumerate(given))
+    return tuple((i, found) for i, found in kinds if found)
 
 
 def held_kinds(x: object, given: tuple[Any, ...]) -> tuple[int, ...]:
     """Of each tensor in an argument that is none: which of the arguments it is too; else NO_GRADIENT if
     it needs a gradient, which torch does not give it, or CONSTANT."""
-    places = {id(y): i for i, y in enumerate(given)}
     held = held_tensors(x)
+    places = {id(y): i for i, y in enumerate(given if held else ())}
     return tuple(places.get(id(y), NO_GRADIENT if y.requires_grad else CONSTANT) for y in held)
 
 
@@ -188,9 +206,7 @@ def _drawing_again(given: Applied) -> Applied:
             generator.set_state(state)
         return function.apply(*args)
 
-    if not own:
-        return given
-    return replace(given, app=given.app._replace(function=_applied_by(function, apply)))
+    return given.applied_by(apply) if own else given
 
 
 MASKED = 1e6  # times the median of an argument's elements
@@ -221,8 +237,8 @@ def _with_constant_masks(given: Applied) -> Applied:
     args = list(app.args)
     for i, masked in constant.items():
         args[i] = torch.where(masked, 0, args[i])
-    held = app._replace(function=_applied_by(function, apply), args=tuple(args))
-    return replace(given, app=held)
+    own = given.applied_by(apply)
+    return replace(own, app=own.app._replace(args=tuple(args)))
 
 
 def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
@@ -232,7 +248,7 @@ def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
     def apply(*args: Any) -> Any:
         return tuple(y for i, y in enumerate(function.apply(*args)) if i not in unused)
 
-    return replace(given, app=given.app._replace(function=_applied_by(function, apply)))
+    return given.applied_by(apply)
 
 
 def examine(given: Applied) -> Verdict:

@@ -49,12 +49,6 @@ def identity_of(function: type[Function]) -> Identity | type[Function]:
     return found
 
 
-def forget() -> None:
-    """Forgets which classes are the same."""
-    _IDENTITIES.clear()
-    _KNOWN.clear()
-
-
 def _look_up(function: type[Function]) -> Identity | type[Function]:
     classes = function.__mro__[: function.__mro__.index(Function)]
     # torch sets `_backward_cls` of each class

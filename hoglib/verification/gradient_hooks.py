@@ -60,9 +60,9 @@ def watch_module_hooks(changed: Changed) -> None:
 
 def _differ(given: object, returned: object) -> bool:
     """Whether any gradient has other values; an unchanged one is a part of the function."""
-    both = zip(pytree.tensors(given), pytree.tensors(returned), strict=False)
-    pairs = [(unwrap(a), unwrap(b)) for a, b in both if a is not b]
     if not value_checks_on():
         return False
+    both = zip(pytree.tensors(given), pytree.tensors(returned), strict=False)
+    pairs = [(unwrap(a), unwrap(b)) for a, b in both if a is not b]
     with without_transforms(), torch.no_grad(), without_stand_ins():
         return any(a.shape != b.shape or not torch.equal(a, b) for a, b in pairs if not a.is_meta)

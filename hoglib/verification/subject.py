@@ -608,7 +608,7 @@ def subject_of(
     named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
     names, constants = [named.get(name, name) for name in f.names], [one.name for one in found]
     f, symmetric = symmetrized(f)
-    outputs = list[Any]()
+    outputs: list[Any] = []
     apps = applications(lambda: outputs.extend(f.run_with_grad()))
     functions = maps.custom_functions(outputs)
     return Subject(f, precision, names, constants, symmetric, apps, functions)

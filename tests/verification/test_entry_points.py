@@ -1105,7 +1105,7 @@ def test_classes_that_a_function_makes_anew_share_a_verdict(name, monkeypatch):
     monkeypatch.setattr(
         entry_points, "examine", lambda given: examined.append(given) or examination.examine(given)
     )
-    function_identity.forget()
+    entry_points.forget_verdicts()
 
     def texts(options):
         return told(
@@ -1166,6 +1166,7 @@ class Keeps(nn.Module):
 by_name, first = operator.attrgetter("weight"), operator.itemgetter(0)
 HOLDERS = {  # what makes an object of a weight, and what reads it
     "a list": (lambda w: [w], first),
+    "a list that holds it twice": (lambda w: [w, w], first),
     "a dict of lists": (lambda w: {"a": [w]}, lambda x: x["a"][0]),
     "a deque": (lambda w: deque([w]), first),
     "a frozenset": (lambda w: frozenset([w]), lambda x: next(iter(x))),
@@ -1200,6 +1201,15 @@ def test_tensors_inside_an_object_are_found(name):
     assert texts(given) == []
     (text,) = texts(lambda p: Weighted.apply(p[0], read, hold(p[1] * 1)).sum())
     assert "`held` holds tensors that need gradients" in text
+    # an object that held a constant before
+    entry_points.forget_verdicts()
+    for w in (lambda p: weight, lambda p: p[1] * 1):
+
+        def loss(p, w=w):
+            return Weighted.apply(p[0], read, hold(w(p))).sum() + p[1].square().sum()
+
+        found = told(lambda _, loss=loss: hog.hvp(loss, (X, weight), (X, weight)), None)
+    assert "`held` holds tensors that need gradients" in found[0]
     # arguments that are given twice the gradient
     twice = type("Twice", (Weighted,), {"backward": staticmethod(
         lambda ctx, g: (*Weighted.backward(ctx, g)[:3], *(2 * h for h in Weighted.backward(ctx, g)[3:]))
@@ -1448,7 +1458,6 @@ class ForgetsFactor(Function):
 
 @rows("numbers", [(1.0, 1.0, 2.0), (1, 1, 3), (1.0, 1.0, 1.1), (1.0, 1.0, -1.0)])
 def test_a_function_is_examined_again_for_other_numbers(numbers):
-    function_identity.forget()
     entry_points.forget_verdicts()
     found = [
         told(lambda f, n=n: hog.hvp(lambda x: f(x, n).sum(), X, X), ForgetsFactor.apply)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from hoglib._core.messages import validation
 from hoglib._core.runtime.source_location import is_user_file
+from hoglib._core.torch_api import pytree
 from hoglib.errors import ArgumentValueError
 
 Step = Callable[[Any], Any]
@@ -104,9 +105,15 @@ def held(value: object) -> Iterator[Capture]:
 
 
 def held_tensors(value: object) -> list[Tensor]:
-    """The tensors inside any object that is none itself, those of modules too, each once."""
+    """The tensors inside any object that is none itself, those of modules too."""
     if is_plain(value) or isinstance(value, Tensor | torch.Generator):
         return []
+    if isinstance(value, list | tuple | dict):
+        leaves = pytree.leaves(value)
+        if all(
+            isinstance(x, Tensor) or is_plain(x) for x in leaves
+        ):  # the search takes ten times as long
+            return [x for x in leaves if isinstance(x, Tensor)]
     found = [capture.value for capture in held(value)]
     if isinstance(value, nn.Module):
         found = [value, *found]
@@ -122,14 +129,18 @@ def held_tensors(value: object) -> list[Tensor]:
 
 def with_tensors(value: object, tensors: Sequence[Tensor | None]) -> Any:
     """A copy of an object with others in the place of its :func:`held_tensors`; None keeps one."""
-    own = held_tensors(value)
-    memo: dict[int, Any] = {id(x): x if y is None else y for x, y in zip(own, tensors, strict=True)}
-    for x, y in zip(own, tensors, strict=True):
-        if isinstance(x, nn.Parameter) and y is not None:
-            memo[id(x)] = y if isinstance(y, nn.Parameter) else nn.Parameter(y, x.requires_grad)
+    memo: dict[int, Any] = {}
+    for x, y in zip(held_tensors(value), tensors, strict=True):
+        memo[id(x)] = x if y is None else y
+        if isinstance(x, nn.Parameter) and y is not None and not isinstance(y, nn.Parameter):
+            memo[id(x)] = nn.Parameter(y, x.requires_grad)
     # the innermost first: `deepcopy` takes functions for atoms
     for one in reversed(ClosureWalker(value, HELD).objects):
-        if isinstance(one, FunctionType) and one.__closure__:
+        if (
+            isinstance(one, FunctionType)
+            and one.__closure__
+            and all(map(is_filled, one.__closure__))
+        ):
             cells = [CellType(deepcopy(c.cell_contents, memo)) for c in one.__closure__]
             fields = one.__code__, one.__globals__, one.__name__, one.__defaults__, tuple(cells)
             memo[id(one)] = FunctionType(*fields)

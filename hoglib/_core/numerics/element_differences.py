@@ -65,7 +65,8 @@ def slope(
     steps = steps_of("element", dtype) if eps is None else (10 * eps, eps, eps / 10)
     # the shorter ones only where the longer ones do not settle it
     stages = [steps[:LEAST], steps[LEAST:], steps_of("element, more", dtype) if eps is None else ()]
-    ends, problem = Ends(), ""
+    ends: Ends = {}
+    problem = ""
     for enough, some in zip((Slope.settled, Slope.known, Slope.known), stages, strict=True):
         found, other = _evaluate_both_sides(f, x, j, v, some)
         ends |= found

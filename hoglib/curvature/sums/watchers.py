@@ -359,8 +359,8 @@ class Denominators(Watcher):
         if relation in ("sum", "mean and sum"):
             raise ArgumentValueError(
                 f"{self.at.policy.caller}: expected a loss that is the mean over the examples of a "
-                f"batch, got {SUMS[relation]}: with reduction='mean' the result over several batches "
-                "is neither that of the sum over the data nor that of the mean."
+                f"batch, got {NO_MEANS[relation]}: with reduction='mean' the result over several "
+                "batches is neither that of the sum over the data nor that of the mean."
             )
         if relation == "weighted":
             labels = 'batch["labels"][:, 1:]' if isinstance(batch, Mapping) else "batch[1]"
@@ -373,7 +373,7 @@ class Denominators(Watcher):
 
 
 # what a loss is that is no mean over examples, and what to do
-SUMS = {
+NO_MEANS = {
     "sum": "their sum. Pass `reduction='sum'` for the sum over the data, or divide the loss by "
     "`len(batch[0])`",
     "mean and sum": "a mean plus a sum, such as a penalty of outputs that is summed over examples. "
