@@ -238,7 +238,9 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
         )
         entry.run_by(Runner(traced.graph.forward))
         if function.check:  # before compiling, which may take minutes
-            with inside(eager=True):  # compiled functions run without their graphs
+            with inside(
+                graphs=AMBIENT.graphs._replace(eager=True)
+            ):  # compiled functions run without their graphs
                 comparison = Comparison(function, form, tensors, entry, tolerance_of(traced.graph))
                 comparison.check(entry, traced.lifted, OF_CAPTURE)
             now = entry.reached.refresh(function.name, root, traced.lifted, traced.modules)
@@ -254,7 +256,7 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
 def in_other_tracer() -> bool:
     """Whether a call belongs to something that is transformed, traced or compared around it."""
     return (
-        AMBIENT.eager
+        AMBIENT.graphs.eager
         or torch_internals.transforms_active()
         or torch_internals.forward_mode_active()
         or torch_internals.tracing()

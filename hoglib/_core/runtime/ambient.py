@@ -48,7 +48,6 @@ class Examination(NamedTuple):
     by_entry_point: bool = False  # nested entry points leave the examination to the outermost one
     examiner: Examiner | None = None
     first_order: bool = False  # Functions applied here are differentiated once
-    autocast: Any = None  # AutocastState of the user's functions, while an algorithm has it off
 
 
 class PlainOperations(NamedTuple):
@@ -62,6 +61,13 @@ class RunningRemat(NamedTuple):
 
     nested: bool  # remats inside recompute too; otherwise they call their functions
     low_memory: bool  # attention takes less memory, and more time
+
+
+class Graphs(NamedTuple):
+    """How fx graphs of hoglib.compile run."""
+
+    eager: bool = False  # their functions run instead: a graph is compared with this run
+    residuals: Any = None  # the Residuals of a compiled product: an fx graph takes tensors only
 
 
 class _Ambient(threading.local):
@@ -83,10 +89,10 @@ class _Ambient(threading.local):
     remat: RunningRemat | None = None
     # On a worker thread of autograd, which runs a device's nodes: id of the thread in backward().
     in_place_of: int | None = None
-    # Functions of hoglib.compile run without their fx graphs: a graph is compared with this run.
-    eager: bool = False
-    # The Residuals of a compiled product: an fx graph takes tensors only.
-    residuals: Any = None
+    # The fx graphs of hoglib.compile, which user code calls.
+    graphs: Graphs = Graphs()
+    # The AutocastState of user code, while an algorithm around it runs without autocast.
+    autocast: Any = None
 
 
 # The ambient state of the current thread.

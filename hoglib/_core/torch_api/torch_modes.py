@@ -72,8 +72,7 @@ def own_algebra() -> Iterator[None]:
     if not torch_internals.autocasts():
         yield
         return
-    users = AMBIENT.examination._replace(autocast=AutocastState())
-    with inside(examination=users), ExitStack() as stack:
+    with inside(autocast=AutocastState()), ExitStack() as stack:
         for kind, _ in torch_internals.autocasts():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -82,10 +81,10 @@ def own_algebra() -> Iterator[None]:
 @contextmanager
 def users_autocast() -> Iterator[None]:
     """Inside, autocast is as it was around `own_algebra`."""
-    if (state := AMBIENT.examination.autocast) is None:
+    if (state := AMBIENT.autocast) is None:
         yield
         return
-    with inside(examination=AMBIENT.examination._replace(autocast=None)), state.restored():
+    with inside(autocast=None), state.restored():
         yield
 
 

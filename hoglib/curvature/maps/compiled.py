@@ -49,7 +49,8 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
         try:
             # ambient: a graph is called with tensors only, and a backend of one point would be compiled
             # anew at each
-            with inside(residuals=residuals), torch.set_grad_enabled(policy.create_graph):
+            graphs = AMBIENT.graphs._replace(residuals=residuals)
+            with inside(graphs=graphs), torch.set_grad_enabled(policy.create_graph):
                 # new tensors: one that is both vector and parameter would be one input of the graph
                 # with even offsets, since a graph does not ask for them again
                 fresh = [at_even(v.view_as(v)) for v in vector]
@@ -143,7 +144,7 @@ class PartialEval:
         run_each = self._made(_part(module, [*given, *residuals], products), [*inputs, *found])
 
         def run(*tensors: Tensor) -> list[Any]:
-            found = (AMBIENT.residuals or Residuals()).of(list(tensors[count:]), run_once)
+            found = (AMBIENT.graphs.residuals or Residuals()).of(list(tensors[count:]), run_once)
             once = iter(found[: len(values)])
             each = iter(run_each(*tensors, *found[len(values) :]))
             return [next(each) if x in depends else next(once) for x in outputs]
