@@ -213,15 +213,21 @@ MASKED = 1e6  # times the median of an argument's elements
 
 
 def _with_constant_masks(given: Applied) -> Applied:
-    """The application with the infinite and the huge elements of arguments, as those of scores that are
-    masked, as constants: differences along them, or of a size near theirs, say nothing."""
+    """The application with masked elements of arguments as constants: differences along them, or of
+    a size near theirs, say nothing. Infinite elements are masked, and huge ones that share one value."""
     app, function = given.app, given.app.function
     constant: dict[int, Tensor] = {}
     for i in app.by if given.by_module is None else ():
         x = app.args[i].detach()
         sizes = x.abs()[x.isfinite() & (x != 0)] if x.layout is torch.strided else x.new_zeros(0)
-        masked = ~(x.abs() <= MASKED * sizes.median()) if sizes.numel() else None
-        if masked is not None and bool(masked.any()):
+        if not sizes.numel():
+            continue
+        huge = sizes[sizes > MASKED * sizes.median()]
+        masked = x.isinf()
+        # huge elements that differ are quantities in another unit
+        if huge.numel() and huge.max() <= 1.001 * huge.min():
+            masked = masked | (x.abs() >= huge.min())
+        if bool(masked.any()):
             constant[i] = masked
     if not constant:
         return given

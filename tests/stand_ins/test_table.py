@@ -235,8 +235,9 @@ def signature(function):
 
 def test_a_stand_in_has_the_signature_of_the_python_function_that_it_replaces():
     pairs = [pair for row in STAND_INS for pair in row.replaces.items()]
-    # Tensor.__pow__ is a wrapper of a builtin, which has none
-    compared = [(o, t) for t, o in pairs if inspect.isfunction(t) and t is not torch.Tensor.__pow__]
+    # Tensor.__pow__ is a wrapper of a builtin, which has none; loops are replaced as operators
+    others = {torch.Tensor.__pow__, scan, map_rows, while_loop}
+    compared = [(o, t) for t, o in pairs if inspect.isfunction(t) and t not in others]
     assert len(compared) > 12
     for ours, theirs in compared:
         assert signature(ours) == signature(theirs)

@@ -1123,6 +1123,7 @@ def test_classes_that_a_function_makes_anew_share_a_verdict(name, monkeypatch):
 
 
 def test_a_class_made_anew_holds_nothing_that_it_closes_over():
+    gc.collect()  # of other tests' classes
     known = len(function_identity._IDENTITIES)
 
     def derive():
