@@ -214,7 +214,7 @@ MASKED = 1e6  # times the median of an argument's elements
 
 def _with_constant_masks(given: Applied) -> Applied:
     """The application with masked elements of arguments as constants: differences along them, or of
-    a size near theirs, say nothing. Infinite elements are masked, and huge ones that share one value."""
+    a size near theirs, say nothing. Infinite elements are masked, and huge ones of one value."""
     app, function = given.app, given.app.function
     constant: dict[int, Tensor] = {}
     for i in app.by if given.by_module is None else ():
