@@ -170,6 +170,20 @@ class _Place(NamedTuple):
         of: list[Callable[[Any], Any]] = [self.of_rows, self.of_keys, self.of_keys, of_mask]
         return [take(x) for take, x in zip([*of, self.of_rows, *of], parts, strict=False)]
 
+    def write(self, whole: list[Tensor], part: Tensor, inputs: Inputs, of_keys: bool) -> None:
+        """Writes rows, or adds to keys, in the only element of a list, which the first part makes.
+
+        Parts that stay until the end would lie between the temporaries of the blocks: the allocator of
+        a processor could not give their memory back.
+        """
+        if not whole:
+            shape = inputs.k.shape[:2] if of_keys else inputs.q.shape[:3]
+            whole.append(part.new_zeros(*shape, part.shape[-1]))
+        if of_keys:
+            self.of_keys(whole[0]).add_(part)
+        else:
+            self.of_rows(whole[0]).copy_(part)
+
     def add_to_mask(
         self, total: list[Tensor], term: Tensor, mask: Any, plan: Plan, recorded: bool
     ) -> None:
@@ -313,7 +327,6 @@ def _over_blocks(
     keys (k and v), or summed over the mask (m)."""
     recorded = is_recorded(inputs, others)
     wholes: list[list[Tensor]] = [[] for _ in kinds]
-    length = inputs.k.shape[1]
     for places in _iterate_blocks(inputs, plan, whole=recorded and "m" in plan.needs):
         groups: list[list[Tensor]] = [[] for _ in kinds]
         for place in places:
@@ -329,8 +342,10 @@ def _over_blocks(
                     continue
                 if kind == "m":
                     place.add_to_mask(whole, part, inputs.mask, plan, recorded)
+                elif not recorded:
+                    place.write(whole, part, inputs, of_keys=kind in "kv")
                 elif kind in "kv":
-                    _add_keys(group, part, length, recorded)
+                    _add_keys(group, part, inputs.k.shape[1])
                 else:
                     group.append(part)
         for kind, whole, group in zip(kinds, wholes, groups, strict=True):
@@ -348,12 +363,9 @@ def is_recorded(*given: Any) -> bool:
     return wanted or any(map(torch_internals.is_batched, tensors))
 
 
-def _add_keys(total: list[Tensor], term: Tensor, length: int, recorded: bool) -> None:
+def _add_keys(total: list[Tensor], term: Tensor, length: int) -> None:
     """Adds to the only element of a list; the first terms of causal rows have fewer keys."""
     columns = term.shape[1]
-    if total and not recorded:
-        total[0][:, :columns].add_(term)
-        return
     term = term if columns == length else F.pad(term, (0, 0, 0, length - columns))
     total[:] = [total[0] + term] if total else [term]
 
