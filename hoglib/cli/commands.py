@@ -160,8 +160,8 @@ def env(*, json: bool) -> int:
 
 def check(*, json: bool) -> int:
     """Is this installation fine? Prints versions, devices, the C++ compiler and the directory of
-    compiled graphs, and compares second derivatives with closed forms and finite differences, in about
-    ten seconds.
+    compiled graphs, and compares second derivatives with closed forms and finite differences. It takes
+    some ten seconds, and up to a minute where its compiled product is not cached yet.
 
       hoglib check
       hoglib check --json

@@ -138,7 +138,7 @@ def _make_parser() -> argparse.ArgumentParser:
     _add_common_arguments(audit, "a problem is")
     _add_switch(command("ops", "list the ops"), "as the table of docs/ops.md", "--markdown")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins")
-    check = command("check", "is this installation fine? ten seconds")
+    check = command("check", "is this installation fine? in seconds; a minute at first")
     for one in (env, check):
         _add_switch(one, "print JSON", "--json")
     return parser
