@@ -322,6 +322,16 @@ def refused(rank, world):
         "eigenvalues": lambda: H.eigsh(1 + rank),
         "another algorithm": lambda: H.eigsh(1) if rank else H.trace(1, generator=seeded()),
         "another call": lambda: H.eigsh(1) if rank else H @ v,
+        "another product": lambda: (hog.ggn_vp if rank else hog.hvp)(loss, params, v, batches[0]),
+        "another matrix": lambda: (
+            (hog.GGNOperator if rank else hog.HessianOperator)(loss, params, batches) @ v
+        ),
+        "another criterion": lambda: hog.hvp(
+            hog.functional_loss(net, nn.CrossEntropyLoss(label_smoothing=0.1 * rank)),
+            params,
+            v,
+            batches[0],
+        ),
         "iterating": lambda: make(Broken(batches, rank)) @ v,
     }
     return raised_by(calls)
@@ -368,6 +378,7 @@ REFUSED = {
     "eigenvalues": ("DistributedError", "eigsh: expected the same algorithm, and its options, in all"),
     "another algorithm": ("DistributedError", "expected the same algorithm, and its options, in all"),
     "another call": ("DistributedError", "All processes have to make the same call"),
+    **dict.fromkeys(("another product", "another matrix", "another criterion"), ("DistributedError", "expected the same call, with its options, criterion and")),
     "seed": ("DistributedError", "expected the same random numbers in all"),
 }  # fmt: skip
 

@@ -28,6 +28,7 @@ from hoglib._core.remat.blocks import Remat
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.runtime.source_location import warn, warn_once
 from hoglib._core.substrate import autograd
+from hoglib._core.substrate.fingerprint import checksum_of_call
 from hoglib._core.substrate.gradient_graph import depends_on_any, graph_summary
 from hoglib._core.substrate.placement import Placement, Sharding, placement_of, refuse_sharded
 from hoglib._core.torch_api import pytree
@@ -280,7 +281,7 @@ class Learner(nn.Module, ABC):
         placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
         with self._ring(loop, placement, of_tasks=True) as blocks:
             with without_stand_ins():  # which see each question about a tensor
-                count = check_together(what, placement, start.model, tasks, self.inner_steps)
+                count = check_together(what, placement, start.model, tasks, loop)
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = autograd.clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
@@ -542,7 +543,11 @@ PARAMETER_HOOKS = (
     "mask a gradient, multiply the parameter by the mask in the model "
     "(`torch.nn.utils.parametrize`), or freeze it."
 )
-AGREEMENT = "number of tasks", "number of inner steps", "parameters, where they are not sharded,"
+AGREEMENT = (
+    "options and criterion",
+    "number of tasks",
+    "parameters, where they are not sharded,",
+)
 
 
 def check_derivatives(
@@ -689,7 +694,9 @@ def refuse_graph(what: str, placement: Placement) -> None:
         )
 
 
-def check_together(what: str, placement: Placement, start: Params, tasks: Any, steps: int) -> int:
+def check_together(
+    what: str, placement: Placement, start: Params, tasks: Any, loop: ModuleLoop
+) -> int:
     """The number of tasks, the same in all processes that share the parameters; raises in all of them
     where one has an error."""
     if not isinstance(placement, Sharding):
@@ -700,6 +707,8 @@ def check_together(what: str, placement: Placement, start: Params, tasks: Any, s
     except Exception as caught:  # the other processes wait for this one
         error = caught
     leaves = placement.local(list(start.values()))
-    numbers = [count, steps, placement.checksum_of_whole(leaves)]
+    losses = loop.rule, loop.criterion_loss, loop.inner_criterion_loss
+    call = checksum_of_call(what, loop.options, losses, loop.strength)
+    numbers = [call, count, placement.checksum_of_whole(leaves)]
     placement.check_same(what, AGREEMENT, numbers, leaves[0].device, error=error)
     return count

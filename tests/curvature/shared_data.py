@@ -306,6 +306,34 @@ def by_fsdp2(rank, world):
     of_model(model)
 
 
+def other_call(first, other):
+    """A call in process 0, and another one in the others."""
+    return lambda rank, world: (other if rank else first)()
+
+
+def smoothed(label_smoothing, cls=hog.GGNOperator, **options):
+    loss, params = loss_and_params()
+    criterion = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+    loss = hog.functional_loss(loss.model, criterion)
+    return cls(loss, params, BATCH, processes="shard", **options)
+
+
+def product(A):
+    return A @ draw(A.shape[0])
+
+
+def plain(reduction):
+    loss, params = loss_and_params()
+    of_batch = lambda params, batch: loss(params, batch)  # noqa: E731 (whose criterion is not known)
+    return product(
+        hog.HessianOperator(of_batch, params, BATCH, reduction=reduction, processes="shard")
+    )
+
+
+def curvature(cls, **options):
+    return cls(*loss_and_params(), BATCH, processes="shard", **options)
+
+
 MINE = "ValueError: the disk is full"
 # name -> (function, the error, words of it)
 REFUSED = {
@@ -318,6 +346,17 @@ REFUSED = {
     "statistics of batches": (norms_in_training, "ArgumentValueError", "BatchNorm in train mode mixes examples"),
     "other batches": (shuffled_otherwise, "DistributedError", "expected the same data in all"),
     "other draws": (drawn_otherwise, "DistributedError", "expected the same seed in all"),
+    "another reduction": (other_call(lambda: plain("mean"), lambda: plain("sum")), "DistributedError", "expected the same options in all"),
+    "another mode": (other_call(lambda: product(operator()), lambda: product(operator(mode="forward-over-reverse"))), "DistributedError", "expected the same kind in all"),
+    "another matrix": (other_call(lambda: product(curvature(hog.HessianOperator)), lambda: product(curvature(hog.GGNOperator))), "DistributedError", "expected the same kind in all"),
+    "another Fisher": (other_call(lambda: product(curvature(hog.FisherOperator)), lambda: product(curvature(hog.FisherOperator, kind="empirical"))), "DistributedError", "expected the same kind in all"),
+    "other factors": (other_call(lambda: curvature(hog.KFACOperator).update(), lambda: curvature(hog.KFACOperator, kind="empirical").update()), "DistributedError", "expected the same kind in all"),
+    "an approximation": (other_call(lambda: curvature(hog.KFACOperator).update(), lambda: curvature(hog.KFACOperator, joint_bias=False).update()), "DistributedError", "expected the same kind in all"),
+    "another criterion": (other_call(lambda: product(smoothed(0.0)), lambda: product(smoothed(0.1))), "DistributedError", "expected the same criterion in all"),
+    "as many samples": (other_call(lambda: operator().trace(4, generator=seeded(0)), lambda: operator().trace(6, generator=seeded(0))), "DistributedError", "expected the same shapes in all"),
+    "a gradient here": (other_call(lambda: operator().gradient(), lambda: product(operator())), "DistributedError", "expected the same shapes in all"),
+    "factors here": (other_call(lambda: curvature(hog.KFACOperator).update(), lambda: product(operator())), "DistributedError", "expected the same kind in all"),
+    "another damping": (other_call(lambda: smoothed(0.0).solve(draw(51), damping=0.1), lambda: smoothed(0.0).solve(draw(51), damping=1.0)), "DistributedError", "expected the same"),
     "no data": (no_data, "ArgumentValueError", "expected at least one batch"),
     "other data later": (other_data_later, "NondeterministicError", "expected the same loss at every pass"),
     "a batch without rows": (cannot_be_split, "ArgumentTypeError", "processes: expected a batch of tensors that can be split"),

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 import hoglib as hog
-from hoglib.curvature.batches.data import split_float64
 from hoglib.errors import HoglibError
 from tests.curvature import shared_data
 from tests.long_tail import FULL
@@ -66,7 +65,7 @@ def test_processes_equal_one(count, tmp_path):
             assert error < tolerance, (rank, case, error)
             assert found[case] == everyone[0][case], (rank, case)
         assert torch.tensor(found["draws"]).diff(dim=0).norm() < 1e-12
-        assert found["messages"] == [1, 1, 1, 1]
+        assert found["messages"] == [2, 2, 2, 2]  # the first ones small
         assert found["unused"] == ["none.weight, none.bias"]
         for name, (_, kind, words) in shared_data.REFUSED.items():
             if name in ("a process fails", "factors of a process fail") and rank == 1:
@@ -94,10 +93,3 @@ def test_a_missing_process_group_raises(monkeypatch):
 def test_an_unknown_way_to_share_raises():
     with pytest.raises(ValueError, match="processes: expected one of shard, sharded; got 'all'"):
         shared_data.operator(processes="all")
-
-
-def test_numbers_go_through_single_precision():
-    numbers = torch.tensor([1 / 3, -1e17 / 7, 2.0**31 + 1, 0.0, 1e-20], dtype=torch.float64)
-    parts = split_float64(numbers, torch.float32)
-    assert parts.dtype == torch.float32
-    assert torch.equal(parts.double().sum(0), numbers)

@@ -153,6 +153,7 @@ def refused(rank, world):
         "meta.adapt": lambda: hog.meta.adapt(loss, params, support, hog.meta.sgd(0.1), steps=1),
         "other tasks": lambda: maml().loss([tuple((x[0], y[0]) for x, y in mine)] * (1 + rank)),
         "other steps": lambda: hog.MAML(net, F.cross_entropy, inner_steps=1 + rank).loss(mine),
+        "other rate": lambda: hog.MAML(net, F.cross_entropy, inner_lr=0.1 + rank).loss(mine),
         "nan": lambda: maml().loss(tuple((x * (torch.nan if rank else 1), y) for x, y in mine)),
         "empty": lambda: maml().loss(empty),
         "mesh": lambda: hog.meta.shard(mine, mesh="tasks"),
@@ -180,7 +181,8 @@ REFUSED = {
     "hypergradient": ("UnsupportedError", "expected params that each process holds whole"),
     "meta.adapt": ("UnsupportedError", "expected params that each process holds whole"),
     "other tasks": ("DistributedError", "expected the same number of tasks in all"),
-    "other steps": ("DistributedError", "expected the same number of inner steps in all"),
+    "other steps": ("DistributedError", "expected the same options and criterion in all"),
+    "other rate": ("DistributedError", "expected the same options and criterion in all"),
     "nan": ("NonFiniteError", "inner loss: expected a finite number, got nan"),
     "mesh": ("ArgumentTypeError", "mesh: expected a torch DeviceMesh"),
 }

@@ -1,9 +1,13 @@
-"""Fingerprints of tensors: whether the state of a loss has changed between passes, and checksums that
-processes compare."""
+"""Fingerprints of tensors: whether the state of a loss has changed between passes, and checksums of
+tensors and of calls that processes compare."""
 
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
 from itertools import zip_longest
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -211,3 +215,37 @@ def checksum_of_rows(rows: Tensor) -> float:
     dtype = torch.promote_types(rows.dtype, torch.float32)  # float16 counts to 2048 only
     weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
     return checksum((rows @ weights.to(rows.dtype)).tolist())
+
+
+def checksum_of_call(*parts: object) -> float:
+    """A number that changes with what a call is given, exact in float64.
+
+    Options by their values, tensors by shape and dtype, losses by their criterion, functions by their
+    names, and other objects by their class.
+    """
+    return float(zlib.crc32(repr([_call_part(x) for x in parts]).encode()))
+
+
+def _call_part(x: Any) -> object:
+    if type(x) in _SETTINGS:
+        return x
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype
+    if isinstance(x, FunctionType):
+        return x.__qualname__
+    if isinstance(x, partial):
+        return _call_part(x.func), _call_part(x.args), _call_part(x.keywords)
+    if isinstance(x, Mapping):
+        return [(_call_part(k), _call_part(v)) for k, v in x.items()]
+    if isinstance(x, list | tuple):
+        return [_call_part(v) for v in x]
+    own: Any = []
+    if is_dataclass(x):
+        own = [getattr(x, f.name) for f in fields(x) if f.compare]
+    elif isinstance(x, nn.Module):  # a criterion
+        own = {k: v for k, v in vars(x).items() if type(v) in _SETTINGS and k != "training"}
+    elif hasattr(
+        x, "_criterion"
+    ):  # a functional loss; values of its model are compared by themselves
+        own = x._criterion
+    return type(x).__qualname__, _call_part(own)

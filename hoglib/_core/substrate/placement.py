@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple, final
 
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hoglib._core.substrate.fingerprint import checksum_of_tensors
+from hoglib._core.substrate.fingerprint import checksum_of_call, checksum_of_tensors
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.torch_internals import apply
 from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, UnsupportedError
@@ -32,7 +33,7 @@ from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, Uns
 Vector = list[Tensor]
 ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines
 AGREEMENT = (
-    "number of parameters",
+    "call, with its options, criterion and parameters,",
     "number of vectors",
     "vectors, where they are not sharded,",
     "parameters, where they are not sharded,",
@@ -198,7 +199,13 @@ class Whole:
         return pytree.size(tensors)
 
     def check_agreement(
-        self, caller: str, columns: int, vector: Vector, leaves: Vector, changed: bool = False
+        self,
+        caller: str,
+        call: object,
+        columns: int,
+        vector: Vector,
+        leaves: Vector,
+        changed: bool = False,
     ) -> bool:
         return False
 
@@ -368,13 +375,21 @@ class Sharding:
         return sum(layout.shape.numel() for layout in self.layouts)
 
     def check_agreement(
-        self, caller: str, columns: int, vector: Vector, leaves: Vector, changed: bool = False
+        self,
+        caller: str,
+        call: object,
+        columns: int,
+        vector: Vector,
+        leaves: Vector,
+        changed: bool = False,
     ) -> bool:
-        """Raise in all processes where what each of them holds whole differs, by one all-reduce.
+        """Raise in all processes where their calls differ, or what each of them holds whole, by one
+        all-reduce.
 
         Returns whether something has changed in any of them.
         """
-        numbers = [len(self.layouts), columns, *map(self.checksum_of_whole, (vector, leaves))]
+        of_call = checksum_of_call(caller, call, [layout.shape for layout in self.layouts])
+        numbers = [of_call, columns, *map(self.checksum_of_whole, (vector, leaves))]
         return bool(self.check_same(caller, AGREEMENT, numbers, leaves[0].device, float(changed)))
 
     def checksum_of_whole(self, shards: Vector) -> float:
@@ -394,9 +409,12 @@ class Sharding:
     ) -> float:
         """Raise in all processes where a number differs between them; the largest flag of all.
 
+        numbers: At most as many as of AGREEMENT. The message has that size in every call, because gloo
+        aborts a process that is sent another number of bytes.
         error: of this process, which it raises then, and all others one that says so.
         """
-        local = torch.tensor(numbers, dtype=torch.float64, device=device)
+        local = torch.zeros(len(AGREEMENT), dtype=torch.float64, device=device)
+        local[: len(numbers)] = local.new_tensor(numbers)
         flags = local.new_tensor([flag, error is not None])
         # the least of a number is minus the largest of its negative: both in one all-reduce
         extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
@@ -409,7 +427,7 @@ class Sharding:
             )
         most, least = extremes[: len(local)], -extremes[len(local) : -2]
         differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
-        for wrong, name in zip(differs, what, strict=True):
+        for wrong, name in zip_longest(differs, what, fillvalue=AGREEMENT[0]):
             if wrong:
                 raise DistributedError(
                     f"{caller}: expected the same {name} in all {self.mesh.size()} processes, got "

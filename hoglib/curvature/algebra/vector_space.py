@@ -14,7 +14,6 @@ from torch import Generator, Tensor
 
 from hoglib._core.messages import validation
 from hoglib._core.substrate.placement import (
-    AGREEMENT,
     Sharding,
     is_sharded,
     placement_of,
@@ -324,14 +323,10 @@ class Space:
         """Raise in all processes that hold parts of the vectors where they call other algorithms, or
         with other options, from which other numbers of messages follow."""
         if isinstance(self.placement, Sharding):
-            # before the first message of an algorithm: gloo aborts a process that is sent another
-            # number of bytes
-            text = f"{algorithm}{options}"
-            numbers = [float(zlib.crc32(text.encode())), 0.0, 0.0, 0.0]  # as many as for a product
-            names = what, *AGREEMENT[1:]
-            # as a product does, which other processes may call instead
+            numbers = [float(zlib.crc32(f"{algorithm}{options}".encode()))]
+            # before the first message of an algorithm
             with self.placement.translate_errors(algorithm):
-                self.placement.check_same(algorithm, names, numbers, self.device)
+                self.placement.check_same(algorithm, [what], numbers, self.device)
 
     def whole_rows(self, rows: Tensor) -> Tensor:
         """Rows [k, length] as whole vectors [k, P]."""

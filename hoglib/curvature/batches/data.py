@@ -1,11 +1,12 @@
 """The data of an operator: what a batch is, its weight, how it is split and moved; and the processes of
 torch.distributed that share it.
 
-Each process sums over its part of the data, and one all-reduce adds up the sums. In the same message
-every process has a row of its own, with the totals of its pass and with checksums of what has to be the
-same in all of them: vectors, parameters, buffers and, where each takes a part of what all were given,
-the data. A process that fails takes part too, so that the others raise as well, instead of waiting for
-it. Processes that share the parameters have batches of their own, and go on together (`in_step`).
+Each process sums over its part of the data, and one all-reduce adds up the sums. A message of a fixed
+size goes before it: every process has a row in it, with the totals of its pass and with checksums of
+what has to be the same in all of them: the call, vectors, parameters, buffers and, where each takes a
+part of what all were given, the data. A process that fails takes part too, so that the others raise as
+well, instead of waiting for it. Processes that share the parameters have batches of their own, and go
+on together (`in_step`).
 """
 
 import os
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Rando
 from hoglib._core.messages import validation
 from hoglib._core.modules.module_kinds import NORMS
 from hoglib._core.substrate.fingerprint import checksum
-from hoglib._core.substrate.placement import Sharding
+from hoglib._core.substrate.placement import Sharding, translate_distributed_errors
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import tensors_in
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError
@@ -43,6 +44,10 @@ class PassTotals(NamedTuple):
     shared: float = 0.0  # whether pieces of one batch lie in several processes
     whole: float = 0.0  # the loss of that batch
     # checksums of what has to be the same in all processes
+    kind: float = 0.0
+    options: float = 0.0
+    criterion: float = 0.0
+    shapes: float = 0.0
     seed: float = 0.0
     params: float = 0.0
     model: float = 0.0
@@ -50,7 +55,12 @@ class PassTotals(NamedTuple):
     data: float = 0.0
 
 
+SAME_CALL = "all have to make the same call, of the same class with the same options"
 ADVICE = {
+    "kind": SAME_CALL,
+    "options": SAME_CALL,
+    "criterion": f"{SAME_CALL}, and the same loss",
+    "shapes": f"of parameters or vectors; {SAME_CALL}, such as as many samples",
     "seed": "the samples of kind='mc' need a generator with the same seed in each: "
     "generator=torch.Generator().manual_seed(0)",
     "params": "broadcast them from one process, as DistributedDataParallel does: "
@@ -62,6 +72,8 @@ ADVICE = {
     "data": "with processes='shard' all are given the same batches, and each takes its part: use "
     "shuffle=False, or 'sharded' where each is given a part of its own",
 }
+
+EXACT = "kind", "options", "criterion", "shapes", "seed"  # no sums, which processes may round
 
 
 def world_size() -> int:
@@ -123,34 +135,44 @@ class Processes:
         return [value] if self.alone else gathered(value)
 
     def all_reduce(
-        self, total: Tensor, used: Tensor, mine: PassTotals, error: Exception | None
+        self,
+        compute: Callable[[], Tensor],
+        used: Tensor,
+        mine: PassTotals,
+        error: Exception | None,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> PassTotals:
-        """Add up total and used over the processes, in place; return the totals of all together.
+        """Add up compute() and used over the processes, in place; return the totals of all together.
 
-        In one all-reduce. Raises the error, if there is one; and in all processes alike where another
-        one has an error, or where they do not multiply the same.
+        Raises the error, if there is one; and in all processes alike where another one has an error, or
+        where they do not multiply the same. compute is called after that: it may exchange more.
+
+        dtype: of the vectors, by which checksums may differ by rounding.
         """
-        # one message has one dtype, which has to hold the totals too
-        dtype = torch.promote_types(total.dtype, torch.float32)
         mine = mine._replace(failed=error is not None)
-        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        parts = split_float64(numbers, dtype)
-        table = torch.zeros(self.world, *parts.shape, dtype=dtype, device="cpu")
-        table[self.rank] = parts
-        flat = [x.reshape(-1).to(total.device, dtype) for x in (total, used, table)]
-        message = torch.cat(flat)
-        dist.all_reduce(message)
-        sizes = [x.numel() for x in flat]
-        for x, part in zip((total, used, table), message.split(sizes), strict=True):
-            x.copy_(part.view(x.shape))
-        every = [PassTotals(*row) for row in table.double().sum(1).tolist()]
+        table = torch.zeros(self.world, len(mine), dtype=torch.float64, device="cpu")
+        table[self.rank] = torch.tensor(mine, dtype=table.dtype, device="cpu")
+        # apart from the sums: a backend aborts a process that is sent another number of bytes
+        every = [PassTotals(*row) for row in self._sum(table.to(device)).tolist()]
         if any(one.failed for one in every):
             self._raise(error, every)
-        self._check_same(every, total.dtype)
+        self._check_same(every, dtype)
+        total = compute()
+        wide = torch.promote_types(total.dtype, torch.float32)  # one message has one dtype
+        flat = [x.reshape(-1).to(device, wide) for x in (total, used)]
+        parts = self._sum(torch.cat(flat)).split([x.numel() for x in flat])
+        for x, part in zip((total, used), parts, strict=True):
+            x.copy_(part.view(x.shape))
         largest = max(one.largest for one in every)
         whole = max(every, key=lambda one: one.shared).whole
         sums = PassTotals(*map(sum, zip(*every, strict=True)))
         return sums._replace(largest=largest, whole=whole)
+
+    def _sum(self, message: Tensor) -> Tensor:
+        with translate_distributed_errors(self._name):
+            dist.all_reduce(message)
+        return message
 
     def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
         texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
@@ -165,7 +187,7 @@ class Processes:
     def _check_same(self, every: list[PassTotals], dtype: torch.dtype) -> None:
         for name, advice in ADVICE.items():
             numbers = [getattr(one, name) for one in every]
-            rounding = 0 if name == "seed" else ROUNDING.get(dtype, 1e-2)
+            rounding = 0 if name in EXACT else ROUNDING.get(dtype, 1e-2)
             allowed = rounding * max(map(abs, numbers))
             others = [k for k, number in enumerate(numbers) if abs(number - numbers[0]) > allowed]
             if others:
@@ -214,15 +236,6 @@ def constants_of(loss: object, leaves: Sequence[Tensor]) -> list[Tensor]:
             buffers = [b for b in module._buffers.values() if b is not None]
             found += [b for b in buffers if b.is_floating_point()]
     return found
-
-
-def split_float64(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers in float64 as rows in dtype that add up to them."""
-    rows = []
-    for _ in range(1 if dtype == torch.float64 else 3):  # 24 digits each, of 53
-        rows.append(numbers.to(dtype))
-        numbers = numbers - rows[-1].double()
-    return torch.stack(rows)
 
 
 BatchSize = Callable[[Any], float]

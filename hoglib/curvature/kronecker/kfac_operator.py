@@ -210,7 +210,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         # of a language model the logits, whose columns the layers are differentiated by
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         plain: Any = {**options, "stand_ins": False}
-        super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain)
+        further = approximation, joint_bias, unsupported, eigenvalue_corrected
+        super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain, further)
         check_named(params)
         self._loss, self._data, self._given = loss, data, options
         joint_bias = validation.boolean("joint_bias", joint_bias)

@@ -244,7 +244,8 @@ def _product(
         vector = entered.placement.local_vector("v", vector)
         columns = vector[0].shape[-1] if block else 1
         # before anything is gathered, in one all-reduce: processes that differ all raise
-        entered.placement.check_agreement(policy.caller, columns, vector, entered.leaves)
+        call = kind, policy, func
+        entered.placement.check_agreement(policy.caller, call, columns, vector, entered.leaves)
         point = linearizer(kind, around.captures)(entered, block)
         around.note_gradient(point.gradient)
         value, product = apply_block(point, vector, block)

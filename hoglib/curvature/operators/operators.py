@@ -50,7 +50,13 @@ class DatasetOperator(LinearOperator):
     _adds_factors = False  # of all processes, instead of products
 
     def __init__(
-        self, loss: Any, params: Tree, data: object, kind: CurvatureKind, options: Mapping[str, Any]
+        self,
+        loss: Any,
+        params: Tree,
+        data: object,
+        kind: CurvatureKind,
+        options: Mapping[str, Any],
+        further: object = None,  # options of a subclass, which processes compare
     ) -> None:
         name = type(self).__name__
         policy, of_data = split_options(name, options)
@@ -74,6 +80,7 @@ class DatasetOperator(LinearOperator):
             of_data,
             sharing,
             fixed_batches=kind.random,
+            kind=(kind, further),
             metric=kind.metric,
             further=[self._symmetry] if self._symmetry else (),
         )

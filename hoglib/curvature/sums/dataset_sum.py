@@ -25,7 +25,12 @@ from hoglib._core.problem import (
     warn_if_replaced,
 )
 from hoglib._core.substrate import autograd
-from hoglib._core.substrate.fingerprint import ComparedState, StateFingerprint, checksum_of_rows
+from hoglib._core.substrate.fingerprint import (
+    ComparedState,
+    StateFingerprint,
+    checksum_of_call,
+    checksum_of_rows,
+)
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.substrate.placement import Placement, Sharding
 from hoglib._core.torch_api.torch_modes import users_autocast
@@ -179,6 +184,7 @@ class DatasetSum:
         processes: Processes,
         *,
         fixed_batches: bool,
+        kind: object = None,
         metric: object = None,
         further: Watchers = (),
     ) -> None:
@@ -194,6 +200,9 @@ class DatasetSum:
         micro_batch, sharded = options.micro_batch, at.placement.is_sharded
         given = data, space.device, size, micro_batch, processes
         self.at, self.batches = at, Batches(*given, mean=mean, sharded=sharded)
+        # what has to be the same in all processes, by the names of PassTotals
+        same_options = at.policy, options.reduction, space.dtype
+        self._call = {"kind": kind, "options": same_options, "criterion": loss}
         single, shared = self.batches.single, self.batches.shared
         data_now = self.batches.current if single else list
         fingerprint = StateFingerprint(loss, space.leaves, data_now)
@@ -218,7 +227,7 @@ class DatasetSum:
             (watchers.BatchNorm(at, fingerprint.roots), not single and micro_batch is None),
             (self.losses, True),
             (watchers.Splits(at, self.losses, mean, shared), bool(micro_batch or shared)),
-            (watchers.Agreement(at, self.batches, seed), not processes.alone),
+            (watchers.Agreement(at, self.batches, seed, self._call), not processes.alone),
             (self.unused, True),
         ]
         self.watchers = [watcher for watcher, needed in chosen if needed] + [*further]
@@ -421,9 +430,11 @@ class DatasetSum:
         if error is None:
             vectors = 0.0 if rows is None else checksum_of_rows(rows)
             told = {k: x for watcher in self.watchers for k, x in watcher.totals().items()}
-            totals = totals._replace(vectors=vectors, **told)
-        sums = total() if callable(total) else total
-        totals = self.batches.processes.all_reduce(sums, used, totals, error)
+            shapes = checksum_of_call(self.at.space.leaves(), rows)
+            totals = totals._replace(shapes=shapes, vectors=vectors, **told)
+        compute = total if callable(total) else lambda: total
+        at = self.at.space.dtype, self.at.space.device
+        totals = self.batches.processes.all_reduce(compute, used, totals, error, *at)
         self.unused.keep(used)
         return totals
 
@@ -436,7 +447,8 @@ class DatasetSum:
             columns = len(rows)
             vectors = list(rows.split([leaf.numel() for leaf in leaves], dim=1))
         name = self.at.policy.caller
-        return self.at.placement.check_agreement(name, columns, vectors, leaves, changed)
+        shared = self.at.placement
+        return shared.check_agreement(name, self._call, columns, vectors, leaves, changed)
 
     @contextmanager
     def require_constant_state(self, algorithm: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ from hoglib._core.numerics.trust import DERIVATIVES, agree, found_once
 from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate import autograd
-from hoglib._core.substrate.fingerprint import checksum_of_tensors
+from hoglib._core.substrate.fingerprint import checksum_of_call, checksum_of_tensors
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import tensors_in
 from hoglib.curvature.batches.data import (
@@ -584,15 +584,16 @@ class Draws(Watcher):
 class Agreement(Watcher):
     """Sends checksums to the other processes; `Processes.all_reduce` raises where they differ."""
 
-    def __init__(self, at: Term, batches: Batches, seed: int) -> None:
+    def __init__(self, at: Term, batches: Batches, seed: int, call: Mapping[str, object]) -> None:
         super().__init__(at)
-        self._batches, self._seed = batches, seed
+        self._batches, self._seed, self._call = batches, seed, call
 
     def totals(self) -> Mapping[str, float]:
         leaves = self.at.space.leaves()
         constants = constants_of(self.at.loss, leaves)
         params, model = checksum_of_tensors(leaves), checksum_of_tensors(constants)
         return {
+            **{name: checksum_of_call(part) for name, part in self._call.items()},
             "seed": self._seed,
             "params": params,
             "model": model,
