@@ -252,7 +252,7 @@ class _Audit:
         for route in self._requested:
             if status[route.row] not in ("fail", "skip"):
                 # random numbers of another dtype are other numbers
-                expected = None if seen.random else here.get(route.key)
+                expected = None if seen.random else here.get(route.quantity)
                 rows += self._own_dtype_rows(route, expected)
         return rows
 
@@ -294,7 +294,7 @@ class _Audit:
             return self._failed_row(loss, route, result)
         if result.wrong is False:
             if route is not FIRST:
-                self._right[route] = loss.checker().products[route.key]
+                self._right[route] = loss.checker().products[route.quantity]
             return Row(route.row, "pass", result.error)
         self._judged &= not requested
         text = (

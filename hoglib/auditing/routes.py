@@ -373,9 +373,11 @@ class Checker:
         self._v, self._w = (
             _times([random_like(x, random) for x in self._leaves], self._scales) for _ in range(2)
         )
-        self._known: dict[tuple[str, float], _Slope | None] = {}
-        self._here: dict[str, Vector] = {}
-        self.products: dict[str, Vector] = {}  # by the routes that were checked
+        # of the quantity that was compared last: its slopes by step, and its value here
+        self._kind, self._known = "", dict[float, _Slope | None]()
+        self._here: Vector | None = None
+        # by quantity, which all routes to it that are right share
+        self.products: dict[str, Vector] = {}
 
     def check(self, route: Route, *, compare: bool = True) -> CheckResult:
         """Whether a route is right; without `compare`, whether it does not raise and is finite."""
@@ -388,8 +390,12 @@ class Checker:
         found = [dense(part.detach()) for part in found]
         if not _all_finite(found):
             return CheckResult(True, nan)
-        self.products[route.key] = found
-        return self._compare(route, found) if compare else CheckResult(False, product=found)
+        if not compare:
+            return CheckResult(False, product=found)
+        result = self._compare(route, found)
+        if not result.wrong:
+            self.products.setdefault(route.quantity, found)
+        return result
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:
         quantity, limit = route.quantity, DOUBT_OF_VECTOR
@@ -439,7 +445,8 @@ class Checker:
         other and are not, as at a tie of a maximum, there is no second derivative."""
         step, (v, w) = steps("route", self._dtype)[2], (self._v, self._w)
         both = [a - b for a, b in zip(v, w, strict=True)]
-        found = [self._difference("hessian", x, step) for x in (v, w, both)]
+        here = self._function("hessian", self._leaves)
+        found = [self._difference("hessian", here, x, step) for x in (v, w, both)]
         of_v, of_w, of_both = (slope[0] if slope else [] for slope in found)
         apart = [a - b for a, b in zip(of_v, of_w, strict=True)]
         return bool(apart) and _relative_distance(of_both, apart, float(pytree.norm(of_v))) < AGREE
@@ -448,20 +455,22 @@ class Checker:
         """A slope of the function that gives a quantity; None where that raises, or where it stops a
         gradient inside a transform of torch.func, which cannot be held constant."""
         kind = "hessian" if quantity == "curvature" else quantity
-        if (kind, step) not in self._known:
-            self._known[kind, step] = None
+        if kind != self._kind:  # routes to one quantity follow one another
+            self._kind, self._known, self._here = kind, {}, None
+        if step not in self._known:
+            self._known[step] = None
             along = self._w if kind == "third" else self._v
             with suppress(Exception):  # the function need not accept another point
-                if kind not in self._here:  # the first run records the values to hold
-                    self._here[kind] = self._function(kind, self._leaves)
+                if self._here is None:  # the first run records the values to hold
+                    self._here = self._function(kind, self._leaves)
                 if self._stops is None or not self._stops.in_transform:
-                    self._known[kind, step] = self._difference(kind, along, step)
-        return self._known[kind, step]
+                    self._known[step] = self._difference(kind, self._here, along, step)
+        return self._known[step]
 
-    def _difference(self, kind: str, along: Vector, step: float) -> _Slope | None:
+    def _difference(self, kind: str, here: Vector, along: Vector, step: float) -> _Slope | None:
         above, below = both_sides(lambda x: self._function(kind, x), self._leaves, along, step)
         central = difference_quotient(above, below, step)
-        one_sided = difference_quotient(above, self._here[kind], step / 2)
+        one_sided = difference_quotient(above, here, step / 2)
         if kind != "first":
             central, one_sided = _times(central, self._scales), _times(one_sided, self._scales)
         return (central, one_sided) if _all_finite(central) else None
