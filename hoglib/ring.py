@@ -31,6 +31,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hoglib._core.messages.call_errors import explain_kind_of_tensor
 from hoglib._core.messages.closures import name_of, owner_of
 from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.modules.swap import keep_swapped, restore_buffers
@@ -98,6 +99,7 @@ class ring:  # noqa: N801 a context manager
     ) -> None:
         if IS_NEW_TORCH:
             warn_once(NEW_TORCH)
+        self._caller = policy.caller
         self.captures = around_graph and is_captured(policy)
         self._examiner: Examiner | None = None
         self._entered: list[AbstractContextManager[Any]] = []
@@ -154,6 +156,8 @@ class ring:  # noqa: N801 a context manager
             except BaseException as error:  # the outer ones are left with it
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
+        if raised[0] is not None:
+            explain_kind_of_tensor(self._caller, raised[1])
 
 
 def warn_if_derivatives_not_finite(

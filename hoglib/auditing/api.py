@@ -136,8 +136,8 @@ WITHOUT = ", without stand-ins"
 VALUE = "value"
 VALUE_TEXT = (
     "The loss is {own:.6g} without stand-ins and {replaced:.6g} with them: products are those of "
-    "another loss. Something decides by itself what a torch call computes, such as a TorchFunctionMode "
-    "around the call; enter it inside of the loss, or pass stand_ins=False."
+    "another loss. A stand-in computes another value than torch's call in its place; report it, and "
+    "pass stand_ins=False."
 )
 UNKNOWN_AT_PARAMS = (
     "Beside params it is right; at params it is not judged: differences of the gradient do not agree. "

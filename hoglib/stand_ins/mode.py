@@ -110,7 +110,7 @@ class _StandIns:
             self._scripts = torch_internals.watching_scripts()
             self._scripts.__enter__()
             mode = _SecondOrder()
-            mode.__enter__()
+            torch_internals.enter_beneath(mode)
             self._entered = AMBIENT.stand_ins = mode
         self._were_frozen = AMBIENT.statistics_frozen
         AMBIENT.statistics_frozen = self._were_frozen or self._frozen
@@ -119,7 +119,7 @@ class _StandIns:
         AMBIENT.statistics_frozen = self._were_frozen
         if self._entered is not None:
             mode, self._entered = self._entered, None
-            mode.__exit__(*raised)
+            torch_internals.leave_beneath(mode)
             self._scripts.__exit__(*raised)
             AMBIENT.stand_ins = None
 
@@ -229,11 +229,11 @@ class _SecondOrder(StandInMode):
                 return HIGHER_ORDER[func](*args, **kwargs)
         if func is Tensor.register_hook and AMBIENT.examination.examiner is not None:
             hook, line = (args[1:] or [*kwargs.values()])[0], torch_call_line()
-            # hoglib's own hooks have no line of the user's
-            watched = (
-                hook if line is None else AMBIENT.examination.examiner.watched_hook(hook, line)
-            )
-            return func(args[0], watched)
+            # hoglib's own hooks have no line of the user's, but for that of a user's mode between
+            home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+            if line is not None and not home.startswith("hoglib."):
+                hook = AMBIENT.examination.examiner.watched_hook(hook, line)
+            return func(args[0], hook)
         result = func(*args, **kwargs)
         if (
             func is torch_internals.set_grad_enabled or _UNSEEN

@@ -208,13 +208,100 @@ def test_a_sparse_gradient():
         maml.loss([(batch, batch)])
 
 
-def test_a_nested_tensor_of_which_torch_has_no_second_derivative():
-    def padded(x):
-        nested = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
-        return torch.nested.to_padded_tensor(nested, 0.0).pow(3).sum()
+def summed(net, x):
+    """Layers on a nested tensor, whose rows are summed; or on a dense one, of rows with a 1 in front."""
+    own = lambda x: net.last(net.first(x).tanh() * net.first(x).sigmoid())  # noqa: E731
+    if not x.is_nested:
+        return (own(x[..., 1:]) * x[..., :1]).sum(1)
+    places = torch.arange(len(x)).repeat_interleave(x.offsets().diff())
+    return x.values().new_zeros(len(x), 2).index_add(0, places, own(x).values())
 
-    with pytest.raises(NotImplementedError, match="got one that it cannot: The function '_nested"):
-        hog.hvp(padded, BATCH[0], BATCH[0])
+
+def nested_model():
+    torch.manual_seed(2)
+    return Fn(summed, first=nn.Linear(3, 4, dtype=F64), last=nn.Linear(4, 2, dtype=F64))
+
+
+PIECES = draw(9, 3).split((2, 3, 4))
+NESTED = torch.nested.as_nested_tensor(list(PIECES), layout=torch.jagged)
+PADDED = nn.utils.rnn.pad_sequence([F.pad(x, (1, 0), value=1.0) for x in PIECES], batch_first=True)
+OF_NESTED = {
+    "hvp": lambda L, p, v, b: hog.hvp(L, p, v, b)[1],
+    "ggn_vp": lambda L, p, v, b: hog.ggn_vp(L, p, v, b)[1],
+    "operator": lambda L, p, v, b: hog.HessianOperator(L, p, [b, b]) @ flat(v),
+    "micro-batches": lambda L, p, v, b: hog.GGNOperator(L, p, b, micro_batch=2) @ flat(v),
+    "per_example_gradients": lambda L, p, v, b: hog.per_example_gradients(L, p, b),
+    "empirical Fisher": lambda L, p, v, b: hog.FisherOperator(L, p, b, kind="empirical") @ flat(v),
+}
+
+
+@rows("name", OF_NESTED)
+def test_a_batch_of_nested_tensors_is_that_of_padded_ones(name):
+    loss, params = made(nested_model())
+    v = {n: draw(*p.shape, seed=i) for i, (n, p) in enumerate(params.items())}
+    found, expected = (
+        OF_NESTED[name](loss, params, v, (x, torch.tensor([0, 1, 1]))) for x in (NESTED, PADDED)
+    )
+    assert_close(found, expected)
+
+
+def on_nested(function):
+    def run(net, x):
+        nested = torch.nested.as_nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+        return function(net, net.first(nested))
+
+    return run
+
+
+def attended(x):
+    heads = x.unflatten(-1, (2, 2)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+
+
+def constant_in_inference_mode(net, x):
+    with torch.inference_mode():
+        scale = torch.ones(4, dtype=F64)
+    return net.last(net.first(x) * scale)
+
+
+def layer_in_inference_mode(net, x):
+    with torch.inference_mode():
+        hidden = net.first(x)
+    return net.last(hidden.tanh())
+
+
+PADDED_AGAIN = on_nested(lambda net, x: net.last(torch.nested.to_padded_tensor(x, 0.0)).sum((0, 1)).expand(6, 2))  # fmt: skip
+LACKING = {  # model, "forward mode" where the reverse mode is right, and what is said
+    "padded again": (PADDED_AGAIN, False, "a nested tensor.* mask"),
+    "layer_norm of one": (on_nested(lambda net, x: net.last(F.layer_norm(x, (4,))).values()), False, "a nested tensor.* mask"),
+    "abs of one": (on_nested(lambda net, x: net.last(x.abs()).values()), False, "a nested tensor.* mask"),
+    "attention of one": (on_nested(lambda net, x: net.last(attended(x)).values()), False, "a nested tensor.* mask"),
+    "forward mode of one": (on_nested(lambda net, x: net.last(x.tanh()).values()), True, "a nested tensor.*reverse-over-reverse"),
+    "a constant": (constant_in_inference_mode, False, r"inference_mode\(\).*torch.no_grad"),
+    "a layer": (layer_in_inference_mode, True, r"inference_mode\(\).*torch.no_grad"),
+    "the model": (torch.inference_mode()(lambda net, x: net.last(net.first(x))), True, r"inference_mode\(\).*torch.no_grad"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of torch's attention
+@rows("name", LACKING)
+def test_what_torch_lacks_of_nested_and_inference_tensors_is_said(name):
+    model, forward, message = LACKING[name]
+    loss, params = made(Fn(model, first=nn.Linear(3, 4, dtype=F64), last=nn.Linear(4, 2, dtype=F64)))  # fmt: skip
+    calls = [lambda: hog.hvp(loss, params, params, BATCH, mode="forward-over-reverse")]
+    if not forward:
+        calls += [
+            lambda: hog.hvp(loss, params, params, BATCH),
+            lambda: hog.HessianOperator(loss, params, BATCH) @ flat(params),
+            lambda: hog.MAML(loss.model, F.cross_entropy, inner_lr=0.1).loss([(BATCH, BATCH)]),
+        ]
+    if name == "a constant":
+        calls.append(lambda: hog.penalties.r1(lambda x: loss.model(x).sum(1), BATCH[0]))
+    if name == "the model":
+        calls.append(lambda: hog.per_example_gradients(loss, params, BATCH))
+    for call in calls:
+        with pytest.raises(NotImplementedError, match=rf"(?s)^\w+: expected .*{message}"):
+            call()
 
 
 def in_two_precisions(net, x):

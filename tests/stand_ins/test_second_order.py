@@ -2,6 +2,7 @@
 
 import math
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -530,6 +531,65 @@ def test_a_type_that_handles_a_call_itself_gets_it(name):
     own, plain = [lambda x, f=f: f(x).sin().square().sum() for f in OWN_TYPES[name]]
     found, expected = hog.hvp(own, X, V), hog.hvp(plain, X, V)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Replaces(torch.overrides.TorchFunctionMode):
+    """Computes a call in its own way."""
+
+    def __init__(self, handled, by):
+        super().__init__()
+        self.handled, self.by = handled, by
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        called = self.by if func is self.handled else func
+        return called(*args, **(kwargs or {}))
+
+
+ATTENTION = F.scaled_dot_product_attention
+OWN_MODES = {  # a mode of the user's, f, and the same without
+    "another norm": (Replaces(F.layer_norm, lambda x, *_, **__: F.rms_norm(x, (4,))), normed, lambda x: F.rms_norm(x, (4,))),
+    "another distance": (Replaces(torch.cdist, lambda x, y, **_: (x @ y.mT).sin()), lambda x: torch.cdist(x, x), lambda x: (x @ x.mT).sin()),
+    "another loss": (Replaces(F.mse_loss, lambda x, y, **_: (x * y).sin()), lambda x: F.mse_loss(x, x.cos()), lambda x: (x * x.cos()).sin()),
+    "what has a stand-in, otherwise": (Replaces(ATTENTION, lambda q, k, v: ATTENTION(2 * q, k, v)), lambda x: attend(x) + normed(x), lambda x: ATTENTION(2 * x[:, None], x[:, None], x[:, None])[:, 0] + normed(x)),
+    "beneath a function": (Replaces(torch.layer_norm, torch.rms_norm), normed, normed),  # torch's mode does not see it
+    "other calls": (Replaces(torch.sinh, torch.sin), normed, normed),
+}  # fmt: skip
+
+
+@rows("name", OWN_MODES)
+@rows("inside", [False, True])
+def test_a_mode_of_the_user_gets_a_call_first(name, inside):
+    mode, function, plain = OWN_MODES[name]
+
+    def own(x):
+        with mode if inside else nullcontext():
+            return function(x).sin().square().sum()
+
+    def doors(f, around):
+        batch, forward = torch.ones(2, 1, dtype=F64), "forward-over-reverse"
+        with around:
+            yield f(X)
+            yield from hog.hvp(f, X, V)
+            yield from hog.hvp(f, X, V, mode=forward)
+            yield from hog.jvp(f, (X,), (V,))
+            yield hog.HessianOperator(lambda p, _: f(p), X, batch) @ V
+            yield hog.per_example_gradients(lambda p, b: f(p * b[0]), X, batch)
+            yield hog.audit(lambda p, _: f(p), X, None).ok
+            x = X.clone().requires_grad_()
+            kept = hog.ops.remat(f)(x)
+        yield torch.autograd.grad(kept, x)  # which recomputes where the mode was left
+
+    found = list(doors(own, nullcontext() if inside else mode))
+    expected = list(doors(lambda x: plain(x).sin().square().sum(), nullcontext()))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_mode_around_a_compiled_product_is_not_that_of_another_call():
+    mode, function, plain = OWN_MODES["another norm"]
+    for around, of in 2 * [(nullcontext(), function), (mode, plain)]:
+        with around:
+            found = hog.hvp(lambda x: function(x).sin().sum(), X, V, compile="eager")
+        torch.testing.assert_close(found, hog.hvp(lambda x, of=of: of(x).sin().sum(), X, V))
 
 
 def test_a_type_that_refuses_a_call_has_the_error_of_torch():

@@ -15,7 +15,12 @@ from hoglib._core.messages import validation
 from hoglib._core.messages.closures import STATE, ClosureWalker
 from hoglib._core.runtime.source_location import raising_modules
 from hoglib._core.torch_api.pytree import tensors_in
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError
+from hoglib.errors import (
+    ArgumentTypeError,
+    ArgumentValueError,
+    HoglibError,
+    UnsupportedError,
+)
 
 
 def explain_call_error(
@@ -168,6 +173,36 @@ _ADVICE = {  # what to do, by a part of torch's message
     "finite? Steps with a large learning rate diverge.",
     r"target tensor expected|Target size": "Give targets the shape for the criterion: `.squeeze(1)`?",
 }
+
+
+# What torch says of tensors that it cannot differentiate here: what was expected, what came, and what
+# to do. A j with a number is the length of the rows of a nested tensor.
+_KINDS = {
+    r"Nested(Tensor|Int)|'_nested_|[^\w]j\d+[^\w]|contain only concrete integers|aten::matmul_backward": (
+        "dense tensors",
+        "a nested tensor, of which torch lacks this operation or its derivative",
+        "Use mode='reverse-over-reverse', in which torch lacks less; pad it before the model, by "
+        "`torch.nested.to_padded_tensor`, with a mask for what is added; or apply layers to its "
+        "`.values()`.",
+    ),
+    r"[Ii]nference tensor|does not require grad and does not have a grad_fn": (
+        "tensors that autograd records",
+        "others, as torch.inference_mode() makes them",
+        "In the model use `torch.no_grad()` for what is constant, or `.clone()` its results outside; "
+        "a value that parameters do not reach has no derivative.",
+    ),
+}
+
+
+def explain_kind_of_tensor(caller: str, error: object) -> None:
+    """Raises an error that says what to do, if this one of torch is about a kind of tensors."""
+    if isinstance(error, HoglibError) or not isinstance(error, RuntimeError | ValueError | AttributeError):
+        return
+    text = re.split(r"\n|\. |\.$", str(error))[0]
+    for words, (expected, got, advice) in _KINDS.items():
+        if re.search(words, text):
+            text = f"{caller}: expected {expected}, got {got}: {text}. {advice}"
+            raise UnsupportedError(text) from error
 
 
 @final

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor
 
-from hoglib._core.messages.call_errors import ErrorTranslation
+from hoglib._core.messages.call_errors import ErrorTranslation, explain_kind_of_tensor
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.runtime.source_location import raising_modules, user_line, warn_once
 from hoglib._core.substrate.gradient_graph import (
@@ -329,6 +329,7 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
 
     def explain(self, error: Exception) -> None:
         super().explain(error)
+        explain_kind_of_tensor(self._what, error)
         if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
             return
         if "modified by an inplace operation" in str(error):

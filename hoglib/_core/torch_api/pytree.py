@@ -148,7 +148,15 @@ def _is_named(kind: type) -> bool:
 
 def rows(tree: Tree, count: int, start: int, end: int) -> Any:
     """Rows of each tensor whose leading dimension is the number of examples."""
-    return map_tensors(lambda t: t[start:end] if t.dim() and len(t) == count else t, tree)
+
+    def of(t: Tensor) -> Tensor:
+        if not (t.dim() and len(t) == count):
+            return t
+        if t.is_nested:  # which cannot be sliced
+            return torch.nested.as_nested_tensor(list(t.unbind()[start:end]), layout=t.layout)
+        return t[start:end]
+
+    return map_tensors(of, tree)
 
 
 def tensors_in(name: str, value: object, depth: int = 4) -> Iterator[tuple[str, Tensor]]:

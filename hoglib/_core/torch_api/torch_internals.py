@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, partialmethod
 from typing import Any, final
 
@@ -599,6 +599,46 @@ class SuspendedMode:
     def resumed(self) -> AbstractContextManager[object]:
         """Inside of it, the mode is there again."""
         return nullcontext() if self._mode is None else self._mode
+
+
+def enter_beneath(mode: TorchFunctionMode) -> None:
+    """Enters a mode beneath the user's modes, which replace calls first, as they do without it."""
+    stack = [] if _function_mode() is None or torch.compiler.is_compiling() else _function_modes()
+    above = stack[next((i for i, other in enumerate(stack) if _is_users(other)), len(stack)) :]
+    for _ in above:
+        _pop_mode()
+    mode.__enter__()
+    for other in above:
+        _push_mode(other)
+
+
+def leave_beneath(mode: TorchFunctionMode) -> None:
+    """Leaves a mode that others may lie above."""
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+def _is_users(mode: object) -> bool:
+    return type(mode).__module__.partition(".")[0] not in ("torch", "hoglib")
+
+
+def function_modes(kind: type[TorchFunctionMode]) -> list[TorchFunctionMode]:
+    """The mode of this class that sees torch's functions now, and the user's, the outermost first."""
+    if _function_mode() is None:
+        return []
+    return [mode for mode in _function_modes() if isinstance(mode, kind) or _is_users(mode)]
+
+
+@contextmanager
+def entered(modes: Iterable[TorchFunctionMode]) -> Iterator[None]:
+    """Inside, these modes see torch's functions, too."""
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
 
 
 def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:

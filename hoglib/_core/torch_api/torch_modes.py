@@ -28,25 +28,28 @@ def without_stand_ins() -> torch_internals.SuspendedMode:
 
 
 class ActiveStandIns:
-    """The mode of `second_order()` that is active where this is made.
+    """The mode of `second_order()` that is active where this is made, and the user's modes.
 
     For code that runs later, or inside torch.func, which removes modes while it applies a custom
     Function.
     """
 
     def __init__(self) -> None:
-        self._mode = torch_internals.function_mode(StandInMode)
+        self._modes = torch_internals.function_modes(StandInMode)
 
     @property
     def active(self) -> bool:
-        """Whether there was one."""
-        return self._mode is not None
+        """Whether stand-ins are."""
+        return any(isinstance(mode, StandInMode) for mode in self._modes)
 
     def resume(self) -> AbstractContextManager[object]:
         """Inside, they are on again."""
-        if self._mode is None or torch_internals.function_mode(StandInMode) is not None:
+        if not self._modes:
             return nullcontext()
-        return self._mode
+        active = torch_internals.function_modes(StandInMode)
+        on = any(isinstance(mode, StandInMode) for mode in active)
+        again = [m for m in self._modes if m not in active and not (on and isinstance(m, StandInMode))]
+        return torch_internals.entered(again)
 
 
 class AutocastState:
