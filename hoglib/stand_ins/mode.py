@@ -34,6 +34,7 @@ from hoglib._core.torch_api.torch_modes import StandInMode, copy_without_overrid
 from hoglib._core.torch_api.torch_private import is_missing, require
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
+from hoglib.stand_ins.scripts import program
 from hoglib.stand_ins.table import HIGHER_ORDER, STAND_INS, by_operator
 
 __all__ = ["active", "second_order", "stand_in_table"]
@@ -172,23 +173,29 @@ class _SecondOrder(StandInMode):
     def __init__(self) -> None:
         super().__init__()
         self._replacements = _replacements()
-        self._scripts: dict[int, Any] = {}  # that are compiled anew
+        self._scripts: dict[int, Any] = {}  # what runs instead of them
 
-    def run_script(self, script: Any, run: Callable[[], Any]) -> Any:
-        """A call of scripted code, in which no call is replaced, compiled without torch's optimizer."""
+    def run_script(self, script: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of scripted code, whose torch calls come from Python, to be replaced."""
         if id(script) not in self._scripts:
-            called = re.findall(r"\baten::(\w+)", str(script.inlined_graph))
-            rows = {name: stand_in_of(getattr(torch.ops.aten, name, None)) for name in called}
-            for name, row in rows.items():
-                if row is not None:
-                    raise UnsupportedError(
-                        f"{name}{in_module()}: expected a call from Python in forward mode, got one "
-                        f"from scripted code, where it is not replaced: {row.lacks}. Use the code "
-                        "that was scripted, or the reverse mode."
-                    )
-            script._debug_flush_compilation_cache()  # it may have run before, and be optimized
-            self._scripts[id(script)] = script
-        return run()
+            self._scripts[id(script)] = script, program(script)  # kept, for its id
+        run = self._scripts[id(script)][1]
+        if not isinstance(run, str):
+            return run(*args, **kwargs)
+        # operators, and functions of torch that are not inlined
+        called = dict.fromkeys(
+            re.findall(r"(?:\baten::|\[name=\")(\w+)", str(script.inlined_graph))
+        )
+        rows = [(name, stand_in_of(getattr(torch.ops.aten, name, None))) for name in called]
+        wrong = [name for name, row in rows if row is not None and row.device == "cpu"]
+        if not wrong and not torch_internals.is_followed():
+            return call(script, *args, **kwargs)
+        what = f"calls of {', '.join(wrong)}" if wrong else "derivatives"
+        raise UnsupportedError(
+            f"{script.name}{in_module()}: expected {what} in Python, got scripted code, where they are "
+            f"missing or wrong, and which does not run in Python because of its {run}. Use the code "
+            "that was scripted."
+        )
 
     def _by_types(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Call `__torch_function__` of the types of the arguments, in torch's order."""

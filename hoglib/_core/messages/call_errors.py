@@ -178,7 +178,7 @@ _ADVICE = {  # what to do, by a part of torch's message
 # What torch says of tensors that it cannot differentiate here: what was expected, what came, and what
 # to do. A j with a number is the length of the rows of a nested tensor.
 _KINDS = {
-    r"Nested(Tensor|Int)|'_nested_|[^\w]j\d+[^\w]|contain only concrete integers|aten::matmul_backward": (
+    r"Nested(Tensor|Int)|'_nested_|\Wj\d+\W|only concrete integers|aten::matmul_backward": (
         "dense tensors",
         "a nested tensor, of which torch lacks this operation or its derivative",
         "Use mode='reverse-over-reverse', in which torch lacks less; pad it before the model, by "
@@ -196,7 +196,9 @@ _KINDS = {
 
 def explain_kind_of_tensor(caller: str, error: object) -> None:
     """Raises an error that says what to do, if this one of torch is about a kind of tensors."""
-    if isinstance(error, HoglibError) or not isinstance(error, RuntimeError | ValueError | AttributeError):
+    if isinstance(error, HoglibError) or not isinstance(
+        error, RuntimeError | ValueError | AttributeError
+    ):
         return
     text = re.split(r"\n|\. |\.$", str(error))[0]
     for words, (expected, got, advice) in _KINDS.items():

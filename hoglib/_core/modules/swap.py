@@ -44,7 +44,7 @@ _NO_RUNNING_STATISTICS = {
 
 def train_mode_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
     """In train mode, a normalization layer uses the statistics of the batch, and updates none."""
-    if layer.training:
+    if getattr(layer, "training", False):
         use_batch_statistics(patch, layer)
 
 
@@ -439,7 +439,11 @@ class restore_buffers:  # noqa: N801 a context manager
         if isinstance(module, torch.jit.ScriptModule):
             # the hooks of its parts are not called
             for part in module.modules():
-                own = list(part.named_buffers(recurse=False)) if part.training else []
+                own = (
+                    list(part.named_buffers(recurse=False))
+                    if getattr(part, "training", False)
+                    else []
+                )
                 for name, buffer in own:
                     self._scripted.append((part, name, buffer))
                     setattr(part, name, buffer.clone())
@@ -455,7 +459,7 @@ class restore_buffers:  # noqa: N801 a context manager
             self._copy_buffers(module)
 
     def _copy_buffers(self, module: nn.Module) -> None:
-        if id(module) in self._copied or not module.training:
+        if id(module) in self._copied or not getattr(module, "training", False):
             return
         self._copied.add(id(module))
         for name, buffer in list(module._buffers.items()):

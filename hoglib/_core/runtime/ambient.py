@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, final
 class StandIns(AbstractContextManager[Any], Protocol):
     """The interface of the mode of `second_order()`, which is in `hoglib.stand_ins`."""
 
-    def run_script(self, script: object, run: Callable[[], Any]) -> Any:
+    def run_script(self, script: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a scripted function, whose calls no TorchFunctionMode sees, with stand-ins."""
 
 

@@ -530,9 +530,8 @@ _BACKWARD = torch.autograd.backward
 
 
 class watching_scripts:  # noqa: N801 a context manager
-    """Calls `AMBIENT.stand_ins.run_script(script, run)` for scripted code, which no mode of torch sees,
-    inside torch.func, forward mode or a dispatch mode. `run` is the call, one operation at a time: the
-    graphs that torch optimizes, from the second run on, drop tangents without an error."""
+    """Calls `AMBIENT.stand_ins.run_script` for scripted code that is differentiated, whose torch calls
+    no mode sees, and which drops tangents without an error where torch has optimized it."""
 
     def __enter__(self) -> None:
         require(_METHOD)
@@ -549,15 +548,14 @@ class watching_scripts:  # noqa: N801 a context manager
 
 
 def _call_script(script: object, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    followed = forward_mode_active() or transforms_active() or _dispatch_mode() is not None
-    if AMBIENT.stand_ins is None or not followed:
+    if AMBIENT.stand_ins is None or not (torch.is_grad_enabled() or is_followed()):
         return call(script, *args, **kwargs)
+    return AMBIENT.stand_ins.run_script(script, call, args, kwargs)
 
-    def run() -> Any:
-        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            return call(script, *args, **kwargs)
 
-    return AMBIENT.stand_ins.run_script(script, run)
+def is_followed() -> bool:
+    """Whether forward mode, torch.func or a dispatch mode is active around the caller."""
+    return forward_mode_active() or transforms_active() or _dispatch_mode() is not None
 
 
 _dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")

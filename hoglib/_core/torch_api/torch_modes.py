@@ -48,7 +48,9 @@ class ActiveStandIns:
             return nullcontext()
         active = torch_internals.function_modes(StandInMode)
         on = any(isinstance(mode, StandInMode) for mode in active)
-        again = [m for m in self._modes if m not in active and not (on and isinstance(m, StandInMode))]
+        again = [
+            m for m in self._modes if m not in active and not (on and isinstance(m, StandInMode))
+        ]
         return torch_internals.entered(again)
 
 

@@ -205,7 +205,6 @@ _OWNERS: dict[str, Callable[[], Any]] = {
     "Module": lambda: nn.Linear(2, 2),
     "OptimizedModule": lambda: torch.compile(nn.Linear(2, 2)),
     "Compiled": lambda: torch.compile(_identity),
-    "ScriptFunction": lambda: torch.jit.ScriptFunction,
     "DDP": lambda: nn.parallel.DistributedDataParallel,
     "FSDPModule": _fsdp_module,
     "FSDPState": lambda: _fsdp_module()._get_fsdp_state.__globals__["FSDPState"],
@@ -401,8 +400,6 @@ _ROWS = (
       lambda m: type(m._orig_mod) is nn.Linear),
     R("Compiled._torchdynamo_orig_callable", "the function that was compiled", COMPILED,
       lambda f: f._torchdynamo_orig_callable is _identity),
-    R("ScriptFunction._debug_flush_compilation_cache", "runs without its optimizer", SCRIPTS,
-      lambda f: callable(f._debug_flush_compilation_cache)),
     # Who averages gradients, and what fully_shard has gathered: read of the classes, without processes.
     R("DDP._comm_hooks", "hooks of the user's", SHARDED, _uses("_comm_hooks")),
     R("DDP._join_config", "whether in join()", SHARDED, _uses("_join_config")),

@@ -1,0 +1,184 @@
+"""Scripted code, run in Python: no mode sees the torch calls of TorchScript's own interpreter.
+
+run = program(script)          # of torch.jit.script, trace or load
+y = run(x)                     # each call comes from Python, so that its stand-in runs
+"""
+
+import operator
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hoglib._core.torch_api.torch_internals import unwrap
+
+Values = dict[str, Any]
+Step = Callable[[Values], None]
+
+
+class _Unknown(Exception):
+    """Code that has no form in Python here."""
+
+
+def program(script: Any) -> Callable[..., Any] | str:
+    """A function of the arguments of a scripted function or method, or the kind of a part that it
+    cannot run, such as prim::fork."""
+    graph = script.inlined_graph
+    try:
+        steps, (output,) = _steps(graph), _names(graph.outputs())
+    except _Unknown as error:
+        return str(error)
+    names, owner = _names(graph.inputs()), [script.owner] if hasattr(script, "owner") else []
+    kind, without = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
+    signature = Signature([
+        Parameter(a.name, kind, default=a.default_value if a.has_default_value() else without)
+        for a in script.schema.arguments
+    ])  # fmt: skip
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*owner, *args, **kwargs)
+        bound.apply_defaults()
+        values = dict(zip(names, bound.arguments.values(), strict=True))
+        _run(steps, values)
+        return values[output]
+
+    return run
+
+
+def _names(values: Any) -> list[str]:
+    return [value.debugName() for value in values]
+
+
+def _run(steps: Sequence[Step], values: Values) -> None:
+    for step in steps:
+        step(values)
+
+
+def _steps(block: Any) -> list[Step]:
+    return [_step(node) for node in block.nodes()]
+
+
+def _step(node: Any) -> Step:
+    kind, inputs, outputs = node.kind(), _names(node.inputs()), _names(node.outputs())
+    if kind in ("prim::If", "prim::Loop"):
+        return (_branch if kind == "prim::If" else _loop)(node, inputs, outputs)
+    if kind == "prim::Constant":
+        # None has no value, nor has a function, whose calls are in the graph
+        has_value = any(map(node.hasAttribute, ("value", "ival")))
+        constant = node.output().toIValue() if has_value else None
+        return lambda values: values.update({outputs[0]: constant})
+    function = _function(node)
+
+    def call(values: Values) -> None:
+        found = function(*[values[name] for name in inputs])
+        values.update(zip(outputs, found if len(outputs) > 1 else [found], strict=False))
+
+    return call
+
+
+def _branch(node: Any, inputs: list[str], outputs: list[str]) -> Step:
+    blocks = [(_steps(block), _names(block.outputs())) for block in node.blocks()]
+
+    def run(values: Values) -> None:
+        steps, found = blocks[0 if values[inputs[0]] else 1]
+        _run(steps, values)
+        values.update(zip(outputs, [values[name] for name in found], strict=True))
+
+    return run
+
+
+def _loop(node: Any, inputs: list[str], outputs: list[str]) -> Step:
+    (block,) = node.blocks()
+    steps, names, results = _steps(block), _names(block.inputs()), _names(block.outputs())
+
+    def run(values: Values) -> None:
+        most, going, *carried = [values[name] for name in inputs]
+        count = 0
+        while going and count < most:
+            values.update(zip(names, [count, *carried], strict=True))
+            _run(steps, values)
+            going, *carried = [values[name] for name in results]
+            count += 1
+        values.update(zip(outputs, carried, strict=True))
+
+    return run
+
+
+def _raise(message: str, *_: object) -> NoReturn:
+    raise RuntimeError(message)
+
+
+def _slice(own: Any, start: int | None, stop: int | None, step: int) -> Any:
+    return own[start:stop:step]
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "prim::ListConstruct": lambda *parts: list(parts),
+    "prim::TupleConstruct": lambda *parts: parts,
+    "prim::DictConstruct": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    "prim::ListUnpack": lambda parts: parts if len(parts) > 1 else parts[0],
+    "prim::TupleUnpack": lambda parts: parts if len(parts) > 1 else parts[0],
+    "prim::TupleIndex": operator.getitem,
+    "prim::unchecked_cast": lambda x: x,
+    "prim::Uninitialized": lambda: None,
+    "prim::RaiseException": _raise,
+    "aten::_unwrap_optional": lambda x: x,
+    "aten::__is__": operator.is_,
+    "aten::__isnot__": operator.is_not,
+    "aten::__not__": operator.not_,
+    "aten::_set_item": operator.setitem,
+    "aten::len": len,
+    "aten::list": list,
+    "aten::keys": lambda own: list(own.keys()),
+    "aten::values": lambda own: list(own.values()),
+    "aten::items": lambda own: list(own.items()),
+    "aten::warn": lambda message, _: warnings.warn(message, stacklevel=2),
+    "aten::dim": Tensor.dim,  # as an operator it has no rule for vmap
+}
+
+
+def _function(node: Any) -> Callable[..., Any]:
+    """What a node computes of its inputs."""
+    kind, schema = node.kind(), node.schema()
+    if kind in ("prim::GetAttr", "prim::SetAttr"):
+        name, act = node.s("name"), getattr if kind == "prim::GetAttr" else setattr
+        return lambda own, *value: act(own, name, *value)
+    if kind == "prim::PythonOp" and not node.scalar_args():  # of torch.jit.ignore
+        return node.pyobj()
+    named = kind == "prim::TupleConstruct" and not str(node.output().type()).startswith("Tuple[")
+    if kind in _PLAIN and not named:
+        return _PLAIN[kind]
+    match = re.match(r"(\w+)::(\w+)\.?(\w*)\(", schema)
+    if match is None:
+        raise _Unknown(kind)
+    space, name, overload = match.groups()
+    own = getattr(getattr(getattr(torch.ops, space), name, None), overload or "default", None)
+    if "Tensor" not in schema:
+        return _of_numbers(kind, name, own)
+    if own is None:
+        raise _Unknown(kind)
+    if space == "prim":  # asks for a property, which wrappers of vmap have not
+        return lambda *args: own(*(unwrap(x) if isinstance(x, Tensor) else x for x in args))
+    by_name = [a.name for a in own._schema.arguments if a.kwarg_only]
+    placed = len(own._schema.arguments) - len(by_name)
+    return lambda *args: own(*args[:placed], **dict(zip(by_name, args[placed:], strict=False)))
+
+
+def _of_numbers(kind: str, name: str, own: Any) -> Callable[..., Any]:
+    """A call on numbers, strings and containers."""
+    if name == "slice":
+        return _slice
+    kinds = [own for own in (list, dict, str) if hasattr(own, name)]
+    plain = getattr(operator, name, own)
+    if plain is None and not kinds:
+        raise _Unknown(kind)
+
+    def call(*args: Any) -> Any:
+        method = getattr(args[0], name) if args and type(args[0]) in kinds else None
+        return plain(*args) if method is None else method(*args[1:])
+
+    return call
