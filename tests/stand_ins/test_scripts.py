@@ -40,7 +40,7 @@ class Weighted(nn.Module):
 class Distances(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         norms = F.batch_norm(x, None, None, training=True) + F.hardsigmoid(x)
-        return (torch.cdist(x, 2 * x + 1) ** 2).sin().sum() + F.normalize(norms, dim=1).exp().sum()
+        return (torch.cdist(x, 2 * x + 1) ** 2).sin().sum() + (norms.sin() ** 3).sum()
 
 
 class Flow(nn.Module):
