@@ -35,7 +35,7 @@ from hoglib._core.torch_api.torch_private import is_missing, require
 from hoglib.errors import UnsupportedError
 from hoglib.ops._stand_in import StandIn
 from hoglib.stand_ins.scripts import program
-from hoglib.stand_ins.table import HIGHER_ORDER, STAND_INS, by_operator
+from hoglib.stand_ins.table import HIGHER_ORDER, STAND_INS, by_operator, requires_grad
 
 __all__ = ["active", "second_order", "stand_in_table"]
 
@@ -317,7 +317,12 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
     # what a mode sees of `x.data` is a call of its descriptor
     own = {original: op for original, (_, op) in _table_rows().items()}
     data: Any = Tensor.data
-    return own | {data.__get__: torch_internals.get_data, data.__set__: torch_internals.set_data}
+    asked: Any = Tensor.requires_grad
+    return own | {
+        data.__get__: torch_internals.get_data,
+        data.__set__: torch_internals.set_data,
+        asked.__get__: requires_grad,
+    }
 
 
 @functools.cache

@@ -9,6 +9,8 @@ still needs it.
 """
 
 import functools
+import math
+import sys
 from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
@@ -16,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hoglib import ops
 from hoglib._core.torch_api import pytree, torch_library
+from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.mixed_precision import autocast_on
 from hoglib._core.torch_api.torch_forward_mode import tangents_enabled
 from hoglib._core.torch_api.torch_internals import forward_mode_active, native_kernels
 from hoglib._core.torch_api.torch_private import private
 from hoglib.ops import _special_points  # noqa: F401 registers its functions
+from hoglib.ops._attention_blocks import softmax_of
 from hoglib.ops._indexing import torch_embedding_bag
 from hoglib.ops._norms import torch_batch_norm
 from hoglib.ops._stand_in import EVERY, IN_FORWARD, SILENT, TABLE, StandIn, stands_in_for
@@ -94,6 +99,72 @@ def while_loop(cond_fn: Any, body_fn: Any, carried: Any, additional_inputs: Any 
     return carried
 
 
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: dict[str, Any],
+    score_tensors: tuple[Any, ...] = (),
+    mask_tensors: tuple[Any, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """softmax(score_mod(scale Q K^T)) V of what block_mask allows, the logarithm of the sums of the
+    softmax and the largest scores, both in units of ln 2; without a score_mod by blocks."""
+    shape, device = (*query.shape[:3], key.shape[-2]), query.device
+    places = [torch.arange(n, device=device) for n in shape]
+    allowed = None
+    with _TensorIndices():
+        if getattr(block_mask[-1], "__name__", "") != "noop_mask":
+            allowed = _over_places(block_mask[-1], (), mask_tensors)(*places, *mask_tensors)
+        sums = kernel_options.get("OUTPUT_LOGSUMEXP") or kernel_options.get("OUTPUT_MAX")
+        if getattr(score_mod, "__name__", "") == "_identity" and not sums:
+            options = {"attn_mask": allowed, "scale": scale, "enable_gqa": True}
+            none = query.new_empty(0)
+            return ops.scaled_dot_product_attention(query, key, value, **options), none, none
+        dtype = query.dtype if query.dtype == torch.float64 else torch.float32
+        k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        scores = scale * (query.to(dtype) @ k.to(dtype).mT)
+        scores = _over_places(score_mod, (0,), score_tensors)(scores, *places, *score_tensors)
+    seen = scores > -math.inf if allowed is None else allowed & (scores > -math.inf)
+    scores = scores.masked_fill(~seen, 0.0)  # so that the derivatives there are zero
+    found = softmax_of(scores, seen, None).to(query.dtype) @ v.to(query.dtype)
+    none = ~seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~(seen | none), -math.inf)
+    sums, largest = scores.logsumexp(-1), scores.detach().amax(-1)
+    return found, *(x.masked_fill(none[..., 0], -math.inf) / math.log(2) for x in (sums, largest))
+
+
+def _over_places(function: Any, before: tuple[int, ...], after: tuple[Any, ...]) -> Any:
+    """A function of a batch, a head, a row and a column, over all of them."""
+    for own in reversed(range(4)):
+        dims: list[int | None] = [None] * 4
+        dims[own] = 0
+        function = torch.vmap(function, in_dims=(*before, *dims, *[None] * len(after)))
+    return function
+
+
+class _TensorIndices(TorchFunctionMode):
+    """Inside, x[i, j] of numbers that vmap maps over reads elements; torch would ask for their values."""
+
+    def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
+        index = pytree.leaves(args[1]) if func is Tensor.__getitem__ else []
+        if any(isinstance(i, Tensor) for i in index) and all(
+            isinstance(i, Tensor | int) for i in index
+        ):
+            return torch.ops.aten.index(args[0], [torch.as_tensor(i) for i in index])
+        return func(*args, **(kwargs or {}))
+
+
+def requires_grad(x: Tensor) -> bool:
+    """x.requires_grad, which flex_attention asks for on a CPU, where it has no backward of its own."""
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return x.requires_grad and frame.f_code.co_name != "_validate_device"
+
+
 def _stacked(rows: list[Any]) -> Any:
     structure = pytree.flatten(rows[0])[1]
     parts = zip(*map(pytree.leaves, rows), strict=True)
@@ -106,6 +177,7 @@ HIGHER_ORDER: dict[Any, Any] = {
     getattr(torch.ops.higher_order, name): function
     for name, function in {
         "cond": cond, "scan": scan, "map_impl": map_rows, "while_loop": while_loop,
+        "flex_attention": flex_attention,
     }.items()
 }  # fmt: skip
 

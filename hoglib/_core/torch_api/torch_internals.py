@@ -707,8 +707,8 @@ def _stances() -> tuple[Any, Any]:
 
 
 def has_dynamo() -> bool:
-    """Whether anything can have been compiled by torch.compile in this process."""
-    return "torch._dynamo" in sys.modules
+    """Whether anything can have been compiled by torch.compile in this process, or will be by torch."""
+    return "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules
 
 
 def is_compiled(func: Callable[..., Any]) -> bool:
