@@ -118,7 +118,7 @@ def cells(row):
     other = [
         f"from {since}" * (row.since > torch_version.OLDEST), *map(str.strip, until),
         row.device * (row.device != "cpu"),
-        "" if row.replaces or row.since > torch_version.TORCH_VERSION else "an error instead",
+        "an error instead" if row.refuses else "",
     ]  # fmt: skip
     notes = "; ".join(filter(None, other))
     modes = "all" if len(row.modes) == 4 else ", ".join(row.modes)

@@ -515,7 +515,7 @@ def _explain_operation(op: RecordedCall) -> str:
     if stand_in is None:
         return "Use another route or another operation."
     reason = f"The reason in torch: {stand_in.lacks}."
-    if not stand_in.replaces:
+    if stand_in.refuses:
         return f"{reason} {stand_in.instead}"
     return (
         f"{reason} hoglib has a stand-in for it: hvp, hessian, MAML and the penalties use it by "

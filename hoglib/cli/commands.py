@@ -148,7 +148,7 @@ def env(*, json: bool) -> int:
     facts = _describe_environment()
     facts["stand_ins"] = [
         {name: getattr(row, name) for name in ("name", "lacks", "modes", "instead", "issue")}
-        | {"replaced": bool(row.replaces)}
+        | {"replaced": not row.refuses}
         for row in stand_in_table()
     ]
     if json:

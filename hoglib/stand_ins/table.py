@@ -31,7 +31,15 @@ from hoglib.ops import _special_points  # noqa: F401 registers its functions
 from hoglib.ops._attention_blocks import softmax_of
 from hoglib.ops._indexing import torch_embedding_bag
 from hoglib.ops._norms import torch_batch_norm
-from hoglib.ops._stand_in import EVERY, IN_FORWARD, SILENT, TABLE, StandIn, stands_in_for
+from hoglib.ops._stand_in import (
+    EVERY,
+    IN_FORWARD,
+    NO_DOUBLE_BACKWARD,
+    SILENT,
+    TABLE,
+    StandIn,
+    stands_in_for,
+)
 
 
 @stands_in_for(
@@ -194,6 +202,7 @@ _IS_CONSTANT = f"torch takes the result for a constant{SILENT}"
 _DEFINE = "Give it its derivatives, of bessel_j0 -bessel_j1, by `hoglib.ops.define`."
 STAND_INS = (
     *TABLE.values(),
+    StandIn("flex_attention", f"{NO_DOUBLE_BACKWARD}; on a CPU no backward", EVERY),
     StandIn(
         "sparse_coo_tensor",
         "its values get no second derivative",

@@ -10,6 +10,7 @@ from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 import hoglib as hog
 from hoglib._core.torch_api.torch_version import TORCH_VERSION, parse_version
@@ -73,6 +74,7 @@ SAMPLES = {
     "triangular_solve": [(lambda b, a: torch.triangular_solve(b, a)[0], (Y.T, SQUARE + 3 * torch.eye(3)))],
     "cond": [(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), X)],
     "scan, map, while_loop": [(by_rows, X)],
+    "flex_attention": [(lambda x: flex_attention(x, x, x, lambda s, b, h, i, j: s * s + (i - j).abs()), HEADS)],
     "lstm": [(recurrent(torch.nn.LSTM), X.float())],
     "vector_norm, norm, abs, hypot": [(lambda x: x.norm() ** 2, NOUGHT), (lambda x: torch.linalg.vector_norm(x, dim=-1).square().sum(), NOUGHT[None]), (lambda x: torch.fft.fft(x).abs().square().sum(), NOUGHT), (lambda x: torch.hypot(x[0], x[1]) ** 2, NOUGHT), (lambda x: torch.dist(x, NOUGHT) ** 2, NOUGHT), (lambda x: x.std() ** 2, NOUGHT), (lambda x: torch.linalg.matrix_norm(x[None]) ** 2, NOUGHT)],
     "special.bessel_j0, modified_bessel_k0": [(lambda x: torch.special.bessel_j0(x) + x.sin(), X), (lambda x: torch.special.modified_bessel_k1(x.exp()).sin() + x, X)],
@@ -123,6 +125,7 @@ def needs_a_graph(fn, inputs):
     return any(not torch.allclose(a, b) for a, b in zip(with_graph, without, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize(("row", "fn", "inputs", "mode"), CASES)
 def test_torch_needs_it_still_and_the_stand_in_is_right(row, fn, inputs, mode):
     if row.device == "cuda":
