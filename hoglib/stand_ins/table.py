@@ -124,13 +124,14 @@ def flex_attention(
     places = [torch.arange(n, device=device) for n in shape]
     allowed = None
     with _TensorIndices():
-        if getattr(block_mask[-1], "__name__", "") != "noop_mask":
+        if not _is_torchs(block_mask[-1], "noop_mask"):
             allowed = _over_places(block_mask[-1], (), mask_tensors)(*places, *mask_tensors)
         sums = kernel_options.get("OUTPUT_LOGSUMEXP") or kernel_options.get("OUTPUT_MAX")
-        if getattr(score_mod, "__name__", "") == "_identity" and not sums:
-            options = {"attn_mask": allowed, "scale": scale, "enable_gqa": True}
-            none = query.new_empty(0)
-            return ops.scaled_dot_product_attention(query, key, value, **options), none, none
+        if _is_torchs(score_mod, "_identity") and not sums:
+            found = ops.scaled_dot_product_attention(
+                query, key, value, allowed, scale=scale, enable_gqa=True
+            )
+            return found, query.new_empty(0), query.new_empty(0)
         dtype = query.dtype if query.dtype == torch.float64 else torch.float32
         k, v = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         scores = scale * (query.to(dtype) @ k.to(dtype).mT)
@@ -144,6 +145,12 @@ def flex_attention(
     return found, *(x.masked_fill(none[..., 0], -math.inf) / math.log(2) for x in (sums, largest))
 
 
+def _is_torchs(function: Any, name: str) -> bool:
+    """Whether a function is the default of flex_attention, which changes nothing."""
+    home = "torch.nn.attention.flex_attention"
+    return getattr(function, "__module__", "") == home and function.__name__ == name
+
+
 def _over_places(function: Any, before: tuple[int, ...], after: tuple[Any, ...]) -> Any:
     """A function of a batch, a head, a row and a column, over all of them."""
     for own in reversed(range(4)):
@@ -154,7 +161,7 @@ def _over_places(function: Any, before: tuple[int, ...], after: tuple[Any, ...])
 
 
 class _TensorIndices(TorchFunctionMode):
-    """Inside, x[i, j] of numbers that vmap maps over reads elements; torch would ask for their values."""
+    """Inside, x[i, j] of numbers that vmap maps over is a gather; torch would ask for their values."""
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         index = pytree.leaves(args[1]) if func is Tensor.__getitem__ else []
@@ -166,11 +173,14 @@ class _TensorIndices(TorchFunctionMode):
 
 
 def requires_grad(x: Tensor) -> bool:
-    """x.requires_grad, which flex_attention asks for on a CPU, where it has no backward of its own."""
+    """x.requires_grad; False for flex_attention, which refuses gradients on a CPU."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return x.requires_grad and frame.f_code.co_name != "_validate_device"
+    if frame.f_code.co_name != "_validate_device":
+        return x.requires_grad
+    check = private("torch.nn.attention.flex_attention._validate_device")
+    return x.requires_grad and frame.f_code is not check.__code__
 
 
 def _stacked(rows: list[Any]) -> Any:

@@ -163,7 +163,9 @@ def test_scripted_code_that_ran_before_is_differentiated_in_forward_mode():
     assert relative(flat(product), dense_hessian(loss, params, BATCH) @ flat(v)) < 1e-7
     x, square = BATCH[0], lambda net: lambda x: net(x)[:, 0] + x.square().sum(1)
     assert_close(hog.laplacian(square(scripted), x), hog.laplacian(square(model), x))
-    assert_close(hog.laplacian(square(norm), x), hog.laplacian(square(nn.LayerNorm(3, dtype=F64)), x))
+    assert_close(
+        hog.laplacian(square(norm), x), hog.laplacian(square(nn.LayerNorm(3, dtype=F64)), x)
+    )
 
 
 def test_cached_parametrizations_are_those_of_the_parameters():
@@ -281,7 +283,9 @@ LACKING = {  # model, "forward mode" where the reverse mode is right, and what i
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of torch's attention
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors:UserWarning"
+)  # of torch's attention
 @rows("name", LACKING)
 def test_what_torch_lacks_of_nested_and_inference_tensors_is_said(name):
     model, forward, message = LACKING[name]

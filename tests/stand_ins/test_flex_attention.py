@@ -58,12 +58,10 @@ def attention(name, p, **options):
     block = None
     if mask is not None:
         block = create_block_mask(mask, B, H, L, S, device="cpu", BLOCK_SIZE=4)
-    return flex_attention(
-        p["q"], p["k"], p["v"], score_mod(p), block, enable_gqa=True, **options
-    )
+    return flex_attention(p["q"], p["k"], p["v"], score_mod(p), block, enable_gqa=True, **options)
 
 
-def by_formula(name, p, scale=1 / math.sqrt(E), **_):
+def by_formula(name, p, scale=3**-0.5, **_):
     _, score, mask = SCORES[name]
     sizes = p["q"].shape[0], H, L, S
     places = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
@@ -159,7 +157,10 @@ def test_a_model_at_every_door():
     batch = x, y
 
     def doors(model):
-        loss, params = hog.functional_loss(model, nn.functional.cross_entropy), hog.trainable_params(model)
+        loss, params = (
+            hog.functional_loss(model, nn.functional.cross_entropy),
+            hog.trainable_params(model),
+        )
         v = {name: draw(*p.shape, seed=i) for i, (name, p) in enumerate(params.items())}
         yield hog.hvp(loss, params, v, batch)
         yield hog.ggn_vp(loss, params, v, batch)

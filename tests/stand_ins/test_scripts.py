@@ -59,7 +59,7 @@ class Flow(nn.Module):
             named[f"{i}"] = rows[-1].tanh()
         i = 0
         while i < self.count and i < x.shape[0]:
-            if x[i].sum() > 0:
+            if x[i].sum() > 0:  # noqa: SIM108 a branch of a script
                 x = x * 1.5
             else:
                 x = torch.cat([x[1:], -x[:1]])
@@ -138,7 +138,9 @@ def test_scripted_code_has_the_derivatives_of_its_python(made, kind):
     torch.testing.assert_close(list(derivatives(scripted)), list(derivatives(model)))
 
 
-def several(x: Tensor, names: list[str], factor: float = 2.0) -> tuple[list[Tensor], dict[str, Tensor]]:
+def several(
+    x: Tensor, names: list[str], factor: float = 2.0
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     y, z = x.chunk(2, 1)
     return [(y * factor).pow(3).sum(), z], {names[0]: F.layer_norm(z, [2])}
 
@@ -153,7 +155,9 @@ def test_arguments_and_results_are_those_of_the_script():
 
     script = torch.jit.script(several)
     scripted = total(lambda x: script(x, names=["b"], factor=0.5))
-    plain = total(lambda x: ([(x[:, :2] * 0.5).pow(3).sum(), x[:, 2:]], {"b": F.layer_norm(x[:, 2:], (2,))}))
+    plain = total(
+        lambda x: ([(x[:, :2] * 0.5).pow(3).sum(), x[:, 2:]], {"b": F.layer_norm(x[:, 2:], (2,))})
+    )
     torch.testing.assert_close(hog.hvp(scripted, X, V), hog.hvp(plain, X, V))
     for args, options in (((), {}), ((X, ["a"], 2.0, 2), {}), ((X, ["a"]), {"no": 1})):
         with hog.second_order(), pytest.raises(TypeError, match="argument"):

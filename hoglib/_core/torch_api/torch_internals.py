@@ -610,7 +610,7 @@ def enter_beneath(mode: TorchFunctionMode) -> None:
         _push_mode(other)
 
 
-def leave_beneath(mode: TorchFunctionMode) -> None:
+def leave_beneath(mode: object) -> None:
     """Leaves a mode that others may lie above."""
     above = []
     while (top := _pop_mode()) is not mode:

@@ -310,6 +310,7 @@ _ROWS = (
     R("torch._higher_order_ops.scan", "its stand-in", STAND_INS),
     R("torch._higher_order_ops.map", "its stand-in", STAND_INS),
     R("torch._higher_order_ops.while_loop", "its stand-in", STAND_INS),
+    R("torch.nn.attention.flex_attention._validate_device", "gradients of it on a CPU", STAND_INS),
     # Operators of torch.library, whose rules torch keeps to itself.
     R("torch._library.custom_ops.OPDEFS", "their rules", OPERATORS, lambda d: d.get),
     R("torch.library._impls", "rules in the dispatcher", OPERATORS, lambda names: isinstance(names, set)),
