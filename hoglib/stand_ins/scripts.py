@@ -1,7 +1,9 @@
 """Scripted code, run in Python: no mode sees the torch calls of TorchScript's own interpreter.
 
-run = program(script)          # of torch.jit.script, trace or load
-y = run(x)                     # each call comes from Python, so that its stand-in runs
+    run = program(script)          # of torch.jit.script, trace or load
+    y = run(x)                     # each call comes from Python, so that its stand-in runs
+
+Each node of the graph is a call: torch's operators run by `torch.ops`, all else by Python.
 """
 
 import operator

@@ -176,9 +176,9 @@ _ADVICE = {  # what to do, by a part of torch's message
 
 
 # What torch says of tensors that it cannot differentiate here: what was expected, what came, and what
-# to do. A j with a number is the length of the rows of a nested tensor.
+# to do. A j with a number in a shape is the length of the rows of a nested tensor.
 _KINDS = {
-    r"Nested(Tensor|Int)|'_nested_|\Wj\d+\W|only concrete integers|aten::matmul_backward": (
+    r"Nested(Tensor|Int)|'_nested_|, j\d+[,)\]]|only concrete integers|aten::matmul_backward": (
         "dense tensors",
         "a nested tensor, of which torch lacks this operation or its derivative",
         "Use mode='reverse-over-reverse', in which torch lacks less; pad it before the model, by "
