@@ -546,6 +546,38 @@ def test_a_product_of_jacobians_takes_a_second_derivative_where_it_has_a_graph_o
     assert told(lambda _: hog.jvp(wrong, x, x), wrong) != []
 
 
+def third_chebyshev(factor):
+    """4 x^3 - 3 x, whose backward is an operator that torch has no derivative of."""
+    special = torch.special
+    value, slope = special.chebyshev_polynomial_t, special.chebyshev_polynomial_u
+    return made("Chebyshev", lambda x: value(x, 3), lambda g, x: factor * g * slope(x, 2)).apply
+
+
+ONCE = {
+    **{name: ENTRY_POINTS[name] for name in ("ggn_vp", "fisher_vp", "GGNOperator")},
+    **{name: FIRST_ORDER[name] for name in ("JacobianOperator", "Reptile")},
+    "jvp": lambda function: hog.jvp(function, X, X),
+    "forces": lambda function: penalties.forces(lambda x: function(x).sum(1), X),
+    "per_example_gradients": with_loss(lambda loss, p, v, b: hog.per_example_gradients(loss, p, b)),
+}  # fmt: skip
+
+
+@rows("name", ONCE)
+def test_a_backward_that_has_no_derivative_is_right_or_wrong_to_first_order(name):
+    assert told(ONCE[name], third_chebyshev(3.0)) == []
+    (text,) = told(ONCE[name], third_chebyshev(6.0))
+    assert "first derivative of Chebyshev is wrong" in text
+
+
+def test_a_backward_that_has_no_derivative_gives_products():
+    chebyshev = third_chebyshev(3.0)
+    assert_close(hog.jvp(chebyshev, X, X)[1], (12 * X**2 - 3) * X)
+    # the derivative of the product by the model's parameters is refused, as every second one is
+    for name in ("jvp", "hvp"):
+        with pytest.raises(UnsupportedError, match="got one without: torch takes the result for a"):
+            ENTRY_POINTS[name](chebyshev)
+
+
 # What is public and takes a function of the user's is an entry point, or listed here with a reason.
 NO_ENTRY_POINTS = {
     "judges Functions itself": {"audit", "verify", "check", "assert_double_differentiable", "SecondOrderAudit"},

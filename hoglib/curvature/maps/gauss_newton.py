@@ -257,7 +257,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
     loss, placement = composite.problem.loss, composite.problem.placement
     p = fresh_leaves(composite.leaves, create_graph)
     outputs, value = composite.checked_outputs(p)
-    jacobian = TransposedJacobian(outputs, p, caller)
+    jacobian = TransposedJacobian(outputs, p, caller, create_graph=create_graph)
     metric = composite.metric.at(composite, outputs)
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:

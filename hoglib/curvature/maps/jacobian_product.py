@@ -13,7 +13,7 @@ from hoglib._core.messages import validation
 from hoglib._core.numerics.tolerances import TOLERANCES
 from hoglib._core.numerics.trust import found_once
 from hoglib._core.problem import Options, Policy, Problem
-from hoglib._core.runtime.ambient import AMBIENT
+from hoglib._core.runtime.ambient import AMBIENT, inside
 from hoglib._core.substrate.autograd import (
     Vector,
     clone_inference_tensors,
@@ -276,7 +276,7 @@ def by_reverse(
     check_custom_functions(graph, CALLER)
     by_others = len(graph.leaves) > len(graph.reached(p))
     create_graph = create_graph and (by_others or any(v.requires_grad for v in vector))
-    jacobian = TransposedJacobian(values, p, CALLER)
+    jacobian = TransposedJacobian(values, p, CALLER, create_graph=create_graph)
     if len(jacobian.unused) == len(p):
         raise _independent_error()
     tangents = jacobian.jvp(vector, create_graph, create_graph)
@@ -291,11 +291,16 @@ def by_reverse(
 class TransposedJacobian:
     """J^T u as a function of u with a graph of its own, whose derivative along v is J v."""
 
-    def __init__(self, outputs: Vector, p: Vector, caller: str) -> None:
+    def __init__(
+        self, outputs: Vector, p: Vector, caller: str, *, create_graph: bool = False
+    ) -> None:
         self._caller, self._outputs = caller, outputs
         ys = with_graph(outputs)
         self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
-        by_u = vjp(ys, p, self._us, caller, create_graph=True)
+        # without create_graph it is differentiated by u alone, of which a backward is linear
+        once = AMBIENT.examination._replace(first_order=not create_graph)
+        with inside(examination=once):
+            by_u = vjp(ys, p, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
             raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
         self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
