@@ -19,6 +19,7 @@ from hoglib._core.modules.swap import keep_swapped
 from hoglib._core.runtime.source_location import error_line, format_error
 from hoglib._core.substrate.autograd import grad_enabled
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.function_watch import watching_functions
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import eagerly, uncompiled
 from hoglib._core.torch_api.torch_private import nothing_refused
@@ -30,12 +31,19 @@ from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes
 from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.examination import Verdict, applied, examine, other_points_rows
+from hoglib.verification.examination import (
+    Applied,
+    Verdict,
+    applied,
+    casts,
+    examine,
+    other_points_rows,
+)
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.maps import as_function, map_of, name_of
 from hoglib.verification.precision import PrecisionWatch, exact_products, stage_reached
 from hoglib.verification.report import Report, Row, Rows
-from hoglib.verification.subject import Subject, lifted, subject_of
+from hoglib.verification.subject import Subject, is_users, lifted, subject_of
 
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
@@ -287,6 +295,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
                 yield from _other_values(subject, options)
             elif _rounds_values(subject):
                 yield from _functions_alone(subject)
+            yield from _in_given_dtypes(subject)
     differences = derivatives.found
     # beside the inputs: a cause is measured by differences, which a kink would spoil
     yield from attribution.attribution_rows(subject, points[-1], differences)
@@ -442,6 +451,23 @@ def _functions_alone(subject: Subject) -> Rows:
     for name, verdict in _examine_each(subject):
         if verdict.status == "wrong":
             yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
+
+
+def _in_given_dtypes(subject: Subject) -> Rows:
+    """Each custom Function that casts what it saves in the dtypes of the inputs, and loses a part so."""
+    found: list[Applied] = []
+
+    def seen(function: type[Function], args: tuple[Any, ...]) -> None:
+        by = tuple(is_float(x) and x.requires_grad for x in args)
+        if is_users(function) and any(by):
+            found.append(applied(function, args, by, ""))
+
+    f = subject.map
+    with suppress(Exception), watching_functions(seen):
+        map_of(f.fn, f.inputs).run_with_grad()
+    for one in found:
+        if casts(one)[0] and (verdict := examine(one)).status == "wrong":
+            yield Row(f"{ALONE} {one.app.function.__name__}", "fail", None, verdict.text)
 
 
 def _rounds_values(subject: Subject) -> bool:

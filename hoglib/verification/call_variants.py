@@ -529,7 +529,12 @@ def reference_rows(
     for order, name in enumerate(REFERENCE):
         found = [_off_from(subject, theirs, x, order) for x in points]
         worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")
-        yield Row(name, "fail" if text else "pass", worst * TOLERANCES[subject.dtype].rtol, text)
+        yield Row(
+            name,
+            "fail" if text else "pass",
+            worst * TOLERANCES[subject.precision.half or subject.dtype].rtol,
+            text,
+        )
         if order:
             continue
         if text or not f.num_inputs:
@@ -569,7 +574,7 @@ def _off_from(subject: Subject, reference: Map, x: list[Tensor], order: int) -> 
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
         what = f"by {subject.names[i]} it" if order else f"output {i}"
         try:
-            off, pair = _difference_in_tolerances(a, b, size)
+            off, pair = _difference_in_tolerances(a, b, size, subject.precision.half)
         except Exception as raised:
             return inf, f"{what} cannot be compared: {format_error(raised)}"
         if off > 1:
@@ -578,7 +583,9 @@ def _off_from(subject: Subject, reference: Map, x: list[Tensor], order: int) -> 
     return worst, ""
 
 
-def _difference_in_tolerances(a: Any, b: Any, size: float) -> tuple[float, str]:
+def _difference_in_tolerances(
+    a: Any, b: Any, size: float, half: torch.dtype | None
+) -> tuple[float, str]:
     """The difference in units of what is allowed, and where."""
     if not isinstance(a, Tensor):
         return 0.0 if a == b else 2.0, f"{a!r}, expected {b!r}"
@@ -592,6 +599,6 @@ def _difference_in_tolerances(a: Any, b: Any, size: float) -> tuple[float, str]:
     where = f"element {k} is {a.reshape(-1)[k].item():.8g}, expected {b.reshape(-1)[k].item():.8g}"
     if not is_float(a):
         return 2.0, where
-    atol, rtol = TOLERANCES[a.dtype]
+    atol, rtol = TOLERANCES[half or a.dtype]
     allowed = atol * min(1.0, max(max_abs(b), size)) + rtol * max_abs(b)
     return float(gaps.max()) / max(allowed, 1e-300), where

@@ -356,7 +356,13 @@ class AppliedFunctions:
         verdicts = _VERDICTS.setdefault(known, {})
         mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
         pairs = zip(args, by, strict=True)
-        kinds: Any = (forward, mapped, *(_verdict_key(x, needed, given) for x, needed in pairs))
+        autocast = torch_internals.autocasts()
+        kinds: Any = (
+            forward,
+            mapped,
+            autocast,
+            *(_verdict_key(x, needed, given) for x, needed in pairs),
+        )
         verdict = verdicts.get(kinds)
         # right for arguments of a structure, which these have not: they are a kind of their own
         if verdict is not None and verdict.domain and not _are_within(verdict, given, args):

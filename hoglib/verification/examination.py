@@ -37,7 +37,7 @@ from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.layouts import copied
-from hoglib.verification.precision import exact_products
+from hoglib.verification.precision import DOUBLE, exact_products
 from hoglib.verification.report import Row
 from hoglib.verification.subject import (
     Application,
@@ -307,7 +307,7 @@ def _judge(given: Applied) -> Verdict:
         fn, inputs, _ = given.by_module
         subject, several = subject_of(fn, inputs), True
     else:
-        subject, several = _make_subject(app)
+        subject, several = _make_subject(given)
     subject, stop = subject.prepared()
     if stop is not None:
         raise _NotExamined(stop.text.rstrip("."))
@@ -325,6 +325,9 @@ def _judge(given: Applied) -> Verdict:
         found, subject = _restricted_verdict(given, subject, here, options, found)
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
+    if found.of_second and (cast := casts(given)[0]):
+        text = CAST.format(", ".join(cast))
+        found = _wrong_second(function, [Row("", "fail", None, text)], order=found.order)
     if found.status == "right" and not options.surrogate:
         for i in filter(partial(_depends_on, app), given.hiding):
             text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
@@ -494,8 +497,9 @@ def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
     return [] if judged else None
 
 
-def _make_subject(app: Application) -> tuple[Subject, bool]:
+def _make_subject(given: Applied) -> tuple[Subject, bool]:
     """What is compared, and whether there is time for several points; raises if there is for none."""
+    app = given.app
     if sparse := [app.name(i) for i in app.by if app.args[i].layout is not torch.strided]:
         raise _NotExamined(f"derivatives by {', '.join(sparse)}, which is sparse, are not compared")
     _warm_up()
@@ -512,7 +516,8 @@ def _make_subject(app: Application) -> tuple[Subject, bool]:
     # one point takes half of the estimate, which is for two
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
-    subject = subject_of(app.function, app.leaves(), own_dtype=not plain, as_given=True)
+    own_dtype = not plain or casts(replace(given, app=app))[1]
+    subject = subject_of(app.function, app.leaves(), own_dtype=own_dtype, as_given=True)
     return subject, seconds <= SECONDS
 
 
@@ -582,6 +587,27 @@ def _silent_failures(rows: list[Row], found: Derivatives, function: type[Functio
     if torch_internals.is_once_differentiable(function):
         return failed
     return [row for row in failed if found.found[row.name].raised is None]
+
+
+CAST = (
+    "It saves {} as copies in other dtypes (by `custom_fwd(cast_inputs=)` or `.float()`), which have "
+    "no graph. Cast arguments before `apply`, and results after it."
+)
+
+
+def casts(given: Applied) -> tuple[list[str], bool]:
+    """The arguments and outputs of which it saves cast copies alone, which have no graph, where it
+    saves themselves in wider dtypes; and whether it saves other ones themselves in any of these."""
+    app, own, others = given.app, set[str](), list[set[str]]()
+    if all(x.dtype in DOUBLE for x in app.args if is_float(x)):
+        return [], False
+    with suppress(Exception), given.autocast.restored(), preserve_random_state():
+        own = app.kept()
+        for dtype in (torch.float32, torch.float64):
+            args = [x.to(dtype) if is_float(x) and not x.is_complex() else x for x in app.args]
+            with suppress(Exception):  # it may refuse the dtype
+                others.append(app._replace(args=tuple(args)).kept())
+    return sorted(set().union(*others) - own), any(kept != own for kept in others)
 
 
 def _trial_run(app: Application, *, watched: bool = True) -> tuple[bool, float]:

@@ -18,6 +18,7 @@ from hoglib._core.numerics.element_differences import TensorMap, max_abs, unit_o
 from hoglib._core.substrate.autograd import Vector, clone_inference_tensors
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.mixed_precision import is_half
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_forward_mode import load_decompositions
 from hoglib._core.torch_api.torch_internals import gradients, transforms_active
@@ -72,6 +73,10 @@ class Variable(NamedTuple):
         return unit[..., None] if self.is_complex and isinstance(unit, Tensor) else unit
 
 
+def _compose(outer: Arrange, inner: Arrange, x: Tensor) -> Tensor:
+    return outer(inner(x))
+
+
 def _times(x: Tensor, unit: Tensor | float) -> Tensor:
     if isinstance(unit, Tensor):
         return x * unit.to(x.dtype)
@@ -108,8 +113,8 @@ class Map:
     copied too, also tensors that are not strided: one that requires grad is refused, because torch has
     no second derivative by it.
 
-    A map is immutable: `at`, `in_dtype`, `to`, `seeded`, `scaled`, `projected`, `laid_out`, `then`,
-    `phase_fixed` and `adapted` return another one.
+    A map is immutable: `at`, `in_dtype`, `to`, `seeded`, `scaled`, `projected`, `rounded`,
+    `laid_out`, `then`, `phase_fixed` and `adapted` return another one.
     """
 
     fn: Any
@@ -232,9 +237,20 @@ class Map:
         return replace(self, units=dict(zip(self.which, map(unit_of, sizes), strict=True)))
 
     def projected(self, projections: Mapping[int, Arrange]) -> "Map":
-        """The map f P, with projections P of some variables."""
-        given = enumerate(self.variables)
-        return self._of(one._replace(project=projections.get(j, one.project)) for j, one in given)
+        """The map f P, with projections P of some variables; further ones come before these."""
+        variables = list(self.variables)
+        for j, project in projections.items():
+            own = variables[j].project
+            after = project if own is None else partial(_compose, own, project)
+            variables[j] = variables[j]._replace(project=after)
+        return self._of(variables)
+
+    def rounded(self) -> "Map":
+        """The map of float64 numbers, which fn gets in the half precision of its variables."""
+        half = {j: x.dtype for j, x in enumerate(self.point) if is_half(x)}
+        point = [x.double() if j in half else x for j, x in enumerate(self.point)]
+        to = {j: partial(torch.Tensor.to, dtype=dtype) for j, dtype in half.items()}
+        return replace(self, point=point).projected(to)
 
     def laid_out(self, arrange: Arrange) -> "Map":
         """The map, where fn gets each variable in another memory layout."""

@@ -158,13 +158,12 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     Args:
         fn: What `verify` takes.
         inputs: Its arguments.
-        own_dtype: Whether to leave the dtypes as they are, because it runs code that is not torch's.
+        own_dtype: Whether to leave the dtypes as they are: it runs code that is not torch's, or casts.
     """
     given = map_of(fn, inputs, None if own_dtype else torch.float64).scaled()
     validation.something_to_differentiate_by(given.names, given.point)
     if own_dtype:
-        f = given.adapted()
-        return f, _in_half(f) or Precision("it runs code that is not torch's")
+        return _in_own_dtype(given.adapted(), "it is taken as it is given")
     with HalfWatch() as half, PrecisionWatch() as watch:
         f, reached, error = stage_reached(given)
     # float64 may be what stops it: its own dtypes are taken if they get further
@@ -173,7 +172,7 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     if error is not None and any(x.dtype != torch.float64 for x in own.point):
         own, further, _ = stage_reached(own)
         if further > reached:
-            return own, _in_half(own) or Precision(format_error(error))
+            return _in_own_dtype(own, format_error(error))
     if error is not None:
         if reached == 0:
             raise error
@@ -193,11 +192,18 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     return narrow, Precision(f"it computes in float32: {met}", computes_narrow=True)
 
 
+def _in_own_dtype(f: Map, why: str) -> tuple[Map, Precision]:
+    """The map in the dtypes of its inputs; of half precision by numbers that are rounded to it, because
+    the differences of such numbers are steps."""
+    half = next((x.dtype for x in f.point if is_half(x)), None)
+    if half is not None:
+        return f.rounded(), Precision(why, half=half)
+    return f, _in_half(f) or Precision(why)
+
+
 def _in_half(f: Map, watch: HalfWatch | None = None) -> Precision | None:
     """The precision of a function that rounds to half precision, if values or gradients show it; inputs
     stay what they are, as all else may be of a higher precision. watch: of a run of it."""
-    if any(is_half(x) for x in f.point):
-        return None
     if watch is None:
         with HalfWatch() as watch:
             stage_reached(f)

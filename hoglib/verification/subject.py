@@ -258,6 +258,13 @@ class Application(NamedTuple):
         maps.seed_all()
         return self.run(self.fresh())
 
+    def kept(self) -> set[str]:
+        """The names of the arguments and outputs that a run saves themselves, not as copies."""
+        run = self.seeded()
+        slots = run.record.slots().values()
+        kinds = (function_rules.kind_of(slot, run, self.names) for slot in slots)
+        return {what for kind, what in kinds if kind in ("input", "output")}
+
     def backward(
         self, run: function_rules.Run, incoming: Sequence[Tensor | None] | None = None
     ) -> tuple[Any, ...]:
@@ -603,6 +610,7 @@ def subject_of(
     found = [] if asked else [f.variables[j] for j in constants_of(f, own_names)]
     if found:
         own = maps.map_of(fn, marked(inputs, [one.slot for one in found]), f.dtype).scaled()
+        own = own if f.dtype else own.rounded()
         f = replace(own, clones=f.clones, needs_graph=f.needs_graph)
     f = f.laid_out_as_given() if as_given else f
     named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}

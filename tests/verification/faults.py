@@ -443,6 +443,18 @@ class OnGraphAgain(OnGraph):
     backward = by_saved(lambda g, x, _: OnGraphAgain.back(g * OnGraphAgain.sums(x).cos()))
 
 
+class InDouble(Function):
+    """y = x^3 in float64, of any other dtype."""
+
+    @staticmethod
+    def forward(ctx, x):
+        z = x.double()
+        ctx.save_for_backward(z)
+        return (z**3).to(x.dtype)
+
+    backward = by_saved(lambda g, z: (3 * g * z**2).to(g.dtype))
+
+
 # Operators of torch.library, in each way that their rules are registered. Right: y = 2 x^2.
 
 
@@ -650,9 +662,11 @@ WRONG = {
     "of a symmetric matrix": (by_symmetric(SquareOfSymmetricCut), "`return g @ a + a.detach() @ g`"),
     "of log-probabilities": (by_log_probabilities(TranscriptionSaved), "ctx.paths"),
     "a small part in float32": (SinesSaved.apply, "ctx.last"),
+    "cast to float64": (lambda x: InDouble.apply(x.float()).to(x), "It saves input `x` as copies"),
     "fine steps": (FineSteps.apply, "rounds its input to fewer digits"),
 }  # fmt: skip
 RIGHT = {
+    "in float64": InDouble.apply,
     "in a list and alone": with_shared(ListAgain),
     "kept on ctx": Keeps.apply,
     "kept on ctx for its shape": lambda x: KeepsForShape.apply(x).mul_(3),

@@ -44,6 +44,7 @@ from tests.verification.faults import (
     OnGraphAgain,
     load_cpp,
 )
+from tests.verification.test_half_precision import CastCube, CastRelu, of_half_alone
 from tests.zoo.gradients import Mul
 
 F64 = torch.float64
@@ -1423,6 +1424,30 @@ def test_masked_scores_hide_no_fault(fill, monkeypatch):
         loss = lambda f: hog.hvp(lambda x: f(x.masked_fill(mask, fill)).pow(3).sum(), X, X)  # noqa: E731
         texts = told(loss, Softmax.apply)
         assert ["second derivative of Softmax is wrong" in text for text in texts] == [True] * cut
+
+
+def in_half(function, under):
+    """The function of numbers in bfloat16."""
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=under):
+            return function.apply(x.bfloat16()).to(x.dtype)
+
+    return run
+
+
+def test_what_autocast_casts_is_examined_as_it_is_cast():
+    for name in ("hvp", "r1", "MAML"):
+        assert told(ENTRY_POINTS[name], in_half(CastCube, False)) == []  # under one key no more
+        (text,) = told(ENTRY_POINTS[name], in_half(CastCube, True))
+        assert "second derivative of CastCube is wrong. It saves input `x` as copies" in text
+        assert told(ENTRY_POINTS[name], in_half(CastRelu, True)) == []
+
+
+def test_a_kernel_of_half_precision_alone_is_examined_by_means():
+    for wrong, words in ((None, ""), ({"factor": 2}, "first"), ({"wrong": torch.Tensor.detach}, "second")):  # fmt: skip
+        texts = told(ENTRY_POINTS["hvp"], in_half(of_half_alone(**wrong or {}), False))
+        assert [f"the {words} derivative of OfHalf is wrong" in text for text in texts] == [True] * bool(words)  # fmt: skip
 
 
 def sine_cut_beyond(x, limit=4):

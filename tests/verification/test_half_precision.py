@@ -153,6 +153,93 @@ def test_a_mask_in_half_precision_changes_nothing(half):
     assert "dtype: float64" not in [row.name for row in report]
 
 
+def of_half_alone(wrong=lambda x: x, factor=1):
+    """x s(x) by a kernel that takes bfloat16 alone."""
+
+    def forward(x):
+        assert x.dtype == torch.bfloat16, x.dtype
+        return x * x.sigmoid(), (x,)
+
+    def backward(x, g):
+        assert x.dtype == torch.bfloat16, x.dtype
+        s = wrong(x).sigmoid()
+        return factor * g * (s + x * s * (1 - s))
+
+    return function("OfHalf", forward, backward)
+
+
+def test_a_kernel_of_half_precision_alone_is_judged_by_means():
+    x = inputs([(4, 3)], torch.bfloat16, 0)
+    report = hog.verify(of_half_alone(), x)
+    assert not report.failed, report
+    assert report[FIRST].status == report[SECOND].status == "pass"
+    assert "AssertionError" in report["dtype: float64"].text
+    report = hog.verify(of_half_alone(), x, reference=torch.nn.functional.silu)
+    assert not report.failed, report
+    assert hog.verify(of_half_alone(factor=2), x)[FIRST].status == "fail"
+    assert hog.verify(of_half_alone(torch.Tensor.detach), x)[SECOND].status == "fail"
+
+
+class CastCube(Function):
+    """A cube in float32, wherever autocast is on."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, g):
+        return 3 * g * ctx.saved_tensors[0] ** 2
+
+
+class CastRelu(CastCube):
+    """Right: what is saved as a copy is read for its sign."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.relu()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, g):
+        return g * (ctx.saved_tensors[0] > 0)
+
+
+class SavesResult(Function):
+    """e^x, saved before it is cast back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.float().exp()
+        ctx.save_for_backward(y)
+        return y.to(x.dtype)
+
+    backward = by_saved(lambda g, y: g * y.to(g.dtype))
+
+
+@rows(
+    ("of", "dtype", "under", "lost"),
+    [
+        (CastCube, torch.bfloat16, True, "input `x`"), (CastCube, torch.bfloat16, False, ""),
+        (CastCube, torch.float32, True, ""), (CastRelu, torch.bfloat16, True, ""),
+        (SavesResult, torch.bfloat16, False, "output 0"), (SavesResult, torch.float32, False, ""),
+    ],
+)  # fmt: skip
+def test_what_is_saved_as_a_cast_copy_is_lost_in_the_dtypes_that_are_cast(of, dtype, under, lost):
+    (x,) = inputs([(4, 3)], dtype, 0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=under):
+        report = hog.verify(of, x)
+        inside = hog.verify(lambda x: of.apply(x), x)
+    for one in (report, inside):
+        assert one.ok == (not lost), one
+        assert not lost or f"It saves {lost} as copies in other dtypes" in one.failed[0].text
+
+
 def test_forward_mode():
     class Sine(Function):
         generate_vmap_rule = True
