@@ -65,7 +65,9 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
             Function of the user's whose first or second derivative is wrong: "warn", once for each
             Function and entry point; "raise" :class:`~hoglib.errors.VerificationError`; or "ignore",
             which examines nothing. The outermost context that says so decides, also for calls with
-            ``stand_ins=False``. Default: as outside, where it is "warn".
+            ``stand_ins=False``. Default: as outside, where it is "warn". A Function that was applied
+            before the context was entered is not examined; it is named where a gradient of it is
+            taken with ``create_graph=True``.
     Returns:
         A context manager without a value.
     Raises:

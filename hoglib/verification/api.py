@@ -454,7 +454,7 @@ def _functions_alone(subject: Subject) -> Rows:
 
 
 def _in_given_dtypes(subject: Subject) -> Rows:
-    """Each custom Function that casts what it saves in the dtypes of the inputs, and loses a part so."""
+    """Each custom Function that loses a part where the inputs have their own dtypes, by casts."""
     found: list[Applied] = []
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:

@@ -78,6 +78,10 @@ IN_CPP = (
     "{} was not examined, a backward in C++. Whether its derivatives are right is not known. "
     "`hoglib.verify(function, inputs)` checks the function that applies it."
 )
+OUTSIDE = (
+    "{name} was not examined: it was applied before the context was entered. Whether its derivatives "
+    "are right is not known. Apply it inside, or check it by `hoglib.verify({name}, inputs)`."
+)
 # A private name of torch that the examination needs and torch does not have; "" if it has all.
 _LACKING = missing(EXAMINATION) or "_backward_cls" * (not sees_applications())
 NOT_EXAMINED = (
@@ -179,7 +183,8 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_by_hand(self, functions: "AppliedFunctions", of: Sequence[Tensor] = ()) -> None:
         """After a derivative by the user's own call. of: of what, if with a graph."""
         if value_checks_on():
-            graph_summary(of)  # which notes the Functions in C++ that it meets
+            graph = graph_summary(of)  # which notes the Functions in C++ that it meets
+            functions.outside |= {f for _, f in graph.user_functions if f not in functions.met}
             with no_examination():
                 self._report_wrong(functions)
 
@@ -196,6 +201,11 @@ class examined_functions:  # noqa: N801 a context manager
         for text, order in sorted(functions.faults.items()):
             if order == 1 or not self._first_order:
                 self._report_verdict(Function, Verdict("wrong", text))
+        for function in functions.outside:
+            verdicts = _VERDICTS.get(identity_of(function), {}).values()
+            if is_users(function) and (not verdicts or any(v.is_reported for v in verdicts)):
+                text = OUTSIDE.format(name=function.__qualname__)
+                self._report_verdict(function, Verdict("not examined", text))
         if functions.in_cpp:
             text = IN_CPP.format(", ".join(sorted(functions.in_cpp)))
             self._report_verdict(Function, Verdict("not examined", text))
@@ -257,6 +267,10 @@ class AppliedFunctions:
         self.differentiated: dict[Key, int] = {}
         self.gradient_has_no_graph = False
         self.in_cpp: set[str] = set()
+        self.met: set[Any] = set()  # Functions that were applied, by whomever
+        self.outside: set[Any] = (
+            set()
+        )  # Functions that were not, in graphs that are differentiated twice
         # texts about hooks and checkpoints, and the order of the derivative that each makes wrong
         self.faults: dict[str, int] = {}
         # those that change in place, undeclared, an argument of which the gradient is not theirs
@@ -307,6 +321,7 @@ class AppliedFunctions:
 
     def record(self, function: type[Function], args: Args) -> Ended | None:
         """Notes an application; what is returned is called with its node and results."""
+        self.met.add(function)
         if function.__module__.startswith("torch."):
             self._record_torchs(function.__name__, args)
         if function.__module__.startswith("hoglib.") or not records_gradients():

@@ -32,7 +32,7 @@ import hoglib as hog
 from hoglib import curvature, meta, penalties
 from hoglib.errors import NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import entry_points, examination, function_identity
-from tests.functions import Cube, Detached, by_saved, made, saving_inputs, saving_output
+from tests.functions import Cube, Detached, Sine, by_saved, made, saving_inputs, saving_output
 from tests.long_tail import all_but
 from tests.rows import rows
 from tests.verification.faults import (
@@ -836,6 +836,30 @@ def test_what_only_the_users_backward_differentiates_is_told_then(name):
     assert f"{name}: the first derivative of WrongFactor is wrong" in text
     assert told(call, WRONG["an intermediate saved"][0]) == []  # a first derivative is taken
     assert told(call, Cube.apply) == []
+
+
+def applied_before(function):
+    x = X.clone().requires_grad_()
+    y = (function(x) + x**3).sum()
+    with hog.second_order():
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        torch.autograd.grad(hog.ops.tanh(g).sum(), x, create_graph=True)
+
+
+def test_what_was_applied_before_the_context_is_named():
+    entry_points.forget_verdicts()
+    for function in (
+        Detached,
+        Sine,
+    ):  # the derivative of the latter is another Function, applied inside
+        (text,) = told(applied_before, function.apply)
+        assert f"second_order: {function.__name__} was not examined: it was applied before" in text
+    assert told(applied_before, torch.sin) == []
+    told(by_hand_of, Sine.apply)
+    told(by_hand_of, Detached.apply)
+    entry_points.forget_reports()
+    assert told(applied_before, Sine.apply) == []  # known to be right
+    assert "Detached was not examined" in told(applied_before, Detached.apply)[0]
 
 
 def test_on_wrong():
