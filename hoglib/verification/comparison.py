@@ -474,7 +474,10 @@ class Comparer(NamedTuple):
         if found.wrong:
             # no fault where the difference is no slope: at a tie, or where the map oscillates faster
             # than the steps
-            slopes = [recheck(at.map, at.x, one, self.random) for one in at.slopes]
+            slopes = [
+                recheck(at.map, at.x, one, self.random) if one.column in found.faulty else one
+                for one in at.slopes
+            ]
             self.random.set_state(state)  # with the covectors that found it
             return compared(at._replace(slopes=slopes), key, asked, self.random)
         if (bounds := asked.closer(self.dtype)) is None:

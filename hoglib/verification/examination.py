@@ -54,6 +54,7 @@ TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode
 SECONDS = 2.0  # the time that an examination may take; a slow Function is given up after half of it
 MAX_RETRIES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 22  # of a derivative by one tensor
+WRONG = 5  # times as many of a wrong one
 MAX_HELD = 2**26  # numbers in an object that an examination may copy
 
 
@@ -508,9 +509,10 @@ def _make_subject(given: Applied) -> tuple[Subject, bool]:
     # the first call may have compiled or allocated something; to watch small operations takes longest
     if seconds > SECONDS > 2 * (perf_counter() - began):
         seconds = min(seconds, _trial_run(app, watched=False)[1])
-    if plain and seconds > SECONDS:
+    # one that is wrong takes several times the estimate
+    if plain and seconds > (least := SECONDS / WRONG):
         with suppress(Exception):  # its rows depend on one another in shape
-            fewer = _first_rows(app, SECONDS / seconds)
+            fewer = _first_rows(app, least / seconds)
             plain, less = _trial_run(fewer)
             app, seconds = fewer, min(seconds, less)
     # one point takes half of the estimate, which is for two
