@@ -300,7 +300,7 @@ class AppliedFunctions:
     def note_gradient(self, gradient: Gradient) -> None:
         """Notes whether nothing of a gradient can be differentiated, so that its product is zero. That
         is right for a linear loss, but not with a Function that has a wrong second derivative."""
-        if gradient.graph.user_functions:
+        if self.differentiated and gradient.graph.user_functions:
             with without_stand_ins():
                 self.gradient_has_no_graph |= gradient.has_no_graph
 
@@ -323,6 +323,7 @@ class AppliedFunctions:
         """Notes an application; what is returned is called with its node and results."""
         self.met.add(function)
         if function.__module__.startswith("torch."):
+            self.met.add(torch_internals.outside_transforms(function, ())[0])
             self._record_torchs(function.__name__, args)
         if function.__module__.startswith("hoglib.") or not records_gradients():
             return None
@@ -361,23 +362,23 @@ class AppliedFunctions:
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
         """Notes an application that may be wrong: its key, and which arguments need gradients."""
-        made, (function, args, by) = function, torch_internals.outside_transforms(function, given)
-        if _is_ours(function) or not is_users(function):
-            return None
-        if not any(x.numel() for x, needed in zip(args, by, strict=True) if needed):
-            return None  # its derivative has no elements
-        forward = _forward_mode()
+        # a mode would see each attribute of a tensor that is read, which takes it a microsecond
+        with torch_internals.without_functions_seen():
+            made, (function, args, by) = (
+                function,
+                torch_internals.outside_transforms(function, given),
+            )
+            if _is_ours(function) or not is_users(function):
+                return None
+            if not any(needed and x.numel() for x, needed in zip(args, by, strict=True)):
+                return None  # its derivative has no elements
+            mapped = function_rules.offers_vmap(function)
+            mapped = mapped and torch_internals.under_vmap(function, made)
+            each = [_verdict_key(x, needed, given) for x, needed in zip(args, by, strict=True)]
         known = identity_of(function)
         verdicts = _VERDICTS.setdefault(known, {})
-        mapped = function_rules.offers_vmap(function) and torch_internals.under_vmap(function, made)
-        pairs = zip(args, by, strict=True)
-        autocast = torch_internals.autocasts()
-        kinds: Any = (
-            forward,
-            mapped,
-            autocast,
-            *(_verdict_key(x, needed, given) for x, needed in pairs),
-        )
+        forward = _forward_mode()
+        kinds: Any = (forward, mapped, torch_internals.autocasts(), *each)
         verdict = verdicts.get(kinds)
         # right for arguments of a structure, which these have not: they are a kind of their own
         if verdict is not None and verdict.domain and not _are_within(verdict, given, args):
@@ -408,8 +409,8 @@ class AppliedFunctions:
     def _has_moved(self, key: Key, verdict: Verdict, args: Args, given: Args) -> bool:
         """Counts an application; says whether its values are far from the examined ones, or its objects
         hold other tensors: values move in a training, and may reach another branch of a backward.
-        Looking takes time, and a device is
-        waited for: it is done at the first applications, and at the 32nd, 64th, ... of them."""
+        Looking takes time, and a device is waited for: it is done at the first applications, and at
+        the 32nd, 64th, ... of them."""
         if key in self.differentiated:  # examined in this entry point
             return False
         times = verdict.times + 1

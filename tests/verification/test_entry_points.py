@@ -24,6 +24,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -856,7 +857,7 @@ def test_what_was_applied_before_the_context_is_named():
         assert f"second_order: {function.__name__} was not examined: it was applied before" in text
     assert told(applied_before, torch.sin) == []
     told(by_hand_of, Sine.apply)
-    told(by_hand_of, Detached.apply)
+    assert len(told(by_hand_of, lambda x: torch.func.vmap(Detached.apply)(x))) == 1
     entry_points.forget_reports()
     assert told(applied_before, Sine.apply) == []  # known to be right
     assert "Detached was not examined" in told(applied_before, Detached.apply)[0]
@@ -1092,10 +1093,15 @@ def test_values_are_other_ones_beyond_half_of_the_width_that_was_examined(now, k
 
 
 def test_a_step_after_the_first_costs_what_it_costs_without(monkeypatch):
-    """Counted: the torch operations, and what is applied, copied or walked."""
+    """Counted: the torch operations, attributes of tensors, and what is applied, copied or walked."""
 
     class Counted(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
             operations.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -1106,7 +1112,7 @@ def test_a_step_after_the_first_costs_what_it_costs_without(monkeypatch):
     monkeypatch.setattr(entry_points, "examine", None)
     for on_wrong in ("warn", "ignore"):
         operations = []
-        with hog.second_order(on_wrong=on_wrong), Counted():
+        with hog.second_order(on_wrong=on_wrong), Counted(), Seen():
             hvp(Cube.apply)
         counts.append(operations)
     assert counts[0] == counts[1]
