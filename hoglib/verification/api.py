@@ -116,7 +116,8 @@ def verify(
         fn: A Function class, its ``apply``, an ``nn.Module``, or any function of tensors.
         inputs: The arguments of fn, as a list or tuple; or its only argument. Derivatives are taken by
             the floating-point tensors anywhere in the inputs (only by those that require grad, if any
-            does), and by the trainable parameters of a module.
+            does), and by the trainable parameters of a module. Infinite elements are constants, and
+            so are huge ones of one value, such as -1e9 in masked scores.
         reference: The same function of plain torch operations. Values and derivatives must agree.
         orders: The orders of derivatives to check, some of 1, 2, 3, 4. Default: ``(1, 2)``.
         modes: Some of "rr", "fr", "rf", "ff", or their full names, such as "reverse-over-reverse". A

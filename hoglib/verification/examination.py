@@ -210,44 +210,6 @@ def _drawing_again(given: Applied) -> Applied:
     return given.applied_by(apply) if own else given
 
 
-MASKED = 1e6  # times the median of an argument's elements
-
-
-def _with_constant_masks(given: Applied) -> Applied:
-    """The application with masked elements of arguments as constants: differences along them, or of
-    a size near theirs, say nothing. Infinite elements are masked, and huge ones of one value."""
-    app, function = given.app, given.app.function
-    constant: dict[int, Tensor] = {}
-    for i in app.by if given.by_module is None else ():
-        x = app.args[i].detach()
-        sizes = x.abs()[x.isfinite() & (x != 0)] if x.layout is torch.strided else x.new_zeros(0)
-        if not sizes.numel():
-            continue
-        huge = sizes[sizes > MASKED * sizes.median()]
-        masked = x.isinf()
-        # huge elements that differ are quantities in another unit
-        if huge.numel() and huge.max() <= 1.001 * huge.min():
-            masked = masked | (x.abs() >= huge.min())
-        if bool(masked.any()):
-            constant[i] = masked
-    if not constant:
-        return given
-    values = {i: app.args[i].detach().clone() for i in constant}
-
-    def apply(*args: Any) -> Any:
-        full = list(args)
-        for i, masked in constant.items():
-            count = len(args[i])  # some of the rows, where all take too long
-            full[i] = torch.where(masked[:count], values[i][:count].to(args[i].dtype), args[i])
-        return function.apply(*full)
-
-    args = list(app.args)
-    for i, masked in constant.items():
-        args[i] = torch.where(masked, 0, args[i])
-    own = given.applied_by(apply)
-    return replace(own, app=own.app._replace(args=tuple(args)))
-
-
 def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
     """The application of a Function that returns its other outputs alone."""
     function = given.app.function
@@ -278,7 +240,7 @@ def examine(given: Applied) -> Verdict:
     ):
         try:
             with _preserve_reached(app) as accumulated:
-                verdict = _judge(_with_constant_masks(_drawing_again(given)))
+                verdict = _judge(_drawing_again(given))
                 if found := accumulated():
                     text = f"{name} is wrong: {ACCUMULATES.format(', '.join(found[:3]))}"
                     verdict = Verdict("wrong", text)

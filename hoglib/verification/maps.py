@@ -73,6 +73,32 @@ class Variable(NamedTuple):
         return unit[..., None] if self.is_complex and isinstance(unit, Tensor) else unit
 
 
+MASKED = 1e6, 1e3  # times the largest of the others, for positive and for negative values
+
+
+def _masked(x: Tensor) -> Tensor:
+    """The elements that are masked, as those of scores in attention: infinite ones, and those of one
+    value that is far from all others; none if all are."""
+    most = max_abs(x)
+    # huge elements that differ are quantities in another unit
+    masked, extreme = x.isinf(), x.abs() * 1.001 >= most
+    rest = max_abs(torch.where(extreme, 0, x))
+    negative = not x.is_complex() and bool((x == -most).any())
+    if 0 < MASKED[negative] * rest < most and (most > 1e30 or int(extreme.sum()) > 1):
+        masked |= extreme
+    return masked & ~masked.all()
+
+
+def _unmasked(x: Tensor) -> Tensor:
+    """x itself; with zeros where it is masked, if it is anywhere."""
+    masked = _masked(x)
+    return torch.where(masked, 0, x) if bool(masked.any()) else x
+
+
+def _put_masked(given: Tensor, x: Tensor) -> Tensor:
+    return torch.where(_masked(given), given.to(x.dtype), x)
+
+
 def _compose(outer: Arrange, inner: Arrange, x: Tensor) -> Tensor:
     return outer(inner(x))
 
@@ -194,8 +220,8 @@ class Map:
     def in_dtype(self, dtype: torch.dtype | None) -> "Map":
         """The map at the given inputs, copied to another dtype."""
         other = map_of(self.fn, self.inputs, dtype)
-        pairs = zip(self.variables, map(other.value, range(len(other.point))), strict=True)
-        point = [one.coordinates(x) for one, x in pairs]
+        values = [_unmasked(other.value(j)) for j in range(len(other.point))]
+        point = [one.coordinates(x) for one, x in zip(self.variables, values, strict=True)]
         return replace(self, dtype=dtype, form=other.form, point=point)
 
     def to(self, which: Iterable[int]) -> "Map":
@@ -213,12 +239,16 @@ class Map:
 
     def scaled(self) -> "Map":
         """The map u -> f(s u), where x = s u with powers of two s by `units_of`. Steps and tolerances
-        are made for numbers near one, so that they suit x in any unit."""
-        values = [self.value(j) for j in range(len(self.point))]
+        are made for numbers near one, so that they suit x in any unit. Elements that are masked are
+        constants: differences along them, or of a size near theirs, say nothing."""
+        full = [self.value(j) for j in range(len(self.point))]
+        values = [*map(_unmasked, full)]
+        masked = [j for j, x in enumerate(full) if values[j] is not x]
         given = zip(self.variables, values, strict=True)
         variables = tuple(one._replace(unit=one.unit_for(x)) for one, x in given)
         point = [one.coordinates(x) for one, x in zip(variables, values, strict=True)]
-        return replace(self, variables=variables, point=point)
+        constant = {j: partial(_put_masked, full[j]) for j in masked}
+        return replace(self, variables=variables, point=point).projected(constant)
 
     def unscaled(self) -> "Map":
         """The map of fn's own arguments to its own results."""

@@ -1446,15 +1446,20 @@ class Softmax(Function):
         return p * (g - (g * p).sum(-1, keepdim=True))
 
 
-@rows("fill", [-torch.inf, -1e9, torch.finfo(torch.float32).min, -30.0])
-def test_masked_scores_hide_no_fault(fill, monkeypatch):
-    mask = torch.ones(4, 3).triu(1).bool()
+FILLS = [-torch.inf, -1e9, torch.finfo(torch.float32).min, -1e4, -30.0]
+
+
+@rows(("fill", "width"), [*((fill, 3) for fill in FILLS), (-1e9, 24), (-1e4, 24), (-torch.inf, 24)])
+def test_masked_scores_hide_no_fault(fill, width, monkeypatch):
+    X = torch.linspace(-1.2, 1.4, 4 * width, dtype=F64).reshape(4, width)
+    mask = torch.ones(4, width).triu(1).bool()  # of the wide ones more than nine in ten
     for cut in (True, False):
         monkeypatch.setattr(Softmax, "cut", cut)
         entry_points.forget_verdicts()
         loss = lambda f: hog.hvp(lambda x: f(x.masked_fill(mask, fill)).pow(3).sum(), X, X)  # noqa: E731
         texts = told(loss, Softmax.apply)
         assert ["second derivative of Softmax is wrong" in text for text in texts] == [True] * cut
+        assert hog.verify(Softmax, X.masked_fill(mask, fill)).ok is not cut
 
 
 def in_half(function, under):
