@@ -1449,7 +1449,7 @@ class Softmax(Function):
 FILLS = [-torch.inf, -1e9, torch.finfo(torch.float32).min, -1e4, -30.0]
 
 
-@rows(("fill", "width"), [*((fill, 3) for fill in FILLS), (-1e9, 24), (-1e4, 24), (-torch.inf, 24)])
+@rows(("fill", "width"), [*((fill, 3) for fill in FILLS), (-1e9, 24)])
 def test_masked_scores_hide_no_fault(fill, width, monkeypatch):
     X = torch.linspace(-1.2, 1.4, 4 * width, dtype=F64).reshape(4, width)
     mask = torch.ones(4, width).triu(1).bool()  # of the wide ones more than nine in ten
