@@ -396,3 +396,16 @@ def test_on_a_gpu(name):
     assert_close(hog.laplacian(net, x)[1].detach().cpu(), expected, rtol=1e-7, atol=1e-9)
     generator = torch.Generator("cuda").manual_seed(0)
     assert hog.laplacian(net, x, num_projections=2, generator=generator)[1].is_cuda
+
+
+class Slots:
+    """A function of slots alone, to which there are no weak references."""
+
+    __slots__ = ()
+
+    def __call__(self, x):
+        return x.sin().sum(1)
+
+
+def test_a_function_that_has_no_weak_references():
+    assert_close(hog.laplacian(Slots(), X)[1], -X.sin().sum(1))

@@ -362,6 +362,17 @@ def solved(removed):
     return function
 
 
+class TanhOfProduct(nn.Module):
+    def forward(self, x, y):
+        return (x * y).tanh()
+
+
+def of_two_inputs(hook):
+    module = TanhOfProduct()
+    module.register_full_backward_hook(hook)
+    return lambda x: module(x, x + 1)
+
+
 HOOK, PRE_HOOK = "register_full_backward_hook", "register_full_backward_pre_hook"
 CHANGING_HOOKS = {
     "halved": hooked(lambda g: g / 2),
@@ -369,6 +380,7 @@ CHANGING_HOOKS = {
     "a second hook": hooked(lambda g: None, lambda g: 2 * g),
     "a module": hooked_module(HOOK, lambda module, given, outgoing: (given[0] / 2,)),
     "a module, before it": hooked_module(PRE_HOOK, lambda module, outgoing: (outgoing[0] / 2,)),
+    "one of two inputs": of_two_inputs(lambda module, given, outgoing: (given[0], given[1] / 2)),
     "an equilibrium": solved(removed=False),
     "an equilibrium, once": solved(removed=True),
 }
@@ -800,6 +812,14 @@ def test_a_derivative_that_is_attached_to_a_value_from_elsewhere(name):
     assert "the second derivative of RootOfConstant is wrong" in text
     for function in (Root, Sample):
         assert hog.verify(from_elsewhere(function), X).ok
+
+
+def test_a_cause_is_measured_beside_a_point_where_it_vanishes():
+    """The second derivative of a cube at zero."""
+    entry_points.forget_verdicts()
+    (text,) = told(lambda f: hog.hvp(lambda x: (f(x) + x.square()).sum(), 0 * X, X), Detached.apply)
+    assert "leaves the graph by .detach()" in text
+    assert hog.verify(Detached, 0 * X).failed[0].name == "detached: .detach()"
 
 
 def test_a_backward_that_is_another_one_with_a_graph_is_told_as_that():
