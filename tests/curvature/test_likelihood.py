@@ -1,5 +1,6 @@
 """The output-space Fisher matrix against closed forms, Hessians of the criterion, loops and sampling."""
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -470,3 +471,19 @@ def test_batchmean_is_a_mean_over_examples():
 def test_the_table_names_its_criteria_as_torch_does():
     for row in CRITERIA:
         assert getattr(F, row.name) is row.functions[0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_terms_that_the_loss_sums_over_are_told(count, reduction):
+    """The mean of a likelihood is over all of its terms."""
+    torch.manual_seed(0)
+    model, x, y = torch.nn.Linear(3, count), torch.randn(4, 3), torch.randn(4, count)
+    loss = hog.functional_loss(
+        model, lambda o, t: (getattr((o - t).square(), reduction)(1) / 2).mean()
+    )
+    params = hog.trainable_params(model)
+    told = reduction == "sum" and count > 1
+    words = rf"terms \(4, {count}\).* is 1/{count} of that of a mean over examples"
+    with pytest.warns(UserWarning, match=words) if told else contextlib.nullcontext():
+        hog.fisher_vp(loss, params, params, (x, y), likelihood=lambda f: D.Normal(f, 1.0))

@@ -380,7 +380,9 @@ CHANGING_HOOKS = {
     "a second hook": hooked(lambda g: None, lambda g: 2 * g),
     "a module": hooked_module(HOOK, lambda module, given, outgoing: (given[0] / 2,)),
     "a module, before it": hooked_module(PRE_HOOK, lambda module, outgoing: (outgoing[0] / 2,)),
-    "one of two inputs": of_two_inputs(lambda module, given, outgoing: (given[0], given[1] / 2)),
+    "one of two inputs": of_two_inputs(
+        lambda module, given, outgoing: (given[0] * 1, given[1] / 2)
+    ),
     "an equilibrium": solved(removed=False),
     "an equilibrium, once": solved(removed=True),
 }

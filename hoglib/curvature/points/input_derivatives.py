@@ -256,9 +256,7 @@ class _MixingCheck:
     shape of a point. A function that is made anew for each call goes by its code."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
-        owner = owner_of(func)
-        # of what has slots alone there are no weak references
-        self._owner = owner if type(owner).__weakrefoffset__ else type(owner)
+        self._owner = owner_of(func)
         cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
         held = [x for x in (func, *cells) if isinstance(x, nn.Module)]
         self._modules = tuple((id(module), module.training) for module in held)
