@@ -32,6 +32,7 @@ from hoglib.verification.contract import preserved_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import (
+    LARGE,
     Applied,
     Verdict,
     applied,
@@ -49,7 +50,6 @@ OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
 TIME = "time"
-LARGE = 10_000  # elements; fewer rows of smaller inputs would save little
 STAGES = 150  # how many times that of `stage_reached` all checks take, by one tensor
 SOME = (
     "checked at the first {number} of {count} rows of the inputs: all of them would take some "

@@ -55,6 +55,7 @@ SECONDS = 2.0  # the time that an examination may take; a slow Function is given
 MAX_RETRIES = 2  # examinations after one at values that differences do not resolve
 EVALUATIONS = 22  # of a derivative by one tensor
 WRONG = 5  # times as many of a wrong one
+LARGE = 10_000  # elements; fewer rows of smaller inputs would save little
 MAX_HELD = 2**26  # numbers in an object that an examination may copy
 
 
@@ -289,8 +290,7 @@ def _judge(given: Applied) -> Verdict:
     if found.is_reported and given.by_module is None:
         found = _with_value_from_elsewhere(app, options, found)
     if found.of_second and (cast := casts(given)[0]):
-        text = CAST.format(", ".join(cast))
-        found = _wrong_second(function, [Row("", "fail", None, text)], order=found.order)
+        found = found._replace(text=f"{found.text} {CAST.format(', '.join(cast))}")
     if found.status == "right" and not options.surrogate:
         for i in filter(partial(_depends_on, app), given.hiding):
             text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
@@ -472,9 +472,11 @@ def _make_subject(given: Applied) -> tuple[Subject, bool]:
     if seconds > SECONDS > 2 * (perf_counter() - began):
         seconds = min(seconds, _trial_run(app, watched=False)[1])
     # one that is wrong takes several times the estimate
-    if plain and seconds > (least := SECONDS / WRONG):
+    is_large = max(app.args[i].numel() for i in app.by) >= LARGE
+    limit = SECONDS / WRONG if is_large else SECONDS
+    if plain and seconds > limit:
         with suppress(Exception):  # its rows depend on one another in shape
-            fewer = _first_rows(app, least / seconds)
+            fewer = _first_rows(app, limit / seconds)
             plain, less = _trial_run(fewer)
             app, seconds = fewer, min(seconds, less)
     # one point takes half of the estimate, which is for two

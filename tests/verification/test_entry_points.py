@@ -1044,7 +1044,7 @@ def test_of_many_rows_some_are_examined(count, monkeypatch):
 
     seen = set()
     monkeypatch.setattr(examination, "SECONDS", 1.0)
-    x = X.repeat(count // 4, 1)
+    x = X.repeat(count // 4, 1000)
     assert told(lambda f: hog.hvp(lambda p: f(p).sum(), x, x), Rows.apply) == []
     assert min(seen) < max(seen) == count
 
@@ -1498,7 +1498,8 @@ def test_what_autocast_casts_is_examined_as_it_is_cast():
     for name in ("hvp", "r1", "MAML"):
         assert told(ENTRY_POINTS[name], in_half(CastCube, False)) == []  # under one key no more
         (text,) = told(ENTRY_POINTS[name], in_half(CastCube, True))
-        assert "second derivative of CastCube is wrong. It saves input `x` as copies" in text
+        assert "second derivative of CastCube is wrong" in text
+        assert "It saves input `x` as copies in other dtypes" in text
         assert told(ENTRY_POINTS[name], in_half(CastRelu, True)) == []
 
 
