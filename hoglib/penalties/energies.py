@@ -9,11 +9,12 @@ from torch import Tensor
 from hoglib._core.messages import validation
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import Vector, materialize_grads, vjp
-from hoglib._core.substrate.gradient_graph import depends_on_any
+from hoglib._core.substrate.gradient_graph import depends_on_any, graph_bytes
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture.within import when_compiled, within_compile
+from hoglib.curvature.maps.rows import Chunk, Rows
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.evaluation import captures, run_as_graph
@@ -40,7 +41,12 @@ def _like_forces(value: object, options: dict[str, Any], positions: Tree, *args:
 
 @overload
 def forces(
-    energy: Function, positions: Any, *args: Any, hessian: Literal[True], **options: Unpack[Options]
+    energy: Function,
+    positions: Any,
+    *args: Any,
+    hessian: Literal[True],
+    chunk_size: int | None = None,
+    **options: Unpack[Options],
 ) -> "EnergyForcesHessian": ...
 @overload
 def forces(
@@ -48,13 +54,19 @@ def forces(
     positions: Any,
     *args: Any,
     hessian: Literal[False] = False,
+    chunk_size: int | None = None,
     **options: Unpack[Options],
 ) -> "EnergyForces": ...
 
 
 @when_compiled(within_compile(_like_forces, select=select_output))
 def forces(
-    energy: Function, positions: Any, *args: Any, hessian: bool = False, **options: Unpack[Options]
+    energy: Function,
+    positions: Any,
+    *args: Any,
+    hessian: bool = False,
+    chunk_size: int | None = None,
+    **options: Unpack[Options],
 ) -> Any:
     r"""Energies and forces, for losses of both.
 
@@ -71,6 +83,7 @@ def forces(
         *args: Further arguments of the energy, such as species.
         hessian: Whether H is computed too; of graphs (``batch``) it needs positions in one tensor.
             Default: False.
+        chunk_size: Rows of H at once, of each structure, as of `hoglib.hessian`. Default: by memory.
         **options: Of :class:`Options`: ``output`` (which of several outputs), ``batch`` (the structure
             that each row belongs to), ``autocast`` (leave autocast on), ``stand_ins`` (run inside
             `second_order()`), ``compile`` (run as one graph; without the Hessian of graphs, whose size
@@ -102,8 +115,9 @@ def forces(
                 [0., 1.]])
     """
     validation.boolean("hessian", hessian)
+    validation.none_or_at_least("chunk_size", chunk_size, 1)
     checked = check_options("forces", options, without=OF_PENALTIES)
-    body = partial(_energies_and_forces, energy, hessian, checked._replace(batch=None))
+    body = partial(_energies_and_forces, energy, hessian, chunk_size, checked._replace(batch=None))
     inputs = positions, args, checked.batch
     if not captures(checked.policy):
         return body(*inputs)
@@ -148,6 +162,7 @@ def _as_result(energy: Tensor, forces: object, hessian: object = None) -> Any:
 def _energies_and_forces(
     func: Function,
     with_hessian: bool,
+    chunk_size: int | None,
     options: CheckedOptions,
     positions: Tree,
     args: tuple[Any, ...],
@@ -165,7 +180,7 @@ def _energies_and_forces(
         # H is a derivative of it, also where the result needs no graph
         gradient = at.vjp(create_graph=True if with_hessian else None)
         forces = [-g for g in gradient]
-        hessian = _hessian(at, gradient, batch) if with_hessian else None
+        hessian = _hessian(at, gradient, batch, chunk_size) if with_hessian else None
         if check and not any(f.requires_grad and depends_on_any(f, at.trainable) for f in forces):
             warn(
                 "forces: expected forces that depend on parameters that require grad, got forces "
@@ -182,7 +197,7 @@ def _energies_and_forces(
     return _as_result(energy, at.tree(forces), hessian)
 
 
-def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
+def _hessian(at: InputVJP, gradient: Vector, index: Any, chunk_size: int | None) -> Any:
     """H, of each structure by itself: [B, ..., ...], of a tree its blocks, or a list for graphs."""
     validation.refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
     if index is not None and len(gradient) != 1:
@@ -199,23 +214,28 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any) -> Any:
         )
     if index is not None:
         x, (g,) = at.leaves[0], gradient
-        rows = _rows_by_structure(at, g, x, index)
-        # of a graph without atoms
-        empty = x.new_zeros(0, *x.shape[1:], 0, *x.shape[1:])
-        return [torch.stack(r).reshape(*r[0].shape, *r[0].shape) if r else empty for r in rows]
+        return _hessians_of_graphs(at, g, x, index, chunk_size)
     batched = int(at.samples is not None)  # of a batch one row of each structure in every pass
     pairs = zip(gradient, at.leaves, strict=True)
-    return at.tree([at.tree(_hessian_blocks(at, g, x, batched)) for g, x in pairs])
+    return at.tree([at.tree(_hessian_blocks(at, g, x, batched, chunk_size)) for g, x in pairs])
 
 
-def _hessian_blocks(at: InputVJP, g: Tensor, x: Tensor, batched: int) -> Vector:
+def _hessian_blocks(
+    at: InputVJP, g: Tensor, x: Tensor, batched: int, chunk_size: int | None
+) -> Vector:
     """The blocks of H in the rows of x, one for each leaf."""
     shape = x.shape[batched:]
-    units = torch.eye(n := shape.numel(), dtype=x.dtype, device=x.device).reshape(n, *shape)
-    products = [_products_with(at, g, at.leaves, u.expand_as(x)) for u in units]
-    whole = zip(*products, strict=True) if products else ([y[None][:0]] for y in at.leaves)
+    count = shape.numel()
+
+    def units(start: int, stop: int) -> Vector:
+        chosen = x.new_zeros(stop - start, count)
+        chosen.diagonal(start).fill_(1)
+        each = chosen.view(stop - start, *[1] * batched, *shape)
+        return [each.expand(stop - start, *x.shape)]
+
+    whole = _products_with(at, g, at.leaves, units, count, chunk_size)
     pairs = zip(at.leaves, whole, strict=True)
-    return [torch.stack([*r], batched).reshape(*x.shape, *y.shape[batched:]) for y, r in pairs]
+    return [r.movedim(0, batched).reshape(*x.shape, *y.shape[batched:]) for y, r in pairs]
 
 
 def _structure_rows(at: InputVJP, index: object) -> Samples | None:
@@ -241,26 +261,41 @@ def _structure_rows(at: InputVJP, index: object) -> Samples | None:
     return samples
 
 
-def _rows_by_structure(at: InputVJP, g: Tensor, x: Tensor, index: Tensor) -> list[list[Tensor]]:
-    """For each structure the rows of its Hessian, one from every structure in each pass."""
+def _hessians_of_graphs(
+    at: InputVJP, g: Tensor, x: Tensor, index: Tensor, chunk_size: int | None
+) -> Vector:
+    """The Hessian of each structure, by rows of all at once: they do not act on one another."""
     structures = [(index == k).nonzero().reshape(-1) for k in range(at.y.numel())]
-    width = x.shape[1:].numel()
-    rows: list[list[Tensor]] = [[] for _ in structures]
-    # structures do not act on one another: a unit vector of each at once gives a row of each Hessian
-    for j in range(max(map(len, structures), default=0) * width):
-        atom, entry = divmod(j, width)
-        among = [k for k, atoms in enumerate(structures) if atom < len(atoms)]
-        unit = torch.zeros_like(x).reshape(len(x), -1)
-        for k in among:
-            unit[structures[k][atom], entry] = 1
-        (product,) = _products_with(at, g, [x], unit.reshape(x.shape))
-        for k in among:
-            rows[k].append(product[structures[k]])
-    return rows
+    width, each = x.shape[1:].numel(), x.shape[1:]
+    # the number of each entry of x in its own structure
+    number = torch.arange(len(x) * width, device=x.device).reshape(x.shape)
+    for atoms in structures:
+        own = torch.arange(len(atoms) * width, device=x.device)
+        number[atoms] = own.reshape(len(atoms), *each)
+
+    def units(start: int, stop: int) -> Vector:
+        rows = torch.arange(start, stop, device=x.device).reshape(-1, *[1] * x.dim())
+        return [(number == rows).to(x)]
+
+    count = max(map(len, structures), default=0) * width
+    (rows,) = _products_with(at, g, [x], units, count, chunk_size)
+    return [
+        rows[: len(atoms) * width, atoms].reshape(len(atoms), *each, len(atoms), *each)
+        for atoms in structures
+    ]
 
 
-def _products_with(at: InputVJP, g: Tensor, by: Vector, unit: Tensor) -> Vector:
-    """d <g, unit> by leaves."""
+def _products_with(
+    at: InputVJP, g: Tensor, by: Vector, units: Chunk, count: int, chunk_size: int | None
+) -> Vector:
+    """d <g, unit> by leaves for each of `count` units, [count, *shape]."""
+    if not count or not g.requires_grad:
+        return [y.new_zeros(count, *y.shape) for y in by]
+
+    def product(unit: Vector) -> Vector:
+        return materialize_grads(vjp([g], by, unit, "forces", True, at.create_graph), by)
+
+    name = (len(by), *(x.shape for x in (g, at.y)), *at.graph.names)
     with at.backward_stand_ins():
-        found = vjp([g], by, [unit], "forces", retain_graph=True, create_graph=at.create_graph)
-    return materialize_grads(found, by)
+        rows = Rows(at.problem, name, product, partial(graph_bytes, [g]), product)
+        return rows.map(units, count, chunk_size)

@@ -57,6 +57,12 @@ class GraphSummary(NamedTuple):
         return [entry for entry in self.functions if entry.by_user]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the custom Functions."""
+        own = {getattr(entry.function, "__qualname__", "") for entry in self.functions}
+        return tuple(sorted(own | self.cpp_functions)) if own or self.cpp_functions else ()
+
+    @property
     def has_compiled_code(self) -> bool:
         return any(entry.is_compiled for entry in self.functions)
 

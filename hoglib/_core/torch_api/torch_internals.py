@@ -42,6 +42,7 @@ _get_unwrapped = private("torch._C._functorch.get_unwrapped")
 _maybe_get_bdim = private("torch._C._functorch.maybe_get_bdim")
 _unwrap_if_dead = private("torch._C._functorch.unwrap_if_dead")
 _is_legacy_batched = private("torch._C._functorch.is_legacy_batchedtensor")
+_warn_of_vmap_loops = private("torch._C._functorch._set_vmap_fallback_warning_enabled")
 _made_functions = private("torch._functorch.autograd_function")  # the module that makes them
 
 
@@ -230,6 +231,16 @@ def is_batched(tensor: object) -> bool:
     """Whether a tensor stands for the samples of `torch.autograd.grad(is_grads_batched=True)`, whose
     vmap is not one of the transforms of torch.func."""
     return bool(_is_legacy_batched(tensor))
+
+
+class without_fallback_warnings:  # noqa: N801 a context manager
+    """Inside, torch does not warn of operations that vmap loops over, for want of a rule."""
+
+    def __enter__(self) -> None:
+        _warn_of_vmap_loops(False)
+
+    def __exit__(self, *raised: object) -> None:
+        _warn_of_vmap_loops(True)
 
 
 def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:

@@ -232,6 +232,8 @@ _ROWS = (
     R(f"{_F}unwrap_if_dead", "wrappers of transforms that are over", FUNC, lambda f: f(_ONES) is _ONES),
     R(f"{_F}is_legacy_batchedtensor", "the vmap of torch.autograd.grad(is_grads_batched=True)", "cross entropy of vocabularies by blocks",
       lambda f: not f(torch.ones(2))),
+    R(f"{_F}_set_vmap_fallback_warning_enabled", "warnings of operations without a rule for vmap", "rows of Hessians side by side",
+      lambda f: f(True) is None),
     R(f"{_F}_wrap_for_grad", "constants of a transform", f"{REMAT} inside torch.func",
       lambda f: _within(torch.func.grad, lambda x: f(_ONES, 1).shape) == (2,)),
     R(f"{_F}_unwrap_for_grad", "tangents beneath wrappers", f"{REMAT} inside torch.func",

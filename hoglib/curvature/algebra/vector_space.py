@@ -201,6 +201,11 @@ class Space:
         parts = zip(row.split(self._sizes), self._like, strict=True)
         return [part.view(shape).to(dtype) for part, (shape, dtype) in parts]
 
+    def split_rows(self, rows: Tensor) -> list[Tensor]:
+        """The leaves of flat vectors [k, P], each [k, *shape]."""
+        parts = zip(rows.split(self._sizes, 1), self._like, strict=True)
+        return [part.reshape(len(rows), *shape).to(dtype) for part, (shape, dtype) in parts]
+
     def tree(self, row: Tensor) -> Tree:
         """A flat vector in the structure of params."""
         return self._tree_of(self.split(row))
@@ -228,6 +233,13 @@ class Space:
             return
         for part, leaf in zip(parts, flat, strict=True):
             part.copy_(leaf * factor)
+
+    def add_rows_of(self, total: Tensor, leaves: list[Tensor], factor: float, first: bool) -> None:
+        """The same of rows [k, P] and leaves [k, *shape]."""
+        parts = zip(total.split(self._sizes, 1), leaves, strict=True)
+        for part, leaf in parts:
+            flat = leaf.detach().reshape(part.shape)
+            torch.mul(flat, factor, out=part) if first else part.add_(flat, alpha=factor)
 
     def places(self) -> tuple[Tensor, ...]:
         """Where the entries of each leaf are in a flat vector."""

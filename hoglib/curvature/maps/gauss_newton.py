@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -47,6 +48,7 @@ from hoglib.curvature.maps.linear_map import (
     in_double,
     reverse_over_reverse,
 )
+from hoglib.curvature.maps.rows import Rows
 
 APART = (
     "For a model that returns its loss write `hoglib.functional_loss(model, criterion, forward=lambda "
@@ -260,10 +262,14 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
     jacobian = TransposedJacobian(outputs, p, caller, create_graph=create_graph)
     metric = composite.metric.at(composite, outputs)
 
-    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+    def products(vector: Vector, keep_graph: bool) -> tuple[Vector, Vector, Vector]:
         tangents = jacobian.jvp(vector, keep_graph, create_graph)
         weighted = metric(tangents, keep_graph)
         product = transposed_product(outputs, p, weighted, composite.policy, keep_graph)
+        return tangents, weighted, product
+
+    def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
+        tangents, weighted, product = products(vector, keep_graph)
         # J v is read from the graph of J^T u, J^T u from that of the model: a part that one of them
         # lost shows
         sides = (vector, product), (tangents, weighted)
@@ -271,7 +277,15 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
             raise detached(caller)
         return value, product
 
-    return LinearMap(apply, lambda: graph_bytes(jacobian.parts), lambda: jacobian.unused)
+    held_bytes = partial(graph_bytes, jacobian.parts)
+    rows = Rows(
+        composite.problem,
+        composite.metric,
+        lambda v: products(v, True)[2],
+        held_bytes,
+        lambda v: apply(v, True)[1],
+    )
+    return LinearMap(apply, held_bytes, lambda: jacobian.unused, several=(value, rows))
 
 
 def forward_then_reverse(composite: CompositeLoss) -> LinearMap:

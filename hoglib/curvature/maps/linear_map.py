@@ -24,6 +24,7 @@ from hoglib._core.substrate.autograd import (
 )
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.torch_api import pytree, torch_forward_mode, torch_internals
+from hoglib.curvature.maps.rows import Chunk, Rows
 from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
 
 DIFFERENCES = "finite-differences"
@@ -42,6 +43,8 @@ class LinearMap(NamedTuple):
     # the leaves that the loss does not depend on; None where that is not known
     unused: Callable[[], tuple[int, ...] | None] = lambda: None
     gradient: Gradient | None = None  # whose derivative it is, where that is kept
+    # products with several vectors: the loss, and the map of them side by side
+    several: tuple[Tensor, Rows] | None = None
 
 
 class CurvatureKind(ABC):
@@ -98,19 +101,33 @@ class CurvatureKind(ABC):
         return policy
 
 
+def apply_rows(
+    linear_map: LinearMap, chunk: Chunk, count: int, keep: bool, chunk_size: int | None = None
+) -> tuple[Tensor, Vector]:
+    """The loss, and the products with `count` vectors, [count, *shape].
+
+    chunk: the vectors from one number to another. keep: whether the graph is kept after the last one.
+    """
+    if linear_map.several is not None and count > 1:
+        value, rows = linear_map.several
+        return value, rows.map(chunk, count, chunk_size)
+    values, products = [], []
+    for j in range(count):
+        # contiguous: matrix products with strided vectors take half as long again
+        vector = [x[0].contiguous() for x in chunk(j, j + 1)]
+        value, product = linear_map.apply(vector, keep or j + 1 < count)
+        values.append(value)
+        products.append(product)
+    return values[0], [torch.stack(parts) for parts in zip(*products, strict=True)]
+
+
 def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Tensor, Vector]:
     """The loss, and the product with one vector or with each column of a block (the last dimension)."""
     if not block:
         return linear_map.apply(vectors, False)
-    values, products = [], []
-    count = vectors[0].shape[-1]
-    for j in range(count):
-        # contiguous: matrix products with strided vectors take half as long again
-        column = [leaf[..., j].contiguous() for leaf in vectors]
-        value, product = linear_map.apply(column, j + 1 < count)
-        values.append(value)
-        products.append(product)
-    return values[0], [torch.stack(parts, -1) for parts in zip(*products, strict=True)]
+    rows, count = [leaf.movedim(-1, 0) for leaf in vectors], vectors[0].shape[-1]
+    value, found = apply_rows(linear_map, lambda i, j: [x[i:j] for x in rows], count, False)
+    return value, [x.movedim(0, -1).contiguous() for x in found]
 
 
 def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:
@@ -179,13 +196,17 @@ def reverse_over_reverse(problem: Problem) -> LinearMap:
                 _check_strict(caller, strict, product)
             return value, materialize_grads(product, p)
 
+    def product(v: Vector) -> Vector:
+        return apply(v, True)[1]
+
     def held_bytes() -> int:
         return graph_bytes([g for g in grads if g is not None and g.requires_grad])
 
     def unused() -> tuple[int, ...]:
         return tuple(i for i, g in enumerate(grads) if g is None)
 
-    return LinearMap(apply, held_bytes, unused, gradient)
+    several = value, Rows(problem, graph.names, product, held_bytes, product)
+    return LinearMap(apply, held_bytes, unused, gradient, several)
 
 
 def forward_over_reverse(problem: Problem) -> LinearMap:

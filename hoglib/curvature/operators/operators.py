@@ -26,7 +26,13 @@ from hoglib.curvature.batches.data import Processes
 from hoglib.curvature.maps.compiled import linearizer
 from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.maps.gauss_newton import GaussNewtonKind, GaussNewtonMode
-from hoglib.curvature.maps.linear_map import CurvatureKind, HessianKind, HessianMode, LinearMap
+from hoglib.curvature.maps.linear_map import (
+    CurvatureKind,
+    HessianKind,
+    HessianMode,
+    LinearMap,
+    apply_rows,
+)
 from hoglib.curvature.sums.dataset_sum import (
     CheckedDataOptions,
     DatasetSum,
@@ -189,6 +195,12 @@ class DatasetOperator(LinearOperator):
 
         keep: whether the graph is kept after the last one.
         """
+        if point.several is not None and len(rows) > 1:
+            chunk = self.space.split_rows
+            value, products = apply_rows(point, lambda i, j: chunk(rows[i:j]), len(rows), keep)
+            self.space.add_rows_of(total, products, term.share, term.first)
+            term.advance(len(rows))
+            return value
         value = torch.zeros(())
         row: Tensor | None = None
         for j, (given, sums) in enumerate(zip(rows, total, strict=True)):

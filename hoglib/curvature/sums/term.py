@@ -61,6 +61,6 @@ class Term(NamedTuple):
         with self.entered() as problem:
             return autograd.without_graph(lambda: problem(*problem.leaves))
 
-    def advance(self) -> None:
-        """Advance the progress bar by this batch, of one product or gradient."""
-        self.bar.advance(self.piece.fraction)
+    def advance(self, count: int = 1) -> None:
+        """Advance the progress bar by this batch, of `count` products or one gradient."""
+        self.bar.advance(count * self.piece.fraction)
