@@ -234,14 +234,20 @@ class RectangularOperator(ABC):
         """
         return self @ v
 
-    def to_dense(self) -> Tensor:
-        """The matrix [M, P], by one product a column, or a row where these are fewer."""
+    def to_dense(self, *, chunk_size: int | None = None) -> Tensor:
+        """The matrix [M, P], by one product a column, or a row where these are fewer.
+
+        Args:
+            chunk_size: Products in one pass over the data. Default: all; of each batch as many side by
+                side as memory holds, as of `hoglib.hessian`.
+        """
         self.space.refuse_sharded("to_dense")
+        validation.none_or_at_least("chunk_size", chunk_size, 1)
         by_rows = self.shape[0] < self.shape[1]
         A = self.T if by_rows else self
         eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
         with self._algorithm("to_dense", len(eye)):
-            found = A.apply(eye)
+            found = torch.cat([A.apply(vectors) for vectors in eye.split(chunk_size or len(eye))])
         return found if by_rows else found.T
 
     def to_scipy(self) -> Any:
