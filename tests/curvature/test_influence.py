@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
+from hoglib.curvature.examples import example_gradients
 from tests.curvature.problems import CRITERIA, F64, MODELS, draw, problem
 from tests.models import Fn
 from tests.refused import refused
@@ -73,6 +74,25 @@ def ghosts(loss, params, batch):
 @rows("name", APART)
 def test_norms_and_products_are_those_of_the_gradients(name, criterion):
     ghosts(*problem(name, criterion))
+
+
+@rows("weighted", [False, True])
+def test_layers_are_compared_at_every_power_of_two(weighted, monkeypatch):
+    compared = []
+    check = example_gradients.checked_run
+    monkeypatch.setattr(
+        example_gradients, "checked_run", lambda *a: compared.append(1) or check(*a)
+    )
+    torch.manual_seed(0)
+    criterion = nn.CrossEntropyLoss(weight=draw(3).exp() if weighted else None, ignore_index=1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    labels = torch.arange(6) % 3
+    for call in range(1, 9):
+        batch = draw(6, 4), labels[torch.randperm(6)]
+        expected = rows_of(loss, params, batch).norm(dim=1)
+        assert_close(hog.curvature.per_example_gradient_norms(loss, params, batch), expected)
+        assert len(compared) == call.bit_length()
 
 
 def test_clipped_gradients_are_taken_as_they_are():

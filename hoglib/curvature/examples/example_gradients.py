@@ -8,6 +8,7 @@ gradients g_nt by its outputs:
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from operator import length_hint
 from pathlib import Path
@@ -21,11 +22,11 @@ from hoglib._core.messages import validation
 from hoglib._core.messages.files import ScoreFile, digest
 from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.modules.module_kinds import BATCH_NORMS
-from hoglib._core.numerics.trust import found_once
+from hoglib._core.numerics.trust import SUMS, agree, found_once
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.runtime.source_location import warn
-from hoglib._core.substrate.autograd import Vector, without_graph
+from hoglib._core.substrate.autograd import Vector, materialize_grads, without_graph
 from hoglib._core.substrate.fingerprint import sums_and_norms
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
@@ -39,10 +40,13 @@ from hoglib.curvature.kronecker.model_run import (
     Gradients,
     Layer,
     ModelRun,
+    RowOrder,
+    attempted,
     by_example,
     checked_run,
     is_embedding,
     layer_gradients,
+    with_selected_rows,
 )
 from hoglib.curvature.maps.fisher_metric import FisherMetric
 from hoglib.curvature.maps.jacobian_product import jvp
@@ -224,6 +228,8 @@ def per_example_gradient_norms(loss: object, params: Tree, batch: object) -> Ten
     that layer alone, which are held for some examples at a time. For any other use of a parameter,
     and losses that are no `hoglib.functional_loss`, they are those of `hoglib.per_example_gradients`,
     some examples at a time; ``logging.getLogger("hoglib")`` tells why, at level DEBUG.
+    What layers say is compared with autograd at the first call of a loss at these shapes, the second, the
+    fourth, and so on.
 
     Args:
         loss: As of `hoglib.per_example_gradients`.
@@ -298,7 +304,7 @@ def _layer_by_layer(
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
     own = as_dict(batch)
     count = number_of_examples(own)
-    loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
+    owner, loss = loss, loss.with_logits() if hasattr(loss, "with_logits") else loss
     if not (hasattr(loss, "outputs") and isinstance(params, dict)):
         return None
     policy = Policy(CALLER, stand_ins=False)
@@ -306,14 +312,16 @@ def _layer_by_layer(
         problem = Problem.of(policy, loss, params, own).entered(blocks)
         (own,) = problem.args
         try:
-            run = checked_run(ModelRun.of(problem, space, _OPTIONS), True)
+            known = _Compared.at(owner, problem)
+            run = _run_of_layers(known, problem, space)
             if run.examples != count:
                 raise errors.ArgumentValueError("outputs: expected one for each example.")
         except errors.HoglibError as error:
             # of the layers; what is wrong with the loss comes again
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
-        gradients = run.gradients(_by_outputs(run.outputs()[0], loss, own, factors))
+        column = known.by_outputs(run.outputs()[0], loss, own, factors)
+        gradients = run.gradients(column)
         with torch.no_grad():
             shape = [count] * (2 if pairs else 1)
             total = torch.zeros(shape, dtype=run.dtype, device=run.device)
@@ -321,6 +329,56 @@ def _layer_by_layer(
             for layer in (one for one in run.layers if any(call.rows for call in one.calls)):
                 total += _products(layer, gradients, run, pairs)
     return total.to(space.dtype)
+
+
+@dataclass
+class _Compared:
+    """What calls at a loss have found, for batches of some shapes; found again at the first call, the
+    second, the fourth, and so on."""
+
+    calls: int = 0
+    order: RowOrder | None = None  # how the layers are read, which have the gradients of autograd
+    is_mean: bool = False  # gradients by the outputs are N times those of the loss of the batch
+
+    @staticmethod
+    def at(loss: Any, problem: Problem) -> "_Compared":
+        shapes = [(x.shape, x.dtype) for x in pytree.tensors((problem.leaves, problem.args))]
+        modules = getattr(loss, "model", nn.Identity()).modules()
+        key = CALLER, problem.structure, *shapes, *(module.training for module in modules)
+        known = found_once(loss, key, _Compared) or _Compared()
+        known.calls += 1
+        if not known.calls & (known.calls - 1):
+            known.order, known.is_mean = None, False
+        return known
+
+    def by_outputs(self, outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
+        """The gradients of the loss of each example, times its factor, by its outputs."""
+
+        def of_batch() -> Vector:
+            own = [y.clone().requires_grad_() for y in pytree.leaves(outputs) if pytree.is_float(y)]
+            with torch.enable_grad():  # copies: a criterion may work in place
+                value = loss.criterion(pytree.filled(outputs, [y.clone() for y in own]), batch)
+                return materialize_grads([*torch.autograd.grad(value, own, allow_unused=True)], own)
+
+        if self.is_mean and factors is not None:
+            return [len(g) * g for g in of_batch()]
+        rows = _by_outputs(outputs, loss, batch, factors)
+        found = None if factors is None else attempted(of_batch)
+        self.is_mean = found is not None and all(
+            agree(len(g) * g, row, SUMS) for g, row in zip(found, rows, strict=True)
+        )
+        return rows
+
+
+def _run_of_layers(known: _Compared, problem: Problem, space: Space) -> ModelRun:
+    """The run of a model, whose layers have been compared with autograd."""
+    if known.order is not None:
+        run = ModelRun.of(problem, space, _OPTIONS, known.order)
+        if not run.has_new_layers():
+            return with_selected_rows(run, True)
+    run = checked_run(ModelRun.of(problem, space, _OPTIONS), True)
+    known.order = run.order_of_all(None)
+    return run
 
 
 def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:

@@ -28,8 +28,8 @@ from hoglib._core.torch_api.torch_modes import value_checks_on
 
 # (start, stop) -> the vectors in between, [stop - start, *shape]
 Chunk = Callable[[int, int], Vector]
-# Bytes of intermediate values that vectors side by side may take. On a CPU more leave its cache: a row of
-# the Hessian of an MLP of 128, batch 1,024 (5 MiB), takes 3.9 ms alone, 4.0 among 16, 7.6 among 128.
+# Bytes of intermediate values that vectors side by side may take. On a CPU more leave its cache: a row
+# of the Hessian of an MLP of 128, batch 1,024 (5 MiB), takes 3.9 ms alone, 4.0 among 16, 7.6 among 128.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**25, 2**30
 ALONE = 2**21  # what a vector takes alone from which a CPU gains nothing
 
