@@ -397,3 +397,15 @@ ERRORS = {
 
 
 test_errors = refused(ERRORS)
+
+
+@rows("count", [8, 1000])
+def test_two_directions_without_a_graph_are_nested_at_any_size(count, log):
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    func = lambda x: net(x)[:, 0]  # noqa: E731
+    x = torch.randn(count, 2).double()
+    for create_graph in (False, True):
+        log.clear()
+        found = hog.laplacian(func, x, create_graph=create_graph)
+        assert ("Taylor" in log.text) == (create_graph and count > 512)
+        assert_close(found, hog.laplacian(func, x, mode="nested", create_graph=create_graph))

@@ -228,7 +228,7 @@ def per_example_gradient_norms(loss: object, params: Tree, batch: object) -> Ten
     that layer alone, which are held for some examples at a time. For any other use of a parameter,
     and losses that are no `hoglib.functional_loss`, they are those of `hoglib.per_example_gradients`,
     some examples at a time; ``logging.getLogger("hoglib")`` tells why, at level DEBUG.
-    What layers say is compared with autograd at the first call of a loss at these shapes, the second, the
+    Layers are compared with autograd at the first call of a loss at these shapes, the second, the
     fourth, and so on.
 
     Args:

@@ -32,7 +32,7 @@ from hoglib._core.substrate.autograd import (
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.torch_api import torch_forward_mode, torch_internals
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
-from hoglib._core.torch_api.torch_modes import value_checks_on
+from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
 from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import ArgumentValueError, NoSecondDerivative
 
@@ -55,20 +55,27 @@ def by_reverse(
     directions: the probes and their weights, for many points or for one. keep: the results can be
     differentiated, if something requires a gradient; always: even if nothing does.
     """
-    (own,) = fresh_leaves([x], keep)
-    value = func(own)
-    graph = graph_summary(value)
-    check_custom_functions(graph, CALLER)
-    keep = keep and (always or x.requires_grad or any(y is not own for y in graph.leaves.values()))
-    points, outputs, probes = _sizes(x, value, directions)
-    y = value.reshape(points, outputs)
-    # all at once takes twice the passes where no graph is kept, which pays from four outputs on
-    together = outputs > (1 if keep else 3) and y.dtype == x.dtype and not torch_internals.tracing()
-    result = _of_all_outputs(y, own, probes, keep) if together else None
-    if result is None:
-        found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
-        result = torch.stack(found, 1) if found else torch.zeros_like(y)
-    result = result.reshape(value.shape)
+    # the stand-ins are on while func runs, and a backward that needs them: each torch call takes a
+    # microsecond longer where they are
+    with without_stand_ins() as suspended:
+        (own,) = fresh_leaves([x], keep)
+        with suspended.resumed():
+            value = func(own)
+        graph = graph_summary(value)
+        check_custom_functions(graph, CALLER)
+        others = (y is not own for y in graph.leaves.values())
+        keep = keep and (always or x.requires_grad or any(others))
+        with suspended.resumed() if graph.needs_stand_ins else nullcontext():
+            points, outputs, probes = _sizes(x, value, directions)
+            y = value.reshape(points, outputs)
+            # all at once takes twice the passes where no graph is kept: pays from four outputs on
+            together = outputs > (1 if keep else 3) and y.dtype == x.dtype
+            together = together and not torch_internals.tracing()
+            result = _of_all_outputs(y, own, probes, keep) if together else None
+            if result is None:
+                found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
+                result = torch.stack(found, 1) if found else torch.zeros_like(y)
+            result = result.reshape(value.shape)
     warn_if_not_finite(CALLER, value, [result], lambda z: func(z).sum(), [x], preserve_random_state)
     if not keep:
         return value.detach().clone(), result.detach()
