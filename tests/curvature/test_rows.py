@@ -225,6 +225,13 @@ def test_matrices_of_a_model_by_blocks_of_vectors(passes):
         assert_close(A.to_dense(chunk_size=7), one_by_one)
         assert_close(A @ torch.eye(P).double()[:, 5:16], one_by_one[:, 5:16])
         assert -1 not in passes, kind
+    J, outputs = hog.JacobianOperator(model, params, X[0]), 3 * 5
+    one_by_one = torch.stack([J @ e for e in torch.eye(P).double()], 1)
+    passes.clear()
+    assert_close(J @ torch.eye(P).double(), one_by_one)
+    assert_close(J.T @ torch.eye(outputs).double(), one_by_one.T)
+    assert_close(J.to_dense(chunk_size=5), one_by_one)
+    assert -1 not in passes
     G = hog.curvature.ggn(loss, params, batches[0], chunk_size=5)
     expected = hog.GGNOperator(loss, params, batches[:1]).to_dense()
     flat = torch.cat(

@@ -1,7 +1,7 @@
 """The Jacobian of a model's outputs over data, by its parameters, as a linear operator."""
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -19,6 +19,7 @@ from hoglib.curvature.batches.data import Processes, in_fixed_order
 from hoglib.curvature.maps.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
 from hoglib.curvature.maps.jacobian_product import OPERATOR as NAME
 from hoglib.curvature.maps.jacobian_product import TransposedJacobian, detached, with_graph
+from hoglib.curvature.maps.rows import Chunk, Rows
 from hoglib.curvature.sums.dataset_sum import DatasetSum, split_options
 from hoglib.curvature.sums.term import Term
 from hoglib.errors import ArgumentValueError
@@ -132,16 +133,15 @@ class JacobianOperator(RectangularOperator):
             kept = point if keep else None
             # outputs of one batch follow those of another, so that batches need an order
             stop = start + sum(point.sizes)
+            split = point.split if transposed else self.space.split_rows
+            own = rows[:, start:stop] if transposed else rows
             with grad_enabled(), reapply(point.patches):
-                for j, (row, product) in enumerate(zip(rows, total, strict=True), start=1):
-                    keep_graph = keep or j < len(rows)
-                    if transposed:
-                        parts = point.vjp(row[start:stop], keep_graph)
-                        self.space.add(product, parts, 1.0, first=start == 0)
-                    else:
-                        vector = self.space.split(row.contiguous())
-                        product[start:stop] = point.jvp(vector, keep_graph)
-                    term.advance()
+                products = point.products(lambda i, j: split(own[i:j]), len(rows), transposed, keep)
+            if transposed:
+                self.space.add_rows_of(total, products, 1.0, first=start == 0)
+            else:
+                total[:, start:stop] = torch.cat([y.flatten(1) for y in products], 1)
+            term.advance(len(rows))
             start = stop
             return point.value
 
@@ -202,15 +202,28 @@ class _Point:
         """Of the graph, while it is kept."""
         return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._outputs))
 
-    def jvp(self, vector: Vector, keep_graph: bool) -> Tensor:
-        """J v, flat."""
-        tangents: Vector = self.jacobian.jvp(vector, keep_graph, False)
-        if not self.jacobian.agrees(self._composite.loss, vector, tangents):
-            raise detached(NAME)
-        return torch.cat([t.flatten() for t in tangents])
+    def split(self, rows: Tensor) -> Vector:
+        """Rows [k, M] as vectors like the outputs."""
+        parts = zip(rows.split(self.sizes, 1), self._outputs, strict=True)
+        return [part.reshape(len(rows), *y.shape).to(y.dtype) for part, y in parts]
 
-    def vjp(self, u: Tensor, keep_graph: bool) -> Vector:
-        """J^T u, of a flat u."""
-        parts = zip(u.split(self.sizes), self._outputs, strict=True)
-        us = [part.reshape(y.shape).to(y.dtype) for part, y in parts]
-        return transposed_product(self._outputs, self._p, us, self._composite.policy, keep_graph)
+    def products(self, chunk: Chunk, count: int, transposed: bool, keep: bool) -> Vector:
+        """J v of `count` vectors, or J^T u."""
+        if count == 1:
+            found = self._product([x[0].contiguous() for x in chunk(0, 1)], transposed, keep)
+            return [x.unsqueeze(0) for x in found]
+        product = partial(self._product, transposed=transposed, keep=True)
+        unchecked = partial(product, checked=False)
+        return Rows(
+            self._composite.problem, (NAME, transposed), unchecked, self.held_bytes, product
+        ).map(chunk, count)
+
+    def _product(
+        self, vector: Vector, transposed: bool, keep: bool, checked: bool = True
+    ) -> Vector:
+        if transposed:
+            return transposed_product(self._outputs, self._p, vector, self._composite.policy, keep)
+        tangents: Vector = self.jacobian.jvp(vector, keep, False)
+        if checked and not self.jacobian.agrees(self._composite.loss, vector, tangents):
+            raise detached(NAME)
+        return tangents
