@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from hoglib import errors
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.torch_api import pytree, torch_internals
-from hoglib._core.torch_api.torch_modes import without_stand_ins
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -270,7 +269,9 @@ def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]
             f"{what}: expected at least one tensor, got none; a model whose parameters are all "
             "frozen has nothing to differentiate: call requires_grad_(True) on what should learn."
         )
-    if not all(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves):
+    for x in leaves:
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+            continue
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):  # names take time
             if not isinstance(leaf, Tensor):
                 advice = (
@@ -372,21 +373,24 @@ def vectors(
 
 def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
     """Whether they are tensors of the shapes, with columns, the dtypes and the devices of others."""
-    return all(
-        isinstance(leaf, Tensor)
-        and leaf.shape == ((*like.shape, *columns) if columns else like.shape)
-        and leaf.dtype is like.dtype
-        and leaf.device == like.device
-        for leaf, like in zip(leaves, expected, strict=True)
-    )
+    for leaf, like in zip(leaves, expected, strict=True):
+        if not (
+            isinstance(leaf, Tensor)
+            and leaf.shape == ((*like.shape, *columns) if columns else like.shape)
+            and leaf.dtype is like.dtype
+            and leaf.device == like.device
+        ):
+            return False
+    return True
 
 
 def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
+    if isinstance(value, Tensor):
+        with torch_internals.without_functions_seen():  # modes would see each of these questions
+            if value.dim() == 0 and value.is_floating_point():
+                return value
     tensor(what, value, "return that tensor alone, with its graph, without `.item()`")
-    with without_stand_ins():  # which see each of these questions
-        if value.dim() == 0 and value.is_floating_point():
-            return value
     if value.dim() != 0:
         how = "reduce it, for instance with `.mean()`"
         if value.numel() == 1:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from types import NoneType
 from typing import Any, NamedTuple, TypeVar, final
 
 import torch
@@ -31,6 +32,7 @@ from hoglib._core.torch_api.torch_internals import (
     made_by,
     record_backward_origins,
     transforms_active,
+    without_functions_seen,
 )
 from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
 from hoglib._core.torch_api.torch_private import private
@@ -76,10 +78,13 @@ def gradient_with_graph(
             check_uses_given_params(graph, leaves, what)
         parts: list[Tensor | None] = [None]
         if value.requires_grad:
-            stand_ins = suspended.resumed() if graph.needs_stand_ins else nullcontext()
-            with stand_ins, translate_errors(what):
-                parts = gradients([value], p, create_graph=True)
-    if all(part is None for part in parts):
+            try:
+                with suspended.resumed() if graph.needs_stand_ins else nullcontext():
+                    parts = gradients([value], p, create_graph=True)
+            except Exception as error:
+                translate_errors(what).explain(error)
+                raise
+    if {*map(type, parts)} <= {NoneType}:
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
             "Look for .detach(), .item(), .data or torch.no_grad() in func, and for a func that uses "
@@ -90,8 +95,8 @@ def gradient_with_graph(
 
 def check_uses_given_params(graph: GraphSummary, leaves: Vector, what: str) -> None:
     """Refuses a value computed from the leaves themselves besides the copies that func was given."""
-    direct = graph.reached(leaves)
-    if direct:
+    if not graph.leaves.keys().isdisjoint(map(id, leaves)):
+        direct = graph.reached(leaves)
         shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
         raise NoSecondDerivative(
             f"{what}: expected a func that uses the params it is given, got one that also uses the "
@@ -115,14 +120,19 @@ def vjp(
     Outputs that are None or have no graph are constants. graph: of the value whose gradient the outputs
     are; an error names its custom Functions.
     """
-    both = zip(outputs, cotangents, strict=True)
-    pairs = [(y, at_even(u)) for y, u in both if y is not None and y.requires_grad]
-    if not pairs:
+    values, weights = [], []
+    for y, u in zip(outputs, cotangents, strict=True):
+        if y is not None and y.requires_grad:
+            values.append(y)
+            weights.append(at_even(u) if u.shape[-1:] == (2,) else u)
+    if not values:
         return [None] * len(inputs)
-    with translate_errors(what, graph):
-        values, weights = zip(*pairs, strict=True)
-        keep = retain_graph or create_graph
+    keep = retain_graph or create_graph
+    try:
         return gradients(values, inputs, weights, retain_graph=keep, create_graph=create_graph)
+    except Exception as error:
+        translate_errors(what, graph).explain(error)
+        raise
 
 
 def at_even(u: Tensor) -> Tensor:
@@ -141,8 +151,12 @@ def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
 
 def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
     """Gradients with zeros for None: what does not depend on a leaf has a derivative of zero."""
-    pairs = zip(parts, like, strict=True)
-    return [torch.zeros_like(x) if part is None else dense(part) for part, x in pairs]
+    found: Vector = []
+    for part, x in zip(parts, like, strict=True):
+        # as `dense`, without a call for each
+        whole = part is None or part.layout is torch.strided
+        found.append(torch.zeros_like(x) if part is None else part if whole else part.to_dense())
+    return found
 
 
 def dense(part: Tensor) -> Tensor:
@@ -229,7 +243,7 @@ def _no_grad_instead() -> Iterator[None]:
 def clone_inference_tensors(tree: T) -> T:
     """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
     leaves, structure = pytree.flatten(tree)
-    with without_stand_ins():  # which see each of these questions
+    with without_functions_seen():  # modes would see each of these questions
         found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
     if not found:
         return tree
@@ -366,20 +380,22 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     """
     if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
-    with without_stand_ins():
+    with without_functions_seen():
         if value.is_cpu:
-            # the sum of finite numbers may overflow; half the time of a norm
-            finite = all(cmath.isfinite(x.detach().sum().item()) for x in parts) or _finite(parts)
-            return not finite and _finite([value])
+            total = 0.0
+            for x in parts:
+                total += x.detach().sum().item()  # half the time of a norm
+            # the sum of finite numbers may overflow
+            return not (cmath.isfinite(total) or _finite(parts)) and _finite([value])
         parts = [x.detach() for x in parts]
         # one launch for all of them
         norms = _foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
-        total = value.detach().sum() if value.dim() else value.detach()
-        numbers = torch.stack([total, *(x.to(value.device) for x in norms)])
+        of_value = value.detach().sum() if value.dim() else value.detach()
+        numbers = torch.stack([of_value, *(x.to(value.device) for x in norms)])
         found = read_late((caller, *(x.shape for x in parts)), numbers)
         # no numbers have arrived yet: nothing is said
-        of_value, *of_parts = [True] if found is None else found.isfinite().tolist()
-        return of_value and not all(of_parts)
+        finite, *of_parts = [True] if found is None else found.isfinite().tolist()
+        return finite and not all(of_parts)
 
 
 def warn_if_not_finite(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 
 from hoglib._core.runtime.ambient import AMBIENT
 from hoglib._core.torch_api import torch_internals
@@ -54,7 +55,7 @@ class GraphSummary(NamedTuple):
     @property
     def user_functions(self) -> list[FunctionNode]:
         """The nodes of custom Functions that are neither torch's nor hoglib's."""
-        return [entry for entry in self.functions if entry.by_user]
+        return [entry for entry in self.functions if entry.by_user] if self.functions else []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -74,7 +75,8 @@ class GraphSummary(NamedTuple):
     @property
     def needs_stand_ins(self) -> bool:
         """Whether a backward runs Python that may call a torch function which has a stand-in."""
-        return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
+        found = self.functions
+        return bool(found) and any(getattr(x.function, "runs_user_code", True) for x in found)
 
     def backward_modes(self) -> AbstractContextManager[object]:
         """The context of a backward: without the stand-ins, unless it needs them. Each torch call,
@@ -94,40 +96,42 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
             leaf = _leaf_of(node)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
-        elif torch_internals.is_custom(node):
+        elif isinstance(node, BackwardCFunction):
             functions.append(FunctionNode(node, torch_internals.custom_function(node)))
-        elif name := torch_internals.cpp_function(node):
+        # asked here too: a call for each node takes longer than the walk
+        elif type(node).__name__ == "CppFunction" and (name := torch_internals.cpp_function(node)):
             cpp_functions.add(name)
     if cpp_functions and (examiner := AMBIENT.examination.examiner) is not None:
         examiner.note_cpp(cpp_functions)
     return GraphSummary(leaves, functions, cpp_functions)
 
 
-def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[tuple[Any, Parents]]:
+def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> list[tuple[Any, Parents]]:
     """Each node in the graphs of the tensors among the outputs, with its parents.
 
     The nodes that `since` were computed by are not visited, nor is anything that is reached through
     them alone.
     """
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
-    seen: set[Any] = {None, *[x.grad_fn for x in since]}
+    seen: set[Any] = {None, *[x.grad_fn for x in since]} if since else {None}
+    found = []
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         parents = node.next_functions
-        yield node, parents
+        found.append((node, parents))
         for parent, _ in parents:
             if parent not in seen:
                 pending.append(parent)
+    return found
 
 
-def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> Iterator[Tensor]:
-    """The leaves of graphs one by one, for those who need not see all of a large graph."""
-    for node, parents in walk(outputs, since):
-        if not parents and (leaf := _leaf_of(node)) is not None:
-            yield leaf
+def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The leaves of graphs."""
+    ends = [_leaf_of(node) for node, parents in walk(outputs, since) if not parents]
+    return [leaf for leaf in ends if leaf is not None]
 
 
 def _leaf_of(node: object) -> Any:
@@ -143,9 +147,8 @@ def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
 
 
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Whether a value was computed from one of these leaf tensors; ends at the first."""
-    wanted = {id(leaf) for leaf in leaves}
-    return any(id(leaf) in wanted for leaf in leaf_tensors([value]))
+    """Whether a value was computed from one of these leaf tensors."""
+    return not {*map(id, leaves)}.isdisjoint(map(id, leaf_tensors([value])))
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from math import prod
 from typing import Any, NamedTuple, final
 
@@ -47,6 +47,12 @@ def is_sharded(value: object) -> bool:
     return library is not None and isinstance(value, library.DTensor)
 
 
+def any_sharded(values: Iterable[object]) -> bool:
+    """Whether one of them is a DTensor."""
+    library: Any = sys.modules.get("torch.distributed.tensor")
+    return library is not None and any(map(isinstance, values, repeat(library.DTensor)))
+
+
 def full_tensor(value: Any) -> Any:
     """A DTensor as the whole tensor, without a graph; anything else as it is."""
     if not is_sharded(value):
@@ -59,7 +65,7 @@ def refuse_sharded(
     caller: str, tensors: Iterable[Any], what: str = "params", instead: str = INSTEAD
 ) -> None:
     """Raise for DTensors, in functions that need whole tensors."""
-    if any(map(is_sharded, tensors)):
+    if any_sharded(tensors):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
             "(FSDP2) and parallelize_module make. `hoglib.hvp`, `ggn_vp`, `fisher_vp`, `influence` and "
@@ -230,11 +236,11 @@ WHOLE = Whole()
 
 def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
     """How tensors are spread over processes, with equal weights."""
-    found: list[Any] = [t for t in tensors if is_sharded(t)]
-    if not found:
+    if not any_sharded(tensors):
         return WHOLE
     from torch.distributed.tensor import Replicate
 
+    found: list[Any] = [t for t in tensors if is_sharded(t)]
     mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
     everywhere = tuple(Replicate() for _ in mesh.shape)
     layouts = tuple(

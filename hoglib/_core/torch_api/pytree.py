@@ -5,6 +5,7 @@ whose leaves are tensors. A structure goes in, the same structure comes out. Con
 are left to the pytrees of torch.func.
 """
 
+import builtins
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,11 +40,13 @@ def unflatten(leaves: Sequence[Any], structure: object) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    return flatten(tree)[0]
+    found: list[Any] = []
+    _flatten(tree, found)
+    return found
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -66,7 +69,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 def paths(tree: Tree) -> list[str]:
     """A readable name of each leaf, in the order of `leaves`: `layer1.weight`, `[0].x`, or `` ."""
     found = _tree_flatten_with_path(tree)[0]
-    return ["".join(map(_path_step, path)).removeprefix(".") for path, _ in found]
+    return ["".join(builtins.map(_path_step, path)).removeprefix(".") for path, _ in found]
 
 
 def add(a: Tree, b: Tree, *, alpha: float = 1.0) -> Tree:
@@ -110,18 +113,19 @@ def _flatten(tree: Tree, found: list[Any]) -> Any:
     if kind in _PLAIN:
         found.append(tree)
         return None
+    parts, keys = tree, None
     if kind is dict:
-        if {type(leaf) for leaf in tree.values()} <= _PLAIN:
-            found += tree.values()
-            return dict, tuple(tree), (None,) * len(tree)
-        return dict, tuple(tree), tuple([_flatten(part, found) for part in tree.values()])
-    if kind is tuple or kind is list:
-        return kind, None, tuple([_flatten(part, found) for part in tree])
-    if _is_named(kind):
-        return kind, kind, tuple([_flatten(part, found) for part in tree])
-    parts, structure = _tree_flatten(tree)
-    found += parts
-    return None if len(parts) == 1 and parts[0] is tree else structure
+        parts, keys = tree.values(), tuple(tree)
+    elif kind is not tuple and kind is not list:
+        if not _is_named(kind):
+            leaves, structure = _tree_flatten(tree)
+            found += leaves
+            return None if len(leaves) == 1 and leaves[0] is tree else structure
+        keys = kind
+    if _PLAIN.issuperset(builtins.map(type, parts)):
+        found += parts
+        return kind, keys, (None,) * len(parts)
+    return kind, keys, tuple([_flatten(part, found) for part in parts])
 
 
 def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:

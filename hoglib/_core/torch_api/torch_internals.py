@@ -34,7 +34,9 @@ reparametrize_module = private("torch.nn.utils.stateless._reparametrize_module")
 _parametrize = holder("torch.nn.utils.parametrize._cache")
 _levels = holder("torch.autograd.forward_ad._current_level")
 _interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
-_are_transforms_active = private(
+# Whether the caller runs inside a `torch.func` transform. Bound without a function around it: each
+# entry point asks several times.
+transforms_active: Callable[[], bool] = private(
     "torch._C._are_functorch_transforms_active", lambda: _interpreter_stack() is not None
 )
 _is_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor")
@@ -52,13 +54,8 @@ def exchange_parametrized(tensors: dict[Any, Any]) -> dict[Any, Any]:
     return before
 
 
-def transforms_active() -> bool:
-    """Whether the caller runs inside a `torch.func` transform."""
-    return bool(_are_transforms_active())
-
-
 def constant_transforms_active() -> bool:
-    """The same, which Dynamo asks while it traces. It is marked as by
+    """`transforms_active()`, which Dynamo asks while it traces. It is marked as by
     `torch.compiler.assume_constant_result`, which would import Dynamo."""
     return transforms_active()
 
@@ -287,7 +284,7 @@ def gradients(
 
     unhandled: no mode handles the call, so that modes see what backward calls.
     """
-    weights = [torch.ones_like(y) for y in outputs] if weights is None else weights
+    weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     keep = create_graph if retain_graph is None else retain_graph
     handled = not unhandled and overrides.has_torch_function((*outputs, *inputs))
     if torch.compiler.is_compiling() or handled or _run_backward is None:

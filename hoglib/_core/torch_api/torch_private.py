@@ -255,7 +255,7 @@ _ROWS = (
     R("torch._C._is_any_autocast_enabled", "autocast", ALL, _is_off),
     R("torch._C._autocast_supported_devices", "the devices of autocast", ALL, lambda f: "cpu" in f()),
     R("torch._C._DisableAutocast", "runs without autocast", COMPILE),
-    R("torch._C.DisableTorchFunction", "runs without modes", COMPILE),
+    R("torch._C.DisableTorchFunction", "runs without modes", ALL),
     R("torch._C._ForceDispatchKeyGuard", "records beneath a mode", TAYLOR),
     R("torch._C._dispatch_tls_local_include_set", "the dispatch keys of the thread", TAYLOR),
     R("torch._C._dispatch_tls_local_exclude_set", "the dispatch keys of the thread", TAYLOR),
