@@ -413,7 +413,7 @@ class FunctionalLoss:
         args, keywords = self._arguments(batch)
         try:
             # what torch.compile made has no second derivative
-            with torch_internals.eagerly(self._compiled):
+            with torch_internals.eagerly() if self._compiled else nullcontext():
                 if self._forward is not None:
                     outputs = self._forward(self.model, batch)
                 else:

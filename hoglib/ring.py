@@ -43,7 +43,7 @@ from hoglib._core.runtime.ambient import AMBIENT, Examiner
 from hoglib._core.runtime.source_location import warn_once
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.placement import WHOLE, Placement
-from hoglib._core.torch_api.torch_internals import after_backward, eagerly
+from hoglib._core.torch_api.torch_internals import after_backward, eagerly, has_dynamo
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib._core.torch_api.torch_version import NEWEST, TORCH_VERSION
 from hoglib.capture.api import Compiled
@@ -100,7 +100,7 @@ class ring:  # noqa: N801 a context manager
         if IS_NEW_TORCH:
             warn_once(NEW_TORCH)
         self._caller = policy.caller
-        self.captures = around_graph and is_captured(policy)
+        self.captures = around_graph and bool(policy.backend) and is_captured(policy)
         self._examiner: Examiner | None = None
         self._entered: list[AbstractContextManager[Any]] = []
         self._recomputes = policy.remat is not False
@@ -116,7 +116,9 @@ class ring:  # noqa: N801 a context manager
             contexts.append(examined_functions(policy.caller, first_order=first_order))
         # compiled code has no second derivative, and one with a custom Function a wrong one; what a
         # backward runs again (checkpoints, solvers) has to find the parameters of this run
-        contexts += (eagerly(), gradients(), keep_swapped())
+        if has_dynamo():
+            contexts.append(eagerly())
+        contexts += (gradients(), keep_swapped())
         if buffers:
             # a training step updates running statistics, a penalty does not
             contexts.append(restored := restore_buffers())

@@ -95,6 +95,8 @@ class Policy(NamedTuple):
 
         functions: whether `compile` may be a function, which compiles a graph.
         """
+        if not options:
+            return cls(caller, create_graph, strict=strict)
         check_option_names(caller, options, names)
         chosen: Any = options.get("compile", False)
         if not (functions and callable(chosen)):
@@ -111,12 +113,12 @@ class Policy(NamedTuple):
     @property
     def one_graph(self) -> bool:
         """Whether the computation is captured as a whole."""
-        return self.compiles and self.remat is False
+        return bool(self.backend) and self.remat is False
 
     @property
     def compiles_blocks(self) -> bool:
         """Whether the blocks that are recomputed are compiled, which have backward passes only."""
-        return self.compiles and self.remat is not False
+        return bool(self.backend) and self.remat is not False
 
     def check_blocks(self, func: Callable[..., Any]) -> None:
         """Raise where a function has no blocks of the kind that are to be recomputed."""

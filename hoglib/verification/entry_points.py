@@ -148,8 +148,8 @@ class examined_functions:  # noqa: N801 a context manager
         self._functions: AppliedFunctions | None = None
 
     def __enter__(self) -> "AppliedFunctions | None":
-        self._action = on_wrong()
         outside = AMBIENT.examination
+        self._action = outside.on_wrong or "warn"
         if self._action == "ignore" or outside.by_entry_point or not value_checks_on():
             return None
         if _LACKING:

@@ -9,6 +9,7 @@ keeps the module on ctx) would then find those, and silently differentiate at th
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import call
 from typing import Any, NamedTuple, final
 from weakref import finalize, ref
 
@@ -85,7 +86,7 @@ class swap_parameters:  # noqa: N801 a context manager
 
     def __enter__(self) -> None:
         model, patch = self._given[0], AMBIENT.kept_swapped
-        if patch is None or patch.is_over or patch.in_use(model):
+        if patch is None or patch.is_over or (patch.running and patch.in_use(model)):
             patch = ModulePatch()
             self._end: Callable[[], object] = patch.restore
         else:  # which keeps the parameters
@@ -156,7 +157,8 @@ class _Slots(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the parameters that are given
-    modules: list[tuple["ref[nn.Module]", Any]]  # each with its `_structure_of`
+    modules: list["ref[nn.Module]"]
+    seen: list[Any]  # the `_structure_of` them
     own: list[Any]  # the names and ids of the parameters of each module, which may share them
     slots: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
 
@@ -167,37 +169,44 @@ class _Slots(NamedTuple):
         """
         if names != self.names:
             return None
-        stores: list[dict[str, Any]] = []
-        own: list[Any] = []
-        for reference, seen in self.modules:
-            module = reference()
-            if module is None or _structure_of(module) != seen:
-                return None
-            store: Any = module._parameters
-            stores.append(store)
-            own += store.keys()
-            own += map(id, store.values())
-        if not swapped and own != self.own:
+        modules: list[Any] = [*map(call, self.modules)]  # None for one that was deleted
+        if _structure_of(modules) != self.seen or not (swapped or _own_of(modules) == self.own):
             return None
-        return [(stores[i], own_name, name) for i, own_name, name in self.slots]
+        return [(modules[i]._parameters, own_name, name) for i, own_name, name in self.slots]
 
 
 _HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
 
 
-def _structure_of(module: nn.Module) -> Any:
-    """The class of a module (fully_shard gives it another one) and the names and ids of its parts; None
-    where a swap has more to replace than parameters, or hooks run, which may share them."""
-    if (
-        isinstance(module, _HAVE_MORE)
-        or (module._buffers and any(buffer is not None for buffer in module._buffers.values()))
-        or module._forward_pre_hooks
-        or module._forward_hooks
-        or vars(module).get("max_norm") is not None
-        or (isinstance(module, NORMS) and module.track_running_stats)
-    ):
-        return None
-    return type(module), [(name, id(part)) for name, part in module._modules.items()]
+def _structure_of(modules: Sequence[Any]) -> list[Any] | None:
+    """The class of each module (fully_shard gives it another one) and the names and ids of its parts;
+    None where a swap has more to replace than parameters, or hooks run, which may share them."""
+    found: list[Any] = []
+    for module in modules:
+        if (
+            module is None
+            or isinstance(module, _HAVE_MORE)
+            or (module._buffers and any(buffer is not None for buffer in module._buffers.values()))
+            or module._forward_pre_hooks
+            or module._forward_hooks
+            or vars(module).get("max_norm") is not None
+            or (isinstance(module, NORMS) and module.track_running_stats)
+        ):
+            return None
+        parts = module._modules
+        found.append(type(module))
+        found += parts.keys()
+        found += map(id, parts.values())
+    return found
+
+
+def _own_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """The names and ids of the parameters of each module."""
+    found: list[Any] = []
+    for module in modules:
+        found += module._parameters.keys()
+        found += map(id, module._parameters.values())
+    return found
 
 
 _Slot = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
@@ -220,10 +229,7 @@ class ModulePatch:
         """Replaces a parameter, a buffer or an attribute of a module."""
         for store in (module._parameters, module._buffers, vars(module)):
             if name in store:
-                if (id(store), name) not in self._originals:
-                    with _CLAIMING:
-                        _claim_key((id(store), name), module, name)
-                    self._originals[id(store), name] = store, store[name]
+                self._claim(module, [(store, name, name)])
                 store[name] = value
                 return
         raise AttributeError(f"{type(module).__name__} has no {name}")
@@ -240,7 +246,9 @@ class ModulePatch:
         slots = None if known is None else known.if_unchanged(names, again)
         if known is not None and slots is not None:
             refuse_sharded(type(model).__name__, params.values())
-            self._put_parameters(model, slots, params)
+            self._claim(model, slots)
+            for store, own_name, name in slots:
+                store[own_name] = params[name]
             self._last = known
             return
         if again:
@@ -251,33 +259,41 @@ class ModulePatch:
                 finalize(model, _SLOTS.pop, id(model), None)
             _SLOTS[id(model)] = self._last = found
 
-    def _put_parameters(self, model: nn.Module, slots: list[_Slot], params: Params) -> None:
-        """Replaces parameters alone, all at once."""
+    def _claim(self, module: nn.Module, slots: Sequence[_Slot]) -> None:
+        """Notes the values of slots, which this thread replaces, unless another one has replaced them."""
+        this = logical_thread()
         with _CLAIMING:
             for store, own_name, name in slots:
                 key = id(store), own_name
-                if key not in self._originals:
-                    _claim_key(key, model, name)
-                    self._originals[key] = store, store[own_name]
-        for store, own_name, name in slots:
-            store[own_name] = params[name]
+                if key in self._originals:
+                    continue
+                owner, times = _CLAIMED.get(key, (this, 0))
+                if owner != this:
+                    raise UnsupportedError(
+                        f"{type(module).__name__}.{name}: expected one thread at a time to "
+                        "differentiate a model, got two; give each thread a copy.deepcopy of it."
+                    )
+                _CLAIMED[key] = this, times + 1
+                self._originals[key] = store, store[own_name]
 
     def restore(self, model: nn.Module | None = None) -> None:
         """Restores the values of one model, or all."""
         self._last = None
         if not self._originals:
             return
-        own = {
-            id(store)
-            for module in (() if model is None else model.modules())
-            for store in (module._parameters, module._buffers, vars(module))
-        }
+        own: set[int] = set()
+        for module in () if model is None else model.modules():
+            own |= {id(module._parameters), id(module._buffers), id(vars(module))}
         with _CLAIMING:
             for key, (store, value) in list(self._originals.items()):
                 if model is None or key[0] in own:
                     store[key[1]] = value
                     del self._originals[key]
-                    _release_key(key)
+                    owner, times = _CLAIMED[key]
+                    if times == 1:
+                        del _CLAIMED[key]
+                    else:
+                        _CLAIMED[key] = owner, times - 1
 
     def values(self) -> PatchState:
         """The values that modules have now in the place of their own."""
@@ -285,8 +301,6 @@ class ModulePatch:
 
     def in_use(self, model: nn.Module) -> bool:
         """Whether a module of this model is running with swapped parameters."""
-        if not self.running:
-            return False
         own = {id(module) for module in model.modules()}
         return any(id(module) in own for running in self.running for module in running.modules())
 
@@ -310,11 +324,11 @@ def _patch_model(
         replacements[own_id], names[own_id] = value, name
     given = list(replacements.items())
     slots: list[tuple[int, str, str]] = []
-    known: list[tuple[ref[nn.Module], Any]] = []
-    owned: list[Any] = []
+    every = [*model.modules()]
+    seen, owned = _structure_of(every), _own_of(every)  # before anything is replaced
     parameters_alone = len(names) == len(params)
     computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
-    for prefix, module in model.named_modules():  # each module once, under its first name
+    for k, (prefix, module) in enumerate(model.named_modules()):  # each once, by its first name
         if isinstance(module, DistributedDataParallel) and not _reaches_parameters(given):
             for name in ("require_backward_grad_sync", "require_forward_param_sync"):
                 patch.put(module, name, False)  # it would wait for gradients that never arrive
@@ -330,10 +344,6 @@ def _patch_model(
                 "derivatives. Use the module that was scripted, or mode='reverse-over-reverse'."
             )
         renormalized = getattr(module, "max_norm", None) is not None
-        seen = _structure_of(module)
-        parameters_alone = parameters_alone and seen is not None
-        known.append((ref(module), seen))
-        owned += [*module._parameters.keys(), *map(id, module._parameters.values())]
         for name, own in list(module._parameters.items()):
             if own is None:
                 continue
@@ -346,7 +356,7 @@ def _patch_model(
             if value is not own or renormalized:
                 patch.put(module, name, value.clone() if renormalized else value)
             if id(own) in names:
-                slots.append((len(known) - 1, name, names[id(own)]))
+                slots.append((k, name, names[id(own)]))
             elif value is not own:  # a DTensor
                 parameters_alone = False
         for name, buffer in list(module._buffers.items()):
@@ -361,9 +371,9 @@ def _patch_model(
                 if name in vars(module):
                     patch.put(module, name, vars(module)[name])
         norm_policy(patch, module)
-    if not parameters_alone or computed_in:
+    if not parameters_alone or computed_in or seen is None:
         return None
-    return _Slots(tuple(params), known, owned, slots)
+    return _Slots(tuple(params), [*map(ref, every)], seen, owned, slots)
 
 
 def _reaches_parameters(given: Sequence[tuple[int, Tensor]]) -> bool:
@@ -377,29 +387,9 @@ _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 
 
-def _claim_key(key: tuple[int, str], module: nn.Module, name: str) -> None:
-    """Notes that this thread replaces a value, unless another one has replaced it."""
-    this = logical_thread()
-    owner, times = _CLAIMED.get(key, (this, 0))
-    if owner != this:
-        raise UnsupportedError(
-            f"{type(module).__name__}.{name}: expected one thread at a time to differentiate a "
-            "model, got two; give each thread a copy.deepcopy of it."
-        )
-    _CLAIMED[key] = this, times + 1
-
-
 def is_swapped(module: nn.Module, name: str) -> bool:
     """Whether a parameter of a module is replaced now, in any thread."""
     return (id(module._parameters), name) in _CLAIMED
-
-
-def _release_key(key: tuple[int, str]) -> None:
-    owner, times = _CLAIMED[key]
-    if times == 1:
-        del _CLAIMED[key]
-    else:
-        _CLAIMED[key] = owner, times - 1
 
 
 @final

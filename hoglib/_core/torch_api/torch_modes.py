@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -22,9 +22,10 @@ class StandInMode(TorchFunctionMode):
     """
 
 
-def without_stand_ins() -> torch_internals.SuspendedMode:
-    """Inside, the stand-ins are off: an op of hoglib needs none for the torch calls it makes."""
-    return torch_internals.SuspendedMode(StandInMode)
+# Inside, the stand-ins are off: an op of hoglib needs none for the torch calls it makes.
+without_stand_ins: Callable[[], torch_internals.SuspendedMode] = partial(
+    torch_internals.SuspendedMode, StandInMode
+)
 
 
 class ActiveStandIns:

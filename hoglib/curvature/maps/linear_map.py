@@ -76,6 +76,8 @@ class CurvatureKind(ABC):
         """Raise where compile= names a backend for a kind that has no graph, or for a mode in which
         blocks are not compiled."""
         caller = policy.caller
+        if not (policy.create_graph or policy.backend):
+            return policy
         if policy.create_graph and self.mode == DIFFERENCES:
             raise ArgumentValueError(
                 f"{caller}(mode='{DIFFERENCES}'): expected create_graph=False, got True; differences "
@@ -147,6 +149,7 @@ def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> Li
 
 REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"
 HessianMode = Literal["auto", "reverse-over-reverse", "forward-over-reverse", "finite-differences"]
+HESSIAN_MODES = get_args(HessianMode)
 
 
 @final
@@ -157,7 +160,8 @@ class HessianKind(CurvatureKind):
     mode: str = "auto"
 
     def __post_init__(self) -> None:
-        validation.choice("mode", self.mode, get_args(HessianMode))
+        if self.mode not in HESSIAN_MODES:
+            validation.choice("mode", self.mode, HESSIAN_MODES)
 
     def linearize(self, problem: Problem, several: bool) -> LinearMap:
         policy = problem.policy

@@ -242,8 +242,9 @@ def _product(
         # whatever differentiates the product from outside needs its graph
         policy = policy._replace(create_graph=True)
     problem = Problem.of(policy, func, params, *args)
-    flat = pytree.leaves(params), problem.structure
-    vector, block = validation.vectors("v", v, params, flat=flat)
+    # of parameters that processes share the problem has the shards
+    leaves = pytree.leaves(params) if problem.placement.is_sharded else problem.leaves
+    vector, block = validation.vectors("v", v, params, flat=(leaves, problem.structure))
     if problem.placement.is_sharded:
         _refuse_sharded(policy, func)
     around = ring(policy, func, placement=problem.placement, around_graph=True)
