@@ -260,7 +260,7 @@ class ModulePatch:
             _SLOTS[id(model)] = self._last = found
 
     def _claim(self, module: nn.Module, slots: Sequence[_Slot]) -> None:
-        """Notes the values of slots, which this thread replaces, unless another one has replaced them."""
+        """Notes what this thread replaces; raises if another one has replaced it."""
         this = logical_thread()
         with _CLAIMING:
             for store, own_name, name in slots:

@@ -113,7 +113,8 @@ def _flatten(tree: Tree, found: list[Any]) -> Any:
     if kind in _PLAIN:
         found.append(tree)
         return None
-    parts, keys = tree, None
+    parts: Any = tree
+    keys: Any = None
     if kind is dict:
         parts, keys = tree.values(), tuple(tree)
     elif kind is not tuple and kind is not list:
