@@ -148,7 +148,7 @@ class ring:  # noqa: N801 a context manager
     def note_gradient(self, gradient: autograd.Gradient | None) -> None:
         """Tells the examination of a gradient that is differentiated: where a custom Function has cut
         its graph, a product of zero is wrong."""
-        if gradient is not None and self._examiner is not None:
+        if gradient is not None and gradient.graph.functions and self._examiner is not None:
             self._examiner.note_gradient(gradient)
 
     def __exit__(self, *raised: Any) -> None:

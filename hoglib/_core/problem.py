@@ -186,7 +186,7 @@ class Problem:
 
     def __call__(self, *leaves: Tensor) -> Tensor:
         """f at other leaves, the mean over the processes that share them."""
-        params = self.params(leaves)
+        params = pytree.unflatten(self.placement.gather(leaves), self.structure)
         return self.placement.mean_of(
             lambda: validation.scalar(self.call, self.loss(params, *self.args))
         )

@@ -1,7 +1,7 @@
 """A bar that shows how far long work is."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 from hoglib._core.messages import validation
@@ -17,12 +17,13 @@ class ProgressBar:
         self._open: Any = None
         self._done = 0.0
 
-    @contextmanager
-    def over(self, work: str, total: int | None = None) -> Iterator[None]:
+    def over(self, work: str, total: int | None = None) -> AbstractContextManager[None]:
         """Show the bar while the work lasts, unless it is shown already."""
-        if not self._enabled or self._open is not None:
-            yield
-            return
+        shown = self._enabled and self._open is None
+        return self._shown(work, total) if shown else nullcontext()
+
+    @contextmanager
+    def _shown(self, work: str, total: int | None) -> Iterator[None]:
         self._done = 0.0
         install = "`pip install tqdm`, or leave progress at False"
         tqdm = validation.package("tqdm.auto", "progress=True", install).tqdm

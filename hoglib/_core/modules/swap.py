@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hoglib._core.modules.module_kinds import NORMS
 from hoglib._core.runtime.ambient import AMBIENT, Items, logical_thread, replaced
-from hoglib._core.substrate.placement import full_tensor, refuse_sharded
+from hoglib._core.substrate.placement import any_sharded, full_tensor, refuse_sharded
 from hoglib._core.torch_api.pytree import in_dtype
 from hoglib._core.torch_api.torch_internals import (
     exchange_parametrized,
@@ -172,7 +172,10 @@ class _Slots(NamedTuple):
         modules: list[Any] = [*map(call, self.modules)]  # None for one that was deleted
         if _structure_of(modules) != self.seen or not (swapped or _own_of(modules) == self.own):
             return None
-        return [(modules[i]._parameters, own_name, name) for i, own_name, name in self.slots]
+        slots = []
+        for i, own_name, name in self.slots:
+            slots.append((modules[i]._parameters, own_name, name))
+        return slots
 
 
 _HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
@@ -241,11 +244,12 @@ class ModulePatch:
         plain, names = dtype is None and norm_policy is train_mode_batch_statistics, tuple(params)
         known = _SLOTS.get(id(model)) if plain else None
         again = known is not None and self._last is known
-        if not again:
+        if not again and (self._originals or self._last is not None):
             self.restore(model)
         slots = None if known is None else known.if_unchanged(names, again)
         if known is not None and slots is not None:
-            refuse_sharded(type(model).__name__, params.values())
+            if any_sharded(params.values()):
+                refuse_sharded(type(model).__name__, params.values())
             self._claim(model, slots)
             for store, own_name, name in slots:
                 store[own_name] = params[name]

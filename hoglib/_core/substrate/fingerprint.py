@@ -48,27 +48,38 @@ class StateFingerprint:
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
         self.roots = [x for x in reached if isinstance(x, nn.Module)]
 
-    @users_autocast()  # it is part of the state, whether an algorithm has it off or not
     def now(self, values: bool = True) -> list[Any]:
-        """Autocast, attributes of modules, pointers and versions; with values, also sums and norms of
-        all tensors."""
-        tensors = [*self._leaves(), *(t for _, t in tensors_in("", self._data())), *self._tensors]
-        parts = [part for root in self.roots for part in root.modules()]
-        settings: list[Any] = []
-        for module in parts:
-            tensors += [t for t in module._parameters.values() if t is not None]
-            tensors += [t for t in module._buffers.values() if t is not None]
-            settings.append(id(module))
-            settings += [(k, v) for k, v in vars(module).items() if type(v) in _SETTINGS]
-        # tied weights and shared buffers once
-        tensors = [_local_part(t) for t in {id(t): t for t in tensors}.values()]
-        kinds = sorted({t.device.type for t in tensors} - {"meta"})
-        autocast = [torch.is_autocast_enabled(kind) for kind in kinds]
-        # inference tensors count no versions
-        versions = [t._version for t in tensors if not t.is_inference()]
-        pointers = [t.data_ptr() for t in tensors]
-        numbers = [sums_and_norms(tensors)] if values else []
-        return [*settings, *autocast, *pointers, *versions, *numbers]
+        """Autocast, attributes of modules, pointers and versions; with values, at the end, also sums
+        and norms of all tensors."""
+        found: list[Any] = [*self._leaves(), *self._tensors]
+        found += [t for _, t in tensors_in("", self._data())]
+        state: list[Any] = []
+        pending: list[Any] = [*self.roots]
+        seen = {id(None)}
+        while pending:  # without the generators of `modules()`, which take longer than all else
+            module = pending.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            found += module._parameters.values()
+            found += module._buffers.values()
+            pending += module._modules.values()
+            state.append(id(module))
+            for name, value in vars(module).items():
+                if type(value) in _SETTINGS:
+                    state += name, value
+        tensors: list[Tensor] = []
+        for t in {id(t): t for t in found if t is not None}.values():  # shared ones once
+            # of a DTensor the local shard, without communication
+            t = t.detach().to_local() if hasattr(t, "to_local") else t
+            tensors.append(t)
+            # inference tensors count no versions
+            state += t.data_ptr(), None if t.is_inference() else t._version
+        # autocast is part of the state, whether an algorithm has it off or not
+        with users_autocast():
+            for kind in sorted({t.device.type for t in tensors} - {"meta"}):
+                state.append(torch.is_autocast_enabled(kind))
+            return [*state, sums_and_norms(tensors)] if values else state
 
 
 @final
@@ -83,6 +94,7 @@ class ComparedState:
     def __init__(self, name: str, fingerprint: StateFingerprint) -> None:
         self._name, self._fingerprint = name, fingerprint
         self._seen: list[Any] = [object()]  # the fingerprint after the last pass
+        self._passes = 0  # since it changed
         self.algorithm = ""  # the name of the running algorithm
         # the fingerprint without values, at the last product that compared it in the algorithm
         self._cheap: list[Any] | None = None
@@ -105,12 +117,19 @@ class ComparedState:
         changed = now != self._seen
         meanwhile()
         if changed:
-            self._seen = now
+            self._seen, self._passes = now, 0
         return changed
 
     def note(self) -> None:
-        """Take the fingerprint again after a pass, because forward may change the state (counters)."""
-        self._seen = self._fingerprint.now()
+        """Take the fingerprint again after a pass, because forward may change the state (counters).
+
+        With sums and norms after passes 1, 2, 4, 8, ... of an unchanged state, and where pointers,
+        versions or attributes have changed.
+        """
+        self._passes += 1
+        often = self._passes & (self._passes - 1)
+        if not often or self._fingerprint.now(values=False) != self._seen[:-1]:
+            self._seen = self._fingerprint.now()
 
     def may_skip(self) -> bool:
         """Whether the next product of an algorithm, by a kept graph, needs no comparison; counts it."""
@@ -141,11 +160,6 @@ class ComparedState:
         return {**vars(self), "_seen": [object()]}
 
 
-def _local_part(tensor: Any) -> Tensor:
-    """The local shard of a DTensor, without communication; any other tensor itself."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
-
-
 _SETTINGS = (bool, int, float, str, type(None))  # types of module attributes that are compared
 
 
@@ -156,11 +170,14 @@ def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
         for t in tensors
         if t.layout is torch.strided and not t.is_quantized and t.device.type != "meta"
     ]
-    floats = [t for t in found if t.is_floating_point()]
-    norms: list[Tensor] = []
-    for device in dict.fromkeys(t.device for t in floats):  # one kernel launch for each device
-        norms += _foreach_norm([t for t in floats if t.device == device])
-    return Numbers([*(t.sum() for t in found), *norms])
+    floats: dict[torch.device, list[Tensor]] = {}
+    for t in found:
+        if t.is_floating_point():
+            floats.setdefault(t.device, []).append(t)
+    scalars = [*map(torch.sum, found)]
+    for alike in floats.values():  # one kernel launch for each device
+        scalars += _foreach_norm(alike)
+    return Numbers(scalars)
 
 
 class Numbers:
@@ -170,18 +187,22 @@ class Numbers:
     """
 
     def __init__(self, scalars: list[Tensor]) -> None:
-        alike: dict[Any, list[int]] = {}
+        alike: dict[Any, tuple[list[int], list[Tensor]]] = {}
         for i, x in enumerate(scalars):
-            alike.setdefault((x.device, x.dtype), []).append(i)
-        self._places = list(alike.values())
-        self._reads = [DeviceRead(torch.stack([scalars[i] for i in p])) for p in self._places]
+            places, own = alike.setdefault((x.device, x.dtype), ([], []))
+            places.append(i)
+            own.append(x)
+        self._values = [0.0] * len(scalars)
+        # those that were not read yet
+        self._reads = [(places, DeviceRead(torch.stack(own))) for places, own in alike.values()]
 
     def read(self) -> list[float]:
         """The values in order."""
-        found: dict[int, float] = {}
-        for places, read in zip(self._places, self._reads, strict=True):
-            found.update(zip(places, read.numbers().double().tolist(), strict=True))
-        return [found[i] for i in range(len(found))]
+        while self._reads:
+            places, read = self._reads.pop()
+            for i, number in zip(places, read.numbers().double().tolist(), strict=True):
+                self._values[i] = number
+        return self._values
 
     def __getstate__(self) -> dict[str, Any]:
         """Read first: the device event of a pending read cannot be copied."""

@@ -93,7 +93,8 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
     leaves, functions, cpp_functions = {}, [], set()
     for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
         if not parents:
-            leaf = _leaf_of(node)
+            # as `_leaf_of`, which would be a call for each
+            leaf = node if type(node).__name__ == "Error" else getattr(node, "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
         elif isinstance(node, BackwardCFunction):
@@ -158,7 +159,7 @@ def graph_bytes(values: Iterable[Tensor]) -> int:
 
 def check_custom_functions(graph: GraphSummary, what: str) -> None:
     """Raises NoSecondDerivative for custom Functions whose backward is `@once_differentiable`."""
-    for _, function in graph.user_functions:
+    for _, function in graph.user_functions if graph.functions else ():
         assert function is not None
         name = function.__qualname__
         if torch_internals.is_once_differentiable(function):

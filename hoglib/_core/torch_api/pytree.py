@@ -7,6 +7,7 @@ are left to the pytrees of torch.func.
 
 import builtins
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -126,7 +127,10 @@ def _flatten(tree: Tree, found: list[Any]) -> Any:
     if _PLAIN.issuperset(builtins.map(type, parts)):
         found += parts
         return kind, keys, (None,) * len(parts)
-    return kind, keys, tuple([_flatten(part, found) for part in parts])
+    structures = []
+    for part in parts:
+        structures.append(_flatten(part, found))
+    return kind, keys, tuple(structures)
 
 
 def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
@@ -135,12 +139,12 @@ def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
     if type(structure) is not tuple:
         return structure.unflatten([next(left) for _ in range(structure.num_leaves)])
     kind, keys, parts = structure
-    if kind is dict and parts.count(None) == len(parts):
-        tree = dict(zip(keys, left, strict=False))
-        if len(tree) < len(keys):
+    if parts.count(None) == len(parts):
+        values = [*islice(left, len(parts))]
+        if len(values) < len(parts):
             raise StopIteration
-        return tree
-    values = [_unflatten(part, left) for part in parts]
+    else:
+        values = [_unflatten(part, left) for part in parts]
     if kind is dict:
         return dict(zip(keys, values, strict=True))
     return kind(values) if keys is None else kind(*values)
@@ -164,13 +168,13 @@ def rows(tree: Tree, count: int, start: int, end: int) -> Any:
     return map_tensors(of, tree)
 
 
-def tensors_in(name: str, value: object, depth: int = 4) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(name: str, value: object, depth: int = 4) -> list[tuple[str, Tensor]]:
     """The tensors in containers and in the attributes of objects, with their names."""
     if isinstance(value, Tensor):
-        yield name, value
-        return
+        return [(name, value)]
+    found: list[tuple[str, Tensor]] = []
     if depth == 0 or isinstance(value, str | bytes | type | nn.Module | torch.dtype | torch.device):
-        return
+        return found
     parts: Iterable[tuple[str, Any]] = ()
     if isinstance(value, Mapping):
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
@@ -179,7 +183,8 @@ def tensors_in(name: str, value: object, depth: int = 4) -> Iterator[tuple[str, 
     elif hasattr(value, "__dict__"):
         parts = [(f"{name}.{key}", part) for key, part in vars(value).items()]
     for where, part in parts:
-        yield from tensors_in(where, part, depth - 1)
+        found += [(where, part)] if isinstance(part, Tensor) else tensors_in(where, part, depth - 1)
+    return found
 
 
 def is_float(value: object) -> bool:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, partialmethod
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, overrides
@@ -589,13 +589,11 @@ class SuspendedMode:
     microseconds. A class, for it is entered often: contextlib takes longer than all it does.
     """
 
-    __slots__ = ("_kind", "_mode")
+    __slots__ = ("_mode",)
+    kind: type[TorchFunctionMode]  # of a subclass
 
-    def __init__(self, kind: type[TorchFunctionMode]) -> None:
-        self._kind = kind
-
-    def __enter__(self) -> "SuspendedMode":
-        self._mode = _pop_mode() if isinstance(_function_mode(), self._kind) else None
+    def __enter__(self) -> Self:
+        self._mode = _pop_mode() if isinstance(_function_mode(), self.kind) else None
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -22,10 +22,11 @@ class StandInMode(TorchFunctionMode):
     """
 
 
-# Inside, the stand-ins are off: an op of hoglib needs none for the torch calls it makes.
-without_stand_ins: Callable[[], torch_internals.SuspendedMode] = partial(
-    torch_internals.SuspendedMode, StandInMode
-)
+class without_stand_ins(torch_internals.SuspendedMode):  # noqa: N801 a context manager
+    """Inside, the stand-ins are off: an op of hoglib needs none for the torch calls it makes."""
+
+    __slots__ = ()
+    kind = StandInMode
 
 
 class ActiveStandIns:
@@ -72,24 +73,26 @@ class AutocastState:
             yield
 
 
-@contextmanager
-def own_algebra() -> Iterator[None]:
+def own_algebra() -> AbstractContextManager[None]:
     """Inside, autocast is off, but for the user's functions, which run inside `users_autocast`."""
-    if not torch_internals.autocasts():
-        yield
-        return
+    return _autocast_off() if torch_internals.autocasts() else nullcontext()
+
+
+@contextmanager
+def _autocast_off() -> Iterator[None]:
     with inside(autocast=AutocastState()), ExitStack() as stack:
         for kind, _ in torch_internals.autocasts():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
-@contextmanager
-def users_autocast() -> Iterator[None]:
+def users_autocast() -> AbstractContextManager[None]:
     """Inside, autocast is as it was around `own_algebra`."""
-    if (state := AMBIENT.autocast) is None:
-        yield
-        return
+    return nullcontext() if AMBIENT.autocast is None else _restored_autocast(AMBIENT.autocast)
+
+
+@contextmanager
+def _restored_autocast(state: AutocastState) -> Iterator[None]:
     with inside(autocast=None), state.restored():
         yield
 

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
 from math import isfinite
+from operator import attrgetter
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -24,6 +25,7 @@ from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 _foreach_add = private("torch._foreach_add_")
+_SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 
 Tree = Any
 Rebuild = Callable[[Tensor], Tree]
@@ -125,15 +127,20 @@ class Space:
 
     def leaves(self) -> list[Tensor]:
         """The parameters as they are now; of DTensors the shards of this process."""
-        leaves = self.placement.local(pytree.leaves(self.params))
-        now = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        return self.flatten()[0]
+
+    def flatten(self) -> tuple[list[Tensor], Any]:
+        """The parameters as they are now, and their structure."""
+        found, structure = pytree.flatten(self.params)
+        leaves = self.placement.local(found)
+        now = [*map(_SHAPE_AND_DTYPE, leaves)]
         if now != self._like:
             raise ArgumentValueError(
                 "params: expected the shapes and dtypes that the operator was made with, "
                 f"{[tuple(s) for s, _ in self._like]}, got {[tuple(s) for s, _ in now]}; make a new "
                 "operator."
             )
-        return leaves
+        return leaves, structure
 
     @property
     def structure(self) -> Any:

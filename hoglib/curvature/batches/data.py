@@ -297,25 +297,22 @@ class Batches:
 
     def __iter__(self) -> Iterator[Piece]:
         own, index, total = self.processes, 0, 0.0
+        every, count = self._one or not own.splitting, max(len(self), 1)
+        skips = self.mean and not self._sharded  # a mean over no labels is 0 / 0
         for number, batch in enumerate(self._data):
             if own.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
-            if self._one or own.takes(number):
-                moved = to_device(batch, self.device)
+            if every or own.takes(number):
+                moved, mine = to_device(batch, self.device), []
                 # weighed where they were, since a device would wait
-                both = enumerate(zip(self._split(moved), self._split(batch), strict=True), index)
-                parts = [(part, self._weight(x), own.number(j)) for j, (part, x) in both]
-                index += len(parts)
-                # a mean over no labels is 0 / 0
-                skips = self.mean and not self._sharded
-                mine = [
-                    (part, weight, number)
-                    for part, weight, number in parts
-                    if (weight or not skips) and (not self.shared or own.takes(number))
-                ]
-                fraction = 1 / (max(len(self), 1) * max(len(mine), 1))
-                for left, part in zip(reversed(range(len(mine))), mine, strict=True):
-                    yield Piece(*part, fraction, None if left else moved)
+                for part, there in zip(self._split(moved), self._split(batch), strict=True):
+                    weight, place = self._weight(there), own.number(index)
+                    index += 1
+                    if (weight or not skips) and (not self.shared or own.takes(place)):
+                        mine.append((part, weight, place))
+                fraction = 1 / (count * max(len(mine), 1))
+                for left, piece in zip(reversed(range(len(mine))), mine, strict=True):
+                    yield Piece(*piece, fraction, None if left else moved)
             else:
                 index += len(self._split(batch))
         self.checksum = total
@@ -362,7 +359,10 @@ def first_examples(batch: object, count: int) -> Any:
 
 def row_count(batch: object) -> int | None:
     """The leading dimension of the first tensor of a batch that has one."""
-    return next((len(x) for x in pytree.tensors(as_dict(batch)) if x.dim()), None)
+    for x in pytree.leaves(as_dict(batch)):
+        if isinstance(x, Tensor) and x.dim():
+            return len(x)
+    return None
 
 
 def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
@@ -442,9 +442,13 @@ def in_fixed_order(name: str, data: object) -> None:
 
 def to_device(batch: object, device: torch.device) -> Any:
     """The batch with its tensors on the device."""
-    if pytree.tensors(batch):
-        return pytree.map_tensors(lambda x: x.to(device, non_blocking=device.type != "cpu"), batch)
-    return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
+    leaves, structure = pytree.flatten(batch)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    if not places:
+        return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
+    for i in places:
+        leaves[i] = leaves[i].to(device, non_blocking=device.type != "cpu")
+    return pytree.unflatten(leaves, structure)  # in new containers, which a loss may change
 
 
 NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from pass to pass

@@ -273,15 +273,16 @@ def mask(likelihood: Likelihood, f: Tensor) -> Tensor:
     return likelihood.counted.to(f).unsqueeze(class_axis(f))
 
 
+_OF_FUNCTION = {id(function): row for row in CRITERIA for function in row.functions}
+_OF_MODULE: dict[Any, Criterion] = {module: row for row in CRITERIA for module in row.modules}
+
+
 def row_of(loss: object) -> Criterion | None:
     """The row of the table that the criterion of a loss belongs to."""
     criterion = getattr(loss, "user_criterion", None)
     called = criterion.func if isinstance(criterion, partial) else criterion
-    for row in CRITERIA:
-        # not isinstance: a subclass may compute something else
-        if any(called is function for function in row.functions) or type(called) in row.modules:
-            return row
-    return None
+    # not isinstance: a subclass may compute something else
+    return _OF_FUNCTION.get(id(called)) or _OF_MODULE.get(type(called))
 
 
 def check_reduction(loss: object, reduction: str) -> None:

@@ -207,7 +207,7 @@ def reverse_over_reverse(problem: Problem) -> LinearMap:
         return graph_bytes([g for g in grads if g is not None and g.requires_grad])
 
     def unused() -> tuple[int, ...]:
-        return tuple(i for i, g in enumerate(grads) if g is None)
+        return tuple([i for i, g in enumerate(grads) if g is None])
 
     several = value, Rows(problem, graph.names, product, held_bytes, product)
     return LinearMap(apply, held_bytes, unused, gradient, several)

@@ -2,7 +2,7 @@
 spectrum of a Hessian in one object: both ends, the trace, the density."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Unpack, final
 
@@ -18,7 +18,8 @@ from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import grad_enabled
-from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api import pytree, torch_internals
+from hoglib._core.torch_api.torch_internals import without_functions_seen
 from hoglib.curvature.algebra.estimates import SpectralDensity
 from hoglib.curvature.algebra.linear_operator import LinearOperator
 from hoglib.curvature.algebra.vector_space import Space, Tree
@@ -106,7 +107,9 @@ class DatasetOperator(LinearOperator):
             yield
 
     def _products(self, rows: Tensor) -> Tensor:
-        validation.refuse_transforms(str(self), "use the function hvp, ggn_vp or fisher_vp there.")
+        if torch_internals.transforms_active():
+            instead = "use the function hvp, ggn_vp or fisher_vp there."
+            validation.refuse_transforms(str(self), instead)
         # of several processes one may have no batch, and adds zeros
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.dtype, device=self.device)
@@ -139,10 +142,11 @@ class DatasetOperator(LinearOperator):
         what to keep."""
         kind = self._kind.for_batch(term.piece.number)
         single = self._sum.batches.single and not term.placement.is_sharded
-        context = term.ring(around_graph=True)
+        # before the stand-ins are on, which would see each shape
+        problem, context = term.problem(), term.ring(around_graph=True)
         # the patch is that of the ring, and one of its own where a captured ring has none
-        with context as blocks, keep_swapped() as patches:
-            problem = term.problem().entered(blocks)
+        with context as blocks, keep_swapped() if single else nullcontext() as patches:
+            problem = problem.entered(blocks)
             # a compiled map shows only afterwards what it holds
             several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
             point = linearizer(kind, context.captures)(problem, several)
@@ -150,7 +154,7 @@ class DatasetOperator(LinearOperator):
             keep = single and (several if context.captures else self._fits_in_memory(point))
             value = self._apply(point, rows, total, term, keep)
             keep = keep and (not context.captures or self._fits_in_memory(point))
-            patch_state = patches.values()
+            patch_state = patches.values() if keep and patches is not None else ()
         self._sum.unused.note(point.unused())
         if not keep:
             return value, None
@@ -203,12 +207,17 @@ class DatasetOperator(LinearOperator):
             return value
         value = torch.zeros(())
         row: Tensor | None = None
-        for j, (given, sums) in enumerate(zip(rows, total, strict=True)):
-            if not given.is_contiguous():  # matrix products with those take half as long again
-                row = torch.empty_like(given) if row is None else row
-                given = row.copy_(given)
-            value, product = point.apply(self.space.split(given), keep or j + 1 < len(rows))
-            self.space.add(sums, product, term.share, term.first)
+        count = len(rows)
+        for j in range(count):
+            with without_functions_seen():  # modes would see each view
+                given = rows[j]
+                if not given.is_contiguous():  # matrix products with those take half as long again
+                    row = torch.empty_like(given) if row is None else row
+                    given = row.copy_(given)
+                vector = self.space.split(given)
+            value, product = point.apply(vector, keep or j + 1 < count)
+            with without_functions_seen():
+                self.space.add(total[j], product, term.share, term.first)
             term.advance()
         return value
 

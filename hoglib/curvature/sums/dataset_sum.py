@@ -300,7 +300,6 @@ class DatasetSum:
         value = totals.loss / self.weight(totals)
         return torch.full((), value, dtype=self.losses.dtype, device=device or self.at.space.device)
 
-    @users_autocast()
     def fold(
         self,
         visit: Visit,
@@ -323,32 +322,36 @@ class DatasetSum:
         multiplied, equal in all processes. first_order: see `examined_functions`. also: watchers of
         this pass, before the default ones.
         """
-        if rows is not None and self.kept is not None and self.state.may_skip():
-            # an algorithm compares the state at every eighth product: each comparison costs time
-            visit(self.kept.term)
-            assert self.last is not None  # the totals of the pass that made the graph
-            return self.last
-        everyone = [*also, *self.watchers]
-        own = partial(self._own_part, visit, rows, everyone, first_order)
-        placement = self.at.placement
-        try:
-            if placement.is_sharded:
-                with torch.inference_mode(False), placement.translate_errors(self.at.policy.caller):
+        with users_autocast():
+            if rows is not None and self.kept is not None and self.state.may_skip():
+                # an algorithm compares the state at every eighth product: each comparison costs time
+                visit(self.kept.term)
+                assert self.last is not None  # the totals of the pass that made the graph
+                return self.last
+            everyone = [*also, *self.watchers]
+            own = partial(self._own_part, visit, rows, everyone, first_order)
+            placement = self.at.placement
+            try:
+                if placement.is_sharded:
+                    with (
+                        torch.inference_mode(False),
+                        placement.translate_errors(self.at.policy.caller),
+                    ):
+                        totals = own()
+                else:
                     totals = own()
-            else:
-                totals = own()
-        except Exception as error:
+            except Exception as error:
+                if not self.alone:
+                    self._add_up(total, rows, PassTotals(), error)  # raises in all processes
+                raise
             if not self.alone:
-                self._add_up(total, rows, PassTotals(), error)  # raises in all processes
-            raise
-        if not self.alone:
-            totals = self._add_up(total, rows, totals, None)
-        elif totals is self.last:  # from a kept graph: nothing new to check
+                totals = self._add_up(total, rows, totals, None)
+            elif totals is self.last:  # from a kept graph: nothing new to check
+                return totals
+            if not self._unread:
+                self._finish(totals, everyone)
+                self.last = totals
             return totals
-        if not self._unread:
-            self._finish(totals, everyone)
-            self.last = totals
-        return totals
 
     def _own_part(
         self, visit: Visit, rows: Tensor | None, everyone: Watchers, first_order: bool

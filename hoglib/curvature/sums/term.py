@@ -42,7 +42,7 @@ class Term(NamedTuple):
 
     def problem(self) -> Problem:
         """The loss at the batch as a function of the parameters."""
-        structure, leaves = self.space.structure, self.space.leaves()
+        leaves, structure = self.space.flatten()
         where = self.placement, "loss(params, batch)"
         return Problem(self.policy, self.loss, structure, leaves, (self.piece.batch,), *where)
 
