@@ -127,10 +127,11 @@ class _StandIns:
             AMBIENT.stand_ins = None
 
 
-def stand_ins_if(wanted: bool) -> AbstractContextManager[None]:
-    """`second_order()`, if wanted, for a function that only computes a derivative: inside, running
-    statistics are not updated."""
-    return _StandIns(wanted, frozen=True)
+# `second_order()`, if wanted, for a function that only computes a derivative: inside, running
+# statistics are not updated.
+stand_ins_if: Callable[[bool], AbstractContextManager[None]] = functools.partial(
+    _StandIns, frozen=True
+)
 
 
 def active() -> bool:

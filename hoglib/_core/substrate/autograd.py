@@ -73,13 +73,15 @@ def gradient_with_graph(
     # shape, takes a microsecond longer where they are on
     with without_stand_ins() as suspended:
         graph = graph_summary(value)
-        check_custom_functions(graph, what)
+        if graph.functions:
+            check_custom_functions(graph, what)
         if not create_graph:
             check_uses_given_params(graph, leaves, what)
         parts: list[Tensor | None] = [None]
         if value.requires_grad:
             try:
-                with suspended.resumed() if graph.needs_stand_ins else nullcontext():
+                needed = graph.functions and graph.needs_stand_ins
+                with suspended.resumed() if needed else nullcontext():
                     parts = gradients([value], p, create_graph=True)
             except Exception as error:
                 translate_errors(what).explain(error)

@@ -55,7 +55,7 @@ class GraphSummary(NamedTuple):
     @property
     def user_functions(self) -> list[FunctionNode]:
         """The nodes of custom Functions that are neither torch's nor hoglib's."""
-        return [entry for entry in self.functions if entry.by_user] if self.functions else []
+        return [entry for entry in self.functions if entry.by_user]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,13 +75,13 @@ class GraphSummary(NamedTuple):
     @property
     def needs_stand_ins(self) -> bool:
         """Whether a backward runs Python that may call a torch function which has a stand-in."""
-        found = self.functions
-        return bool(found) and any(getattr(x.function, "runs_user_code", True) for x in found)
+        return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
 
     def backward_modes(self) -> AbstractContextManager[object]:
         """The context of a backward: without the stand-ins, unless it needs them. Each torch call,
         also for a shape or a dtype, takes a microsecond longer where they are on."""
-        return nullcontext() if self.needs_stand_ins else without_stand_ins()
+        needed = self.functions and self.needs_stand_ins
+        return nullcontext() if needed else without_stand_ins()
 
     def reached(self, tensors: Iterable[Tensor]) -> list[int]:
         """The indices of those tensors that are leaves of the graph."""
@@ -159,7 +159,7 @@ def graph_bytes(values: Iterable[Tensor]) -> int:
 
 def check_custom_functions(graph: GraphSummary, what: str) -> None:
     """Raises NoSecondDerivative for custom Functions whose backward is `@once_differentiable`."""
-    for _, function in graph.user_functions if graph.functions else ():
+    for _, function in graph.user_functions:
         assert function is not None
         name = function.__qualname__
         if torch_internals.is_once_differentiable(function):

@@ -26,7 +26,14 @@ from torch.overrides import TorchFunctionMode
 from hoglib._core.runtime import source_location
 from hoglib._core.runtime.ambient import AMBIENT
 from hoglib._core.torch_api import torch_library
-from hoglib._core.torch_api.torch_private import holder, needing, private, refuse, require
+from hoglib._core.torch_api.torch_private import (
+    holder,
+    is_missing,
+    needing,
+    private,
+    refuse,
+    require,
+)
 from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
@@ -542,7 +549,8 @@ class watching_scripts:  # noqa: N801 a context manager
     no mode sees, and which drops tangents without an error where torch has optimized it."""
 
     def __enter__(self) -> None:
-        require(_METHOD)
+        if _UNSEEN_SCRIPTS:
+            require(_METHOD)
         with _LOCK:
             if not _SCRIPT_WATCHES:
                 _FUNCTION.__call__, _METHOD.__call__ = _WATCHED_SCRIPTS
@@ -569,6 +577,7 @@ def is_followed() -> bool:
 _dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
 _FUNCTION: Any = torch.jit.ScriptFunction
 _METHOD: Any = private("torch._C.ScriptMethod")
+_UNSEEN_SCRIPTS = is_missing(_METHOD)
 _SCRIPTS = (_FUNCTION.__call__, _METHOD.__call__)
 _WATCHED_SCRIPTS = tuple(partialmethod(_call_script, call) for call in _SCRIPTS)
 _SCRIPT_WATCHES: list[watching_scripts] = []

@@ -305,7 +305,10 @@ class Batches:
             if every or own.takes(number):
                 moved, mine = to_device(batch, self.device), []
                 # weighed where they were, since a device would wait
-                for part, there in zip(self._split(moved), self._split(batch), strict=True):
+                pieces: Iterable[tuple[Any, Any]] = [(moved, batch)]
+                if self._micro_batch or self.shared:
+                    pieces = zip(self._split(moved), self._split(batch), strict=True)
+                for part, there in pieces:
                     weight, place = self._weight(there), own.number(index)
                     index += 1
                     if (weight or not skips) and (not self.shared or own.takes(place)):

@@ -112,7 +112,7 @@ class DatasetOperator(LinearOperator):
             validation.refuse_transforms(str(self), instead)
         # of several processes one may have no batch, and adds zeros
         make = torch.empty if self._sum.alone else torch.zeros
-        total = make(rows.shape, dtype=self.dtype, device=self.device)
+        total = make(rows.shape, dtype=self.space.dtype, device=self.space.device)
         kept: _KeptProduct | None = None
 
         def visit(term: Term) -> Tensor:
@@ -144,11 +144,11 @@ class DatasetOperator(LinearOperator):
         single = self._sum.batches.single and not term.placement.is_sharded
         # before the stand-ins are on, which would see each shape
         problem, context = term.problem(), term.ring(around_graph=True)
+        # a compiled map shows only afterwards what it holds
+        several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
         # the patch is that of the ring, and one of its own where a captured ring has none
         with context as blocks, keep_swapped() if single else nullcontext() as patches:
             problem = problem.entered(blocks)
-            # a compiled map shows only afterwards what it holds
-            several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
             point = linearizer(kind, context.captures)(problem, several)
             context.note_gradient(point.gradient)
             keep = single and (several if context.captures else self._fits_in_memory(point))
@@ -207,17 +207,17 @@ class DatasetOperator(LinearOperator):
             return value
         value = torch.zeros(())
         row: Tensor | None = None
-        count = len(rows)
-        for j in range(count):
-            with without_functions_seen():  # modes would see each view
-                given = rows[j]
+        with without_functions_seen():  # modes would see each view
+            pairs = [*zip(rows.unbind(), total.unbind(), strict=True)]
+        for j, (given, sums) in enumerate(pairs):
+            with without_functions_seen():
                 if not given.is_contiguous():  # matrix products with those take half as long again
                     row = torch.empty_like(given) if row is None else row
                     given = row.copy_(given)
                 vector = self.space.split(given)
-            value, product = point.apply(vector, keep or j + 1 < count)
+            value, product = point.apply(vector, keep or j + 1 < len(pairs))
             with without_functions_seen():
-                self.space.add(total[j], product, term.share, term.first)
+                self.space.add(sums, product, term.share, term.first)
             term.advance()
         return value
 

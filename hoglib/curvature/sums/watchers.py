@@ -84,7 +84,8 @@ class Losses(Watcher):
 
     def saw(self, term: Term, value: Tensor) -> None:
         read = DeviceRead(torch.stack(self._numbers(term, value)))
-        self.read_last()
+        if self._pending is not None:
+            self.read_last()
         self._pending = partial(self._arrived, read, term, value)
         self.dtype = value.dtype
         if value.device.type == "cpu":
@@ -167,16 +168,13 @@ class Determinism(Losses):
         self._first, self._now = self._now, []
         return term.value()
 
-    def _looks_at(self, term: Term, place: int) -> bool:
-        """Whether the numbers of a batch are computed with its loss. Later passes compute them where
-        the loss is another one than in the first, unless each batch has to be the same."""
-        first = place >= len(self._first)
-        return term.piece.known is None and (first or self._fixed_batches)
-
     def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
-        place = len(self._now) + (self._pending is not None)
-        numbers = numbers_of(term.piece.batch) if self._looks_at(term, place) else []
-        return [value.double(), *(x.to(value.device) for x in numbers)]
+        first = len(self._now) + (self._pending is not None) >= len(self._first)
+        found = [value.double()]
+        # later passes look at a batch where its loss is not that of the first pass, see `_arrived`
+        if term.piece.known is None and (first or self._fixed_batches):
+            found += [x.to(value.device) for x in numbers_of(term.piece.batch)]
+        return found
 
     def _arrived(self, read: DeviceRead, term: Term, value: Tensor) -> None:
         """Raise if a batch, or the loss at the same batch, differs from the first pass."""
@@ -252,7 +250,8 @@ class Symmetry(Watcher):
             self._first, self._done = (), False
 
     def after(self, totals: PassTotals) -> None:
-        self.before(bool(totals.changed))
+        if totals.changed:  # perhaps in another process only
+            self.before(True)
 
     def compare(
         self,
