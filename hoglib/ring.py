@@ -179,9 +179,12 @@ def warn_if_derivatives_not_finite(
     if autograd.is_not_finite(caller, loss, parts):
         _explain_not_finite(problem, func)
     elif by and value_checks_on() and not by[0].is_meta:
-        known: Any = found_once(by[0], (caller, *(x.shape for x in problem.leaves)), list)
+        shapes = [x.shape for x in problem.leaves]
+        known: Any = found_once(by[0], (caller, *shapes), list)
         explain = partial(_explain_not_finite, problem, func, list(by))
-        for part in (x for x in parts if x.requires_grad and not known):
+        for part in parts if not known else ():
+            if not part.requires_grad:
+                continue
             # the hook holds this number, not the tensor that it is on
             finite = part.detach().isfinite().all()  # which is not read yet
             part.register_hook(partial(_watch_gradients, by, known, finite, explain))

@@ -215,9 +215,11 @@ class GatheredParameters:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = (m for m in modules if torch_sharding.fsdp_state(m) is not None)
-        reshards = torch_sharding.reshards_after_backward
-        self._modules: list[Any] = [m for m in found if reshards(m) or m in _HELD]
+        self._modules: list[Any] = []
+        if torch_sharding.has_fsdp():
+            found = [m for m in modules if torch_sharding.fsdp_state(m) is not None]
+            reshards = torch_sharding.reshards_after_backward
+            self._modules = [m for m in found if reshards(m) or m in _HELD]
         for module in self._modules:
             _HELD[module] = _HELD.get(module, 0) + 1
             module.set_reshard_after_backward(False, recurse=False)

@@ -7,6 +7,7 @@ This is where a penalty runs the user's function, inside the ring, and calls tor
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import NoneType
 from typing import Any, final
 
 import torch
@@ -122,12 +123,12 @@ class InputVJP:
         if self.samples is not None and self.samples.count == 1 and not self.y.dim():
             self.y = self.y.reshape(1)  # the score of a single sample, squeezed
         self.graph = graph_summary(self.y)
-        own = {id(leaf) for leaf in self.leaves}
+        own = {*map(id, self.leaves)}
         self.trainable = [leaf for key, leaf in self.graph.leaves.items() if key not in own]
         # without a parameter that requires grad there is nothing to train
         self.create_graph = wanted and bool(self.trainable)
         self._gathered = GatheredParameters(self.modules if self.create_graph else ())
-        if self.create_graph and self.graph.has_user_code:
+        if self.create_graph and self.graph.functions and self.graph.has_user_code:
             check_gradient_flow(self.options.name, self.graph)
         elif wanted and not self.y.requires_grad:
             frozen = [not p.requires_grad for p in parameters_of(self.problem.loss)]
@@ -197,12 +198,16 @@ class InputVJP:
         if self.y.requires_grad:
             create_graph = self.create_graph if create_graph is None else create_graph
             keep = retain_graph or create_graph
-            with self.backward_stand_ins(), translate_errors(self.options.name):
-                grads = torch_internals.gradients(
-                    [self.y], self.leaves, [u], retain_graph=keep, create_graph=create_graph
-                )
+            try:
+                with self.backward_stand_ins():
+                    grads = torch_internals.gradients(
+                        [self.y], self.leaves, [u], retain_graph=keep, create_graph=create_graph
+                    )
+            except Exception as error:
+                translate_errors(self.options.name).explain(error)
+                raise
         self._gathered.until_backward_of(grads)
-        if self.create_graph and all(g is None for g in grads):
+        if self.create_graph and {*map(type, grads)} <= {NoneType}:
             raise self.no_gradient_flow(NOT_OF_POINTS)
         return materialize_grads(grads, self.leaves)
 
@@ -241,7 +246,8 @@ class InputVJP:
 
     def backward_stand_ins(self) -> AbstractContextManager[object]:
         """The stand-ins, for backward passes that run Python code, which may call what they replace."""
-        return self._suspended.resumed() if self.graph.needs_stand_ins else nullcontext()
+        needed = self.graph.functions and self.graph.needs_stand_ins
+        return self._suspended.resumed() if needed else nullcontext()
 
     def warn_if_not_finite(self, parts: Vector) -> None:
         """Warns of parts that are not finite where the output is, and of such gradients in the user's

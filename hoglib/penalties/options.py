@@ -88,6 +88,9 @@ def check_options(
                 f"{name}: expected options among {known}; got {key!r}, which is an option of penalties "
                 "of samples only. Leave it out."
             )
+    if not options:
+        policy = Policy.of(name, options, torch.is_grad_enabled())
+        return CheckedOptions(name, policy, validation.generator(generator))
     check_option_names(name, options, OPTION_NAMES)
     of_function = {key: options[key] for key in options if key in problem.OPTION_NAMES}
     own = {key: options[key] for key in options if key not in of_function}

@@ -113,7 +113,7 @@ class Samples:
         if self.count is None and not tracing():
             # as many graphs as the index names; the outputs may name more, see `set_count`
             self.count = max(int(i.max()) + 1 if len(i) else 0 for i in self.index if i is not None)
-        self.has_index = any(i is not None for i in self.index)
+        self.has_index = batch is not None and any(i is not None for i in self.index)
         if self.count == 0:
             raise ArgumentValueError(EMPTY.format(name))
 

@@ -205,8 +205,10 @@ def output_rows(at: InputVJP) -> Tensor:
 def check_batch_dependence(at: InputVJP) -> None:
     """Warns of layers that normalise by the batch, and of any other dependence of one sample's score on
     the other samples, which is looked for once for each function."""
-    norms = [module for module in at.modules if isinstance(module, BATCH_NORMS)]
-    layers = [name for module in norms if (name := _batch_norm_name(module, at.problem.loss))]
+    loss, layers = at.problem.loss, []
+    for module in at.modules:
+        if isinstance(module, BATCH_NORMS) and (name := _batch_norm_name(module, loss)):
+            layers.append(name)
     if not layers and not _found_dependent(at):
         return
     how = f", through {', '.join(layers)}, which normalises by the whole batch" if layers else ""

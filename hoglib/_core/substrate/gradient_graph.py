@@ -149,7 +149,11 @@ def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
 
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
     """Whether a value was computed from one of these leaf tensors."""
-    return not {*map(id, leaves)}.isdisjoint(map(id, leaf_tensors([value])))
+    wanted = {*map(id, leaves)}
+    for node, parents in walk([value]):
+        if not parents and id(getattr(node, "variable", None)) in wanted:
+            return True
+    return False
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:

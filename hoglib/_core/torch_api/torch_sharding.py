@@ -28,6 +28,11 @@ def averages_otherwise(ddp: DistributedDataParallel) -> bool:
 _SHARDING_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 
 
+def has_fsdp() -> bool:
+    """Whether anything can have been wrapped by FSDP in this process."""
+    return "torch.distributed.fsdp" in sys.modules
+
+
 def fsdp_state(module: nn.Module) -> Any:
     """That of fully_shard (FSDP2); None for a module that it was not called on."""
     library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
