@@ -23,9 +23,9 @@ from hoglib._core.runtime.ambient import AMBIENT, Items, logical_thread, replace
 from hoglib._core.substrate.placement import any_sharded, full_tensor, refuse_sharded
 from hoglib._core.torch_api.pytree import in_dtype
 from hoglib._core.torch_api.torch_internals import (
-    exchange_parametrized,
     forward_mode_active,
     is_compiled,
+    parametrize,
     transforms_active,
 )
 from hoglib._core.torch_api.torch_sharding import computed_dtypes, wrapped_attributes
@@ -93,7 +93,7 @@ class swap_parameters:  # noqa: N801 a context manager
             patch.running.append(model)
             self._end = patch.running.pop
         # of its own, so that parametrize.cached() keeps no weights of other parameters
-        self._parametrized = exchange_parametrized({})
+        self._parametrized, parametrize._cache = parametrize._cache, {}
         try:
             patch.swap(*self._given)
         except BaseException:
@@ -101,7 +101,7 @@ class swap_parameters:  # noqa: N801 a context manager
             raise
 
     def __exit__(self, *raised: object) -> None:
-        exchange_parametrized(self._parametrized)
+        parametrize._cache = self._parametrized
         self._end()
 
 
@@ -178,7 +178,12 @@ class _Slots(NamedTuple):
         return slots
 
 
-_HAVE_MORE = (DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
+# Norms where they have running statistics, and all of the others.
+_MAY_HAVE_MORE = (NORMS, DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
+
+
+def _has_more(module: Any) -> bool:
+    return not isinstance(module, NORMS) or module.track_running_stats
 
 
 def _structure_of(modules: Sequence[Any]) -> list[Any] | None:
@@ -188,12 +193,11 @@ def _structure_of(modules: Sequence[Any]) -> list[Any] | None:
     for module in modules:
         if (
             module is None
-            or isinstance(module, _HAVE_MORE)
+            or (isinstance(module, _MAY_HAVE_MORE) and _has_more(module))
             or (module._buffers and any(buffer is not None for buffer in module._buffers.values()))
             or module._forward_pre_hooks
             or module._forward_hooks
             or vars(module).get("max_norm") is not None
-            or (isinstance(module, NORMS) and module.track_running_stats)
         ):
             return None
         parts = module._modules
@@ -265,7 +269,7 @@ class ModulePatch:
 
     def _claim(self, module: nn.Module, slots: Sequence[_Slot]) -> None:
         """Notes what this thread replaces; raises if another one has replaced it."""
-        this = logical_thread()
+        this = AMBIENT.in_place_of or threading.get_ident()  # `logical_thread`
         with _CLAIMING:
             for store, own_name, name in slots:
                 key = id(store), own_name

@@ -145,10 +145,11 @@ def at_even(u: Tensor) -> Tensor:
 def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
     """Tensors with the same values to differentiate by: views that are connected to the leaves with
     create_graph, detached otherwise."""
-    return [
-        x.view_as(x) if create_graph and x.requires_grad else x.detach().requires_grad_()
-        for x in leaves
-    ]
+    fresh: Vector = []
+    for x in leaves:
+        linked = create_graph and x.requires_grad
+        fresh.append(x.view_as(x) if linked else x.detach().requires_grad_())
+    return fresh
 
 
 def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:

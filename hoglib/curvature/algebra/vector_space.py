@@ -131,8 +131,8 @@ class Space:
 
     def flatten(self) -> tuple[list[Tensor], Any]:
         """The parameters as they are now, and their structure."""
-        found, structure = pytree.flatten(self.params)
-        leaves = self.placement.local(found)
+        leaves, structure = pytree.flatten(self.params)
+        leaves = self.placement.local(leaves) if self.placement.is_sharded else leaves
         now = [*map(_SHAPE_AND_DTYPE, leaves)]
         if now != self._like:
             raise ArgumentValueError(

@@ -362,7 +362,8 @@ def first_examples(batch: object, count: int) -> Any:
 
 def row_count(batch: object) -> int | None:
     """The leading dimension of the first tensor of a batch that has one."""
-    for x in pytree.leaves(as_dict(batch)):
+    batch = batch if isinstance(batch, tuple | dict) else as_dict(batch)
+    for x in pytree.leaves(batch):
         if isinstance(x, Tensor) and x.dim():
             return len(x)
     return None

@@ -192,10 +192,9 @@ class DatasetOperator(LinearOperator):
         """Whether there is something to keep between products, and memory for it."""
         return 0 < point.held_bytes() <= self._memory_limit
 
-    def _apply(
-        self, point: LinearMap, rows: Tensor, total: Tensor, term: Term, keep: bool
-    ) -> Tensor:
-        """Add share times the products of the rows to total; the first ones are written instead.
+    def _apply(self, point: LinearMap, rows: Tensor, total: Tensor, term: Term, keep: bool) -> Any:
+        """Add share times the products of the rows to total; the first ones are written instead. Return
+        the loss.
 
         keep: whether the graph is kept after the last one.
         """
@@ -205,7 +204,7 @@ class DatasetOperator(LinearOperator):
             self.space.add_rows_of(total, products, term.share, term.first)
             term.advance(len(rows))
             return value
-        value = torch.zeros(())
+        value: Any = None
         row: Tensor | None = None
         with without_functions_seen():  # modes would see each view
             pairs = [*zip(rows.unbind(), total.unbind(), strict=True)]
@@ -218,7 +217,7 @@ class DatasetOperator(LinearOperator):
             value, product = point.apply(vector, keep or j + 1 < len(pairs))
             with without_functions_seen():
                 self.space.add(sums, product, term.share, term.first)
-            term.advance()
+            term.bar.advance(term.piece.fraction)
         return value
 
 

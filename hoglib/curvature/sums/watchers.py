@@ -93,7 +93,8 @@ class Losses(Watcher):
 
     def losses(self) -> list[float]:
         """The losses of this pass."""
-        self.read_last()
+        if self._pending is not None:
+            self.read_last()
         return [loss for loss, _ in self._now]
 
     def read_last(self) -> None:
@@ -144,7 +145,8 @@ class Determinism(Losses):
 
     def after(self, totals: PassTotals) -> None:
         """Compare the mean loss over all data."""
-        self.read_last()
+        if self._pending is not None:
+            self.read_last()
         self._first = self._first or self._now
         total = totals.loss / totals.weight
         dtype = self.at.space.dtype if self._shared else self.dtype
