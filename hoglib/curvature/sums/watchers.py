@@ -86,10 +86,11 @@ class Losses(Watcher):
         read = DeviceRead(torch.stack(self._numbers(term, value)))
         if self._pending is not None:
             self.read_last()
-        self._pending = partial(self._arrived, read, term, value)
         self.dtype = value.dtype
         if value.device.type == "cpu":
-            self.read_last()
+            self._arrived(read, term, value)
+        else:
+            self._pending = partial(self._arrived, read, term, value)
 
     def losses(self) -> list[float]:
         """The losses of this pass."""
