@@ -100,6 +100,7 @@ AMBIENT = _Ambient()
 
 
 Items = Sequence[tuple[Any, str, Any]]  # (dict or other object, key or attribute, value)
+_MAPPINGS = (dict, type(os.environ))
 _NONE = object()
 
 
@@ -114,8 +115,8 @@ class replaced:  # noqa: N801 a context manager
 
     def __enter__(self) -> None:
         self._before = [
-            (holder, name, holder.get(name, _NONE) if _is_dict(holder) else getattr(holder, name))
-            for holder, name, _ in self._items
+            (to, name, to.get(name, _NONE) if isinstance(to, _MAPPINGS) else getattr(to, name))
+            for to, name, _ in self._items
         ]
         try:
             _set_attributes(self._items)
@@ -127,13 +128,9 @@ class replaced:  # noqa: N801 a context manager
         _set_attributes(self._before)
 
 
-def _is_dict(holder: object) -> bool:
-    return isinstance(holder, dict) or holder is os.environ
-
-
 def _set_attributes(items: Items) -> None:
     for holder, name, value in items:
-        if not _is_dict(holder):
+        if not isinstance(holder, _MAPPINGS):
             setattr(holder, name, value)
         elif value is _NONE:
             holder.pop(name, None)
@@ -141,11 +138,18 @@ def _set_attributes(items: Items) -> None:
             holder[name] = value
 
 
-class inside(replaced):  # noqa: N801 a context manager
+class inside:  # noqa: N801 a context manager
     """Set fields of :data:`AMBIENT` in this thread; restore them at exit."""
 
     def __init__(self, **fields: Any) -> None:
-        super().__init__([(AMBIENT, name, value) for name, value in fields.items()])
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(AMBIENT, name) for name in self._fields}
+        vars(AMBIENT).update(self._fields)
+
+    def __exit__(self, *raised: object) -> None:
+        vars(AMBIENT).update(self._before)
 
 
 def logical_thread() -> int:
