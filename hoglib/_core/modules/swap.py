@@ -23,9 +23,9 @@ from hoglib._core.runtime.ambient import AMBIENT, Items, logical_thread, replace
 from hoglib._core.substrate.placement import any_sharded, full_tensor, refuse_sharded
 from hoglib._core.torch_api.pytree import in_dtype
 from hoglib._core.torch_api.torch_internals import (
+    exchange_parametrized,
     forward_mode_active,
     is_compiled,
-    parametrize,
     transforms_active,
 )
 from hoglib._core.torch_api.torch_sharding import computed_dtypes, wrapped_attributes
@@ -93,7 +93,7 @@ class swap_parameters:  # noqa: N801 a context manager
             patch.running.append(model)
             self._end = patch.running.pop
         # of its own, so that parametrize.cached() keeps no weights of other parameters
-        self._parametrized, parametrize._cache = parametrize._cache, {}
+        self._parametrized = exchange_parametrized({})
         try:
             patch.swap(*self._given)
         except BaseException:
@@ -101,7 +101,7 @@ class swap_parameters:  # noqa: N801 a context manager
             raise
 
     def __exit__(self, *raised: object) -> None:
-        parametrize._cache = self._parametrized
+        exchange_parametrized(self._parametrized)
         self._end()
 
 

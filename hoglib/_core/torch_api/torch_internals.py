@@ -38,8 +38,7 @@ from hoglib.errors import UnsupportedError
 
 # Other parameters and buffers in a module, of which Dynamo traces what happens.
 reparametrize_module = private("torch.nn.utils.stateless._reparametrize_module")
-# Its `_cache` has the tensors that `parametrize.cached()` keeps.
-parametrize = holder("torch.nn.utils.parametrize._cache")
+_parametrize = holder("torch.nn.utils.parametrize._cache")
 _levels = holder("torch.autograd.forward_ad._current_level")
 _interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
 # Whether the caller runs inside a `torch.func` transform. Bound without a function around it: each
@@ -54,6 +53,12 @@ _unwrap_if_dead = private("torch._C._functorch.unwrap_if_dead")
 _is_legacy_batched = private("torch._C._functorch.is_legacy_batchedtensor")
 _warn_of_vmap_loops = private("torch._C._functorch._set_vmap_fallback_warning_enabled")
 _made_functions = private("torch._functorch.autograd_function")  # the module that makes them
+
+
+def exchange_parametrized(tensors: dict[Any, Any]) -> dict[Any, Any]:
+    """Puts other tensors in the place of those that `parametrize.cached()` keeps, which it returns."""
+    before, _parametrize._cache = _parametrize._cache, tensors
+    return before
 
 
 def constant_transforms_active() -> bool:

@@ -140,7 +140,7 @@ class DatasetOperator(LinearOperator):
     ) -> tuple[Tensor, "_KeptProduct | None"]:
         """Add share times the products of the rows at one batch to total; return the loss there, and
         what to keep."""
-        kind = self._kind.for_batch(term.piece.number)
+        kind = self._kind if self._kind.metric is None else self._kind.for_batch(term.piece.number)
         single = self._sum.batches.single and not term.placement.is_sharded
         # before the stand-ins are on, which would see each shape
         problem, context = term.problem(), term.ring(around_graph=True)
