@@ -1,6 +1,7 @@
 """Each watcher of a pass over data by itself, and a fold with what it tells them."""
 
 import re
+import sys
 import warnings
 from functools import partial
 
@@ -453,3 +454,40 @@ def test_a_failed_pass_keeps_no_graph():
     for _ in range(2):
         with pytest.raises(NondeterministicError, match="draws at random"):
             operator @ draw(operator.shape[0])
+
+
+MODEL = nn.Linear(3, 2).to(F64)
+PAIRS = [(draw(4, 3, seed=seed), draw(4, 2, seed=9 - seed)) for seed in range(2)]
+
+
+def shuffled():
+    """Other orders of the same batches, from the second pass on."""
+    order = iter([PAIRS, *[PAIRS[::-1]] * 8])
+    return type("Shuffled", (Loader,), {"__iter__": lambda self: iter(next(order))})(PAIRS)
+
+
+# what is looked at, in which module of hoglib, the operator, and in how many of 9 products
+LOOKED_AT = {
+    "sums of the state: before each, after 1, 2, 4, 8": (
+        "_core.substrate.fingerprint.sums_and_norms", hog.HessianOperator, lambda: PAIRS, 9 + 4),
+    "batches: two, in the first pass": (
+        "curvature.sums.watchers.numbers_of", hog.HessianOperator, lambda: PAIRS, 2),
+    "batches whose loss differs": (
+        "curvature.sums.watchers.fingerprint", hog.HessianOperator, shuffled, 8 * 2),
+    "adjoint: calls 1, 2, 4, 8 and 16 of two batches a product": (
+        "curvature.maps.jacobian_product._are_adjoint", hog.GGNOperator, lambda: PAIRS, 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_what_costs_as_much_as_a_small_product_is_not_done_for_each(name, monkeypatch):
+    path, operator, data, count = LOOKED_AT[name]
+    module, _, function = f"hoglib.{path}".rpartition(".")
+    original, seen = getattr(sys.modules[module], function), []
+    monkeypatch.setattr(f"hoglib.{path}", lambda *args: (seen.append(0), original(*args))[1])
+    params = hog.trainable_params(MODEL)
+    # a loss of its own: what is known of one is kept
+    A = operator(hog.functional_loss(MODEL, F.mse_loss), params, data())
+    for k in range(9):
+        A @ draw(8, seed=k)
+    assert len(seen) == count
