@@ -92,9 +92,9 @@ def test_each_graph_is_walked_once(name, monkeypatch):
     derivative(loss, params, v, batch)  # Cube is examined in the first one
     walks = []
 
-    def counting(outputs, since=()):
+    def counting(outputs, *given, **until):
         walks.append(outputs)
-        return walk(outputs, since)
+        return walk(outputs, *given, **until)
 
     walk = gradient_graph.walk
     monkeypatch.setattr(gradient_graph, "walk", counting)

@@ -7,7 +7,7 @@
 A summary is made once for a value and passed to all who ask, because a walk takes time for each node.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -107,11 +107,13 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
     return GraphSummary(leaves, functions, cpp_functions)
 
 
-def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> list[tuple[Any, Parents]]:
+def walk(
+    outputs: Iterable[Any], since: Iterable[Tensor] = (), until: Set[int] = frozenset()
+) -> list[tuple[Any, Parents]]:
     """Each node in the graphs of the tensors among the outputs, with its parents.
 
     The nodes that `since` were computed by are not visited, nor is anything that is reached through
-    them alone.
+    them alone. until: ids of leaf tensors; the walk ends at the first of them.
     """
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
     seen: set[Any] = {None, *[x.grad_fn for x in since]} if since else {None}
@@ -123,6 +125,8 @@ def walk(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> list[tuple[Any
         seen.add(node)
         parents = node.next_functions
         found.append((node, parents))
+        if until and not parents and id(getattr(node, "variable", None)) in until:
+            break
         for parent, _ in parents:
             if parent not in seen:
                 pending.append(parent)
@@ -148,12 +152,10 @@ def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
 
 
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Whether a value was computed from one of these leaf tensors."""
+    """Whether a value was computed from one of these leaf tensors; ends at the first."""
     wanted = {*map(id, leaves)}
-    for node, parents in walk([value]):
-        if not parents and id(getattr(node, "variable", None)) in wanted:
-            return True
-    return False
+    found = walk([value], until=wanted)
+    return bool(found) and id(getattr(found[-1][0], "variable", None)) in wanted
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:
