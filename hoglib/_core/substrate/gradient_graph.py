@@ -125,7 +125,7 @@ def walk(
         seen.add(node)
         parents = node.next_functions
         found.append((node, parents))
-        if until and not parents and id(getattr(node, "variable", None)) in until:
+        if until and not parents and id(_leaf_of(node)) in until:
             break
         for parent, _ in parents:
             if parent not in seen:
@@ -155,7 +155,7 @@ def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
     """Whether a value was computed from one of these leaf tensors; ends at the first."""
     wanted = {*map(id, leaves)}
     found = walk([value], until=wanted)
-    return bool(found) and id(getattr(found[-1][0], "variable", None)) in wanted
+    return bool(found) and id(_leaf_of(found[-1][0])) in wanted
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:
