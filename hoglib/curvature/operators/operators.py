@@ -198,13 +198,13 @@ class DatasetOperator(LinearOperator):
 
         keep: whether the graph is kept after the last one.
         """
+        value: Any = None
         if point.several is not None and len(rows) > 1:
             chunk = self.space.split_rows
             value, products = apply_rows(point, lambda i, j: chunk(rows[i:j]), len(rows), keep)
             self.space.add_rows_of(total, products, term.share, term.first)
             term.advance(len(rows))
             return value
-        value: Any = None
         row: Tensor | None = None
         with without_functions_seen():  # modes would see each view
             pairs = [*zip(rows.unbind(), total.unbind(), strict=True)]
