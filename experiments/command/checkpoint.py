@@ -9,10 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from experiments.checks import at_least
 from experiments.logs import RunLogger
-from experiments.runs import LAST, command, is_rank_zero, run_folder
+from experiments.runs import LAST, command, is_rank_zero, logged_steps, run_folder
 from hoglib.errors import OutputError
 
 
@@ -20,8 +21,8 @@ class LastCheckpoint(Checkpoint):
     """Writes last.ckpt every so many optimizer steps, at the end of an epoch or a run, and at Ctrl-C.
 
     A checkpoint is taken between two steps, so that a resumed run is the same run. It replaces the one
-    before only when it is complete: a full disk or a crash loses no earlier state. Ctrl-C ends the run
-    after the step in progress, once the checkpoint is written; a second Ctrl-C ends it at once.
+    before only when it is complete: a full disk or a crash loses no earlier state. Ctrl-C or SIGTERM
+    ends the run after the step in progress, once the checkpoint is written; Ctrl-C then ends it now.
 
     Args:
         every_n_train_steps: Optimizer steps between two checkpoints.
@@ -31,23 +32,24 @@ class LastCheckpoint(Checkpoint):
         super().__init__()
         self.every = at_least("every_n_train_steps", every_n_train_steps, 1)
         self.path: Path | None = None
-        self.interrupted = False  # by Ctrl-C, which may reach each process at another moment
+        self.interrupted = 0  # the signal, which may reach each process at another moment
         self._stopping = False  # the same in all processes
+        self._resumed = 0
         self._saved_step: int | None = None
         self._step_before = 0
-        self._previous_handler: Any = None
+        self._previous_handlers: dict[int, Any] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._previous_handler = None
-        self.interrupted = self._stopping = False
+        self.interrupted, self._stopping = 0, False
         with suppress(ValueError):  # signals can only be handled in the main thread
-            self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._stopping and self._saved_step == trainer.global_step:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(self.interrupted or signal.SIGINT)
         self._step_before = trainer.global_step
 
     def on_train_batch_end(
@@ -58,25 +60,55 @@ class LastCheckpoint(Checkpoint):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        step, strategy = trainer.global_step, trainer.strategy
-        self._stopping = strategy.reduce_boolean_decision(self.interrupted, all=False)
+        # A checkpoint of before a validation would lose its row of metrics.csv: Lightning skips the
+        # validation of a step that is resumed.
+        if trainer.should_stop or not _validates(trainer):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: pl.Trainer) -> None:
+        step = trainer.global_step
+        self._stopping = self._interrupted_anywhere(trainer)
         if step == self._saved_step:
             return  # gradients are being accumulated: no optimizer stepped
         # With several optimizers a batch takes several steps, and may step over the multiple.
         due = step // self.every > self._step_before // self.every
-        if self._stopping or due or self._is_last(trainer):
+        if self._stopping or trainer.should_stop or due or self._is_last(trainer):
             self._save(trainer, step)
+
+    def _interrupted_anywhere(self, trainer: pl.Trainer) -> bool:
+        return trainer.strategy.reduce_boolean_decision(bool(self.interrupted), all=False)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._resumed = logged_steps(checkpoint) if "loops" in checkpoint else 0
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Where no step was left to train, Lightning does not complete the counts of the last one, with
+        # which the test is logged.
+        steps, epoch = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
+        steps._batches_that_stepped = max(steps._batches_that_stepped, self._resumed)
+        epoch.completed = epoch.ready
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # after the last step: without this, a test would follow
+        if self._interrupted_anywhere(trainer):
+            raise KeyboardInterrupt(self.interrupted or signal.SIGINT)
 
     def _is_last(self, trainer: pl.Trainer) -> bool:
         return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore_handler()
+        self._restore_handlers()
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._restore_handler()
+        self._restore_handlers()
         if isinstance(trainer.logger, RunLogger) and trainer.is_global_zero:
             trainer.logger.discard()
         if self._saved_step is not None and trainer.is_global_zero:
@@ -108,12 +140,18 @@ class LastCheckpoint(Checkpoint):
         self._saved_step = step
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        self.interrupted = True
-        self._restore_handler()
-        if is_rank_zero():
-            print("\nStopping after this step; Ctrl-C again stops at once.", flush=True)
+        signal.signal(signal.SIGINT, self._previous_handlers[signal.SIGINT])
+        if not self.interrupted and is_rank_zero():  # `timeout` sends SIGTERM twice
+            print("\nStopping after this step; Ctrl-C stops at once.", flush=True)
+        self.interrupted = self.interrupted or signum
 
-    def _restore_handler(self) -> None:
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGINT, self._previous_handler)
-            self._previous_handler = None
+    def _restore_handlers(self) -> None:
+        while self._previous_handlers:
+            signal.signal(*self._previous_handlers.popitem())
+
+
+def _validates(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows the step."""
+    loop = trainer.fit_loop
+    fetcher = loop._data_fetcher
+    return fetcher is not None and loop.epoch_loop._should_check_val_fx(fetcher)

@@ -1,12 +1,15 @@
 """The command ``python -m experiments``: LightningCLI with readable errors and exact resumption."""
 
 import logging
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
 from pathlib import Path
 from tempfile import mkdtemp
+from types import FrameType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -53,11 +56,17 @@ def main(args: list[str] | None = None) -> int:
         args: The words after ``python -m experiments``. Default: those of the process.
     Returns:
         The exit status: 0; 1 where ``verify`` found a wrong derivative; 2 for an error of the user's;
-        130 after Ctrl-C.
+        130 after Ctrl-C, 143 after SIGTERM.
     """
     silence_dependencies()
+    with ends_by_sigterm():
+        return run(sys.argv[1:] if args is None else args)
+
+
+def run(args: list[str]) -> int:
+    """Run a command; its exit status."""
     try:
-        words = with_saved_config(sys.argv[1:] if args is None else args)
+        words = with_saved_config(args)
         command = with_one_command(words)(
             args=words,
             trainer_class=Trainer,
@@ -68,13 +77,12 @@ def main(args: list[str] | None = None) -> int:
             seed_everything_default=0,
             auto_configure_optimizers=False,
         )
-    except SystemExit as error:
-        # Lightning ends a run that Ctrl-C stopped with status 1.
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes(error)):
-            return 130
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Lightning ends a run that a signal stopped with status 1.
+        for cause in causes(error):
+            if isinstance(cause, KeyboardInterrupt):
+                return 128 + (*cause.args, signal.SIGINT)[0]
         raise
-    except KeyboardInterrupt:
-        return 130
     except Exception as error:
         message = user_error(error)
         if message is None:
@@ -337,6 +345,24 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def ends_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt: of the scheduler that preempts a run, a container's stop."""
+
+    def stop(signum: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signum, signal.SIG_IGN)  # the cleanup is not interrupted
+        raise KeyboardInterrupt(signum)
+
+    previous = None
+    with suppress(ValueError):  # signals can only be handled in the main thread
+        previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def silence_dependencies() -> None:

@@ -29,6 +29,13 @@ class Trainer(pl.Trainer):
 
     status = 0  # exit status of the command
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Lightning's handler of SIGTERM ends a run with status 0, and communicates between processes
+        # wherever the signal arrives. The handler that was there before is called after it.
+        signals: Any = self._signal_connector
+        signals._sigterm_notifier_fn = lambda *_: None
+
     def verify(
         self,
         model: pl.LightningModule,

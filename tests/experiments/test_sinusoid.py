@@ -1,6 +1,7 @@
 """The sinusoid experiment end to end: smoke runs, resume, test, Ctrl-C, bad input."""
 
 import re
+import shlex
 import signal
 from math import pi
 from pathlib import Path
@@ -15,7 +16,6 @@ from experiments.__main__ import main
 from experiments.few_shot.maml import JointRegression, MAMLRegression, errors_after
 from experiments.few_shot.sinusoid import sample_waves
 from experiments.few_shot.table import summarize_errors
-from experiments.shared.stream import Stream
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,
@@ -51,25 +51,68 @@ def test_the_folder_of_all_runs():
     assert checkpoint(Path("other/smoke/maml/sinusoid/version_0"))["global_step"] == 2
 
 
-def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(trained, monkeypatch, capsys):
+STOPPED = {  # where signals arrive, which, the exit status, and the steps of the checkpoint
+    "Ctrl-C": ("training", (signal.SIGINT,), 130, 13),
+    "timeout, which sends it twice": ("training", (signal.SIGTERM, signal.SIGTERM), 143, 13),
+    "in the last validation": ("validation", (signal.SIGTERM,), 143, 20),
+    "in the test": ("test", (signal.SIGTERM,), 143, 20),
+}
+
+
+@pytest.mark.parametrize("where", STOPPED)
+def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
+    where, trained, monkeypatch, capsys
+):
+    stage, signals, status, steps = STOPPED[where]
     trained(SMOKE, into="whole")
-    honest = Stream.__iter__
+    honest = getattr(MAMLRegression, f"{stage}_step")
 
-    def with_ctrl_c(self):
-        for number, batch in enumerate(honest(self)):
-            if number == 12:
-                signal.raise_signal(signal.SIGINT)
-            yield batch
+    def stopped(self, batch, batch_idx):
+        if self.trainer.global_step == {"training": 12, "validation": 20, "test": 20}[stage]:
+            for each in signals:
+                signal.raise_signal(each)
+        return honest(self, batch, batch_idx)
 
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
-        patch.setattr(Stream, "__iter__", with_ctrl_c)
-        assert run("fit", "--config", SMOKE) == 130
-    signal.signal(signal.SIGINT, handler)  # Lightning ignores it from then on
-    stopped = checkpoint(folder())["global_step"]
-    assert 10 < stopped < 15
+        patch.setattr(MAMLRegression, f"{stage}_step", stopped)
+        assert run("fit", "--config", SMOKE) == status
+    signal.signal(signal.SIGINT, handlers[0])  # Lightning ignores it from then on
+    assert signal.getsignal(signal.SIGTERM) == handlers[1]
+    assert checkpoint(folder())["global_step"] == steps
+    assert not (folder() / "table.txt").exists()
     _, command = capsys.readouterr().out.split("resume it with: " + runs.command())
-    assert run(*command.split()) == 0  # the config beside the checkpoint is read
+    assert run(*shlex.split(command)) == 0  # the config beside the checkpoint is read
+    assert_same_run(folder(), folder(root="whole"))
+
+
+KILLED = {  # the step that the run is killed in, of which kind, and the options of both runs
+    "in the validation of a step with a checkpoint": ("validation", 10, ("--checkpoint_every", 5)),
+    "after its end": (None, 0, ()),
+    "after its last step, without a validation": (None, 0, ("--trainer.max_steps", 17)),
+    "after its last epoch, without a validation": (None, 0, ("--data.iterations", 17)),
+}
+
+
+@pytest.mark.parametrize("when", KILLED)
+def test_a_killed_run_goes_on_without_a_row_lost(when, trained, monkeypatch):
+    stage, at, options = KILLED[when]
+    trained(SMOKE, *options, into="whole")
+
+    def killed(self, batch, batch_idx):
+        if self.trainer.global_step == at:
+            raise RuntimeError("killed")
+        return honest(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        if stage is not None:
+            honest = getattr(MAMLRegression, f"{stage}_step")
+            patch.setattr(MAMLRegression, f"{stage}_step", killed)
+            with pytest.raises(RuntimeError, match="killed"):
+                fit(*options)
+        else:
+            fit(*options)
+    fit(*options, "--ckpt_path", "last")
     assert_same_run(folder(), folder(root="whole"))
 
 
