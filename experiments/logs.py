@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 from matplotlib.image import imread
 
-from experiments.runs import CONFIG, LAST, is_rank_zero, run_folder
+from experiments.runs import CONFIG, LAST, is_rank_zero, lock, run_folder
 from hoglib.errors import ArgumentValueError
 from hoglib.lightning.curvature import log_image
 
@@ -64,6 +64,8 @@ class RunLogger(CSVLogger):
                 checkpoint, are dropped. None keeps every row.
         """
         self._folder = folder
+        if is_rank_zero():
+            lock(folder)
         file = folder / METRICS
         if file.exists():
             self._rows = [
@@ -93,7 +95,13 @@ class RunLogger(CSVLogger):
 
     @property
     def experiment(self) -> Any:
-        if self._experiment is not None or self._rows is None or not is_rank_zero():
+        if self._experiment is not None or not is_rank_zero():
+            return super().experiment
+        if self._folder is None:
+            writer = super().experiment
+            lock(Path(self.log_dir))
+            return writer
+        if self._rows is None:
             return super().experiment
         file = Path(self.log_dir) / METRICS
         kept = file.read_bytes()

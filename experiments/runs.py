@@ -1,11 +1,14 @@
 """The folder of a run: runs/<name>/version_<n>/ with config, checkpoint, metrics and pictures."""
 
+import fcntl
 import json
 import os
 import shutil
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -20,6 +23,7 @@ LAST = "last.ckpt"
 CONFIG = "config.yaml"  # beside a checkpoint, as Lightning names it
 SUMMARY = "summary.json"
 TABLE = "table.txt"
+LOCKS = ExitStack()  # on the folders that this process writes in
 
 
 def run_folder(trainer: "pl.Trainer") -> Path:
@@ -32,6 +36,22 @@ def run_folder(trainer: "pl.Trainer") -> Path:
 def is_rank_zero() -> bool:
     """Whether this process writes and prints the results: of several, the one of rank 0."""
     return int(getattr(rank_zero_only, "rank", 0)) == 0
+
+
+def lock(folder: Path) -> None:
+    """Raise where another process writes in a run's folder; none can until LOCKS is closed, or this
+    process ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    LOCKS.callback(os.close, handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ArgumentValueError(
+            f"version: expected a run in which no other process writes, got {folder}; wait for the end "
+            "of the other process, or stop it."
+        ) from None
+    except OSError:
+        pass  # a file system without locks
 
 
 def write_report(folder: Path, table: str, *pictures: Path) -> None:
@@ -97,12 +117,17 @@ def find_checkpoint(path: str | Path, option: str = "checkpoint", ended: bool = 
 def load_checkpoint(checkpoint: Path) -> dict[str, Any]:
     """The content of a Lightning checkpoint."""
     try:
+        # torch reads the archive without a look at its checksums
+        damaged = ZipFile(checkpoint).testzip() if is_zipfile(checkpoint) else None
+        if damaged is not None:
+            raise BadZipFile(f"the checksum of {damaged} is wrong")
         content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True)
         content["global_step"], content["state_dict"]
     except Exception as error:
+        reason = error if isinstance(error, BadZipFile) else type(error).__name__
         raise ArgumentValueError(
             f"checkpoint: expected a Lightning checkpoint, got {str(checkpoint)!r}, which cannot be "
-            f"read as one ({type(error).__name__}); give another file."
+            f"read as one ({reason}); give another file."
         ) from error
     return content
 

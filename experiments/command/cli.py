@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
+from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
 from types import FrameType
@@ -59,7 +60,7 @@ def main(args: list[str] | None = None) -> int:
         130 after Ctrl-C, 143 after SIGTERM.
     """
     silence_dependencies()
-    with ends_by_sigterm():
+    with ends_by_sigterm(), runs.LOCKS:
         return run(sys.argv[1:] if args is None else args)
 
 
@@ -124,16 +125,22 @@ class SaveConfig(SaveConfigCallback):
         pass
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.check(trainer)
         super().setup(trainer, pl_module, "fit")
 
-    def check(self, trainer: pl.Trainer) -> None:
-        """Raise for options that contradict the config of the run that is resumed."""
-        saved = runs.run_folder(trainer) / runs.CONFIG
-        if saved.exists() and trainer.ckpt_path is not None:
-            check_resumed(
-                yaml.safe_load(saved.read_text()), yaml.safe_load(self.parser.dump(self.config))
-            )
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[runs.CONFIG] = self._trained
+
+    @cached_property
+    def _trained(self) -> dict[str, Any]:
+        return trained_with(self.parser.dump(self.config))
+
+
+def trained_with(config: str) -> dict[str, Any]:
+    """The options of a training that stay the same where it is resumed."""
+    options = yaml.safe_load(config)
+    return {name: options.get(name) for name in TRAINED}
 
 
 class ExperimentCLI(LightningCLI):
@@ -240,6 +247,9 @@ class ExperimentCLI(LightningCLI):
             content = runs.load_checkpoint(checkpoint)
             options["ckpt_path"] = str(checkpoint)
             folder = runs.version_folder(checkpoint)
+            if self.subcommand == "fit" and runs.CONFIG in content:
+                given = trained_with(self._parser("fit").dump(self.config["fit"]))
+                check_resumed(content[runs.CONFIG], given)
         if isinstance(logger, RunLogger) and folder is not None:
             fitting = self.subcommand == "fit"
             logger.resume(folder, runs.logged_steps(content) if fitting else None)
@@ -247,16 +257,13 @@ class ExperimentCLI(LightningCLI):
             logger.check_free()
 
     def after_fit(self) -> None:
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SaveConfig):  # no training started if the run had ended
-                callback.check(self.trainer)
         if self._get(self.config, "test_after_fit"):
             self.trainer.test(self.model, self.datamodule, verbose=False)
         elif (checkpoint := runs.run_folder(self.trainer) / runs.LAST).exists():
             print(f"Saved {checkpoint}")
 
 
-def check_resumed(saved: Any, given: Any) -> None:
+def check_resumed(saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise for options of model, data and seed that are not those of the run that is resumed."""
     before, now = (dict(_options(config, TRAINED)) for config in (saved, given))
     every = [name for name in {**before, **now} if name.split(".")[-1] not in OF_ROUNDING]
@@ -264,8 +271,9 @@ def check_resumed(saved: Any, given: Any) -> None:
     if other:
         listed = "; ".join(f"{name} {now.get(name)} for {before.get(name)}" for name in other)
         raise CommandError(
-            f"checkpoint: expected the options that the run began with, got {listed}. Leave these out: "
-            "--ckpt_path alone reads the config beside the checkpoint."
+            f"checkpoint: expected the options that the run began with, got {listed}. Leave these out, "
+            "or write them back where a config was edited: --ckpt_path alone reads the config beside "
+            "the checkpoint."
         )
 
 

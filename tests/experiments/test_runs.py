@@ -1,8 +1,11 @@
 """What every experiment does: it reports, goes on bit for bit, and is judged as it was trained."""
 
+import fcntl
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -200,11 +203,12 @@ def test_a_checkpoint_that_was_trained_otherwise_is_refused(name, trained, capsy
     trained(config)
     before = contents(folder())
     *other, message = OTHERS[name]
-    for command in ("test", "fit"):
+    option = other[0].removeprefix("--")
+    for command, words in {"test": message, "fit": f"run began with, got {option}"}.items():
         assert run(command, "--config", config, *other, "--ckpt_path", "last") == 2
         error = capsys.readouterr().err
-        assert re.search(message, error)
-        assert "config.yaml that lies beside" in error
+        assert re.search(words, error)
+        assert re.search("config(.yaml that lies)? beside", error)
     assert contents(folder()) == before
 
 
@@ -221,7 +225,7 @@ CONTRADICTED = {  # what is given beside a checkpoint, and the refusal
         ("--ckpt_path=null", "--trainer.logger.version=0"), "got 0 of the run in (.*version_0); .* --ckpt_path .*version_0/last.ckpt"
     ),
     "of a run that has ended": (("--model.inner_lr", "0.03", "--trainer.max_steps", "1"), "got model.inner_lr 0.03 for"),
-    "another network": (("--model.hidden", "[30, 30]"), "got one of another .size mismatch for .*0.weight"),
+    "another network": (("--model.hidden", "[30, 30]"), r"got model.hidden \[30, 30\] for \[40, 40\]"),
 }  # fmt: skip
 
 
@@ -239,9 +243,48 @@ def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trai
     assert not folder(1).exists()
     elsewhere.rename(folder() / "last.ckpt")
     assert run("spectrum", "--ckpt_path", folder() / "last.ckpt", "--model.hidden", "[30, 30]") == 2
-    assert re.search(message, capsys.readouterr().err)
+    mismatch = "got one of another .size mismatch for .*0.weight"
+    assert re.search(mismatch, capsys.readouterr().err)
+    # what differs from the checkpoint's own record, not from a file that can be edited
+    written = (folder() / "config.yaml").read_text()
+    (folder() / "config.yaml").write_text(written.replace(" lr: 0.001", " lr: 0.01"))
+    assert run("fit", "--ckpt_path", folder() / "last.ckpt") == 2
+    assert "got model.lr 0.01 for 0.001" in capsys.readouterr().err
+    (folder() / "config.yaml").write_text(written)
     rounding = "--model.compile", "eager", "--trainer.max_steps", 21, "--test_after_fit", "false"
     assert run("fit", "--ckpt_path", folder() / "last.ckpt", *rounding) == 0
+
+
+def test_a_run_that_another_process_writes_is_refused(trained, capsys):
+    config, _, folder = smoke("maml/sinusoid")
+    trained(config)
+    before = contents(folder())
+    handle = os.open(folder(), os.O_RDONLY)
+    fcntl.flock(
+        handle, fcntl.LOCK_EX
+    )  # held until it is closed, by its process's end at the latest
+    for command in ("fit", "test"):
+        assert run(command, "--ckpt_path", folder() / "last.ckpt") == 2
+        assert "in which no other process writes" in capsys.readouterr().err
+    assert contents(folder()) == before
+    os.close(handle)
+    assert run("test", "--ckpt_path", folder() / "last.ckpt") == 0
+
+
+def test_a_bit_that_flipped_in_a_checkpoint_is_found(trained, capsys):
+    config, _, folder = smoke("maml/sinusoid")
+    trained(config)
+    last = folder() / "last.ckpt"
+    with ZipFile(last) as archive:
+        (first, *_) = (info for info in archive.infolist() if "/data/" in info.filename)
+    content = bytearray(last.read_bytes())
+    content[first.header_offset + 30 + len(first.filename) + 64] ^= 64
+    last.write_bytes(content)
+    with ZipFile(last) as archive:
+        assert archive.testzip() == first.filename
+    for command in ("fit", "test", "spectrum"):
+        assert run(command, "--ckpt_path", last) == 2
+        assert f"the checksum of {first.filename} is wrong" in capsys.readouterr().err
 
 
 def test_a_run_that_begins_anew_in_a_folder_is_no_resumed_one(tmp_path):
