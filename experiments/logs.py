@@ -4,6 +4,7 @@ Configs name the class path of the logger, as do those saved beside checkpoints.
 """
 
 import csv
+import sys
 import warnings
 from functools import partial
 from itertools import pairwise
@@ -156,4 +157,7 @@ def curves(folder: Path) -> dict[str, Points]:
 
 def _rows(file: Path) -> list[dict[str, str]]:
     with file.open(newline="") as stream:
-        return list(csv.DictReader(stream))
+        lines = stream.readlines()
+    if lines and not lines[-1].endswith("\n"):  # of a process that was killed
+        print(f"{file}: the last row has no end, and is left out: {lines.pop()!r}", file=sys.stderr)
+    return list(csv.DictReader(lines))

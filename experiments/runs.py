@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import sys
 from contextlib import ExitStack
@@ -78,12 +79,13 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in newest_first]
 
 
-def command() -> str:
-    """How a shell starts the experiments with this interpreter."""
+def command(*words: object) -> str:
+    """How a shell starts the experiments with this interpreter, and words that follow."""
     known = shutil.which("python")
     found = "python" if known and Path(known) == Path(sys.executable) else sys.executable
     inside = Path(found).is_relative_to(Path.cwd())
-    return f"{os.path.relpath(found) if inside else found} -m experiments"
+    start = os.path.relpath(found) if inside else found
+    return shlex.join([start, "-m", "experiments", *map(str, words)])
 
 
 def find_checkpoint(path: str | Path, option: str = "checkpoint", ended: bool = False) -> Path:
@@ -104,7 +106,7 @@ def find_checkpoint(path: str | Path, option: str = "checkpoint", ended: bool = 
             f"{option}: expected a file, or a run folder with version_*/{LAST} in it, got "
             f"{str(path)!r}, where there is none; give another one"
             + (
-                f", or train it first: {command()} fit --config {config}"
+                f", or train it first: {command('fit', '--config', config)}"
                 if config.exists()
                 else "."
             )

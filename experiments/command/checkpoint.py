@@ -114,7 +114,7 @@ class LastCheckpoint(Checkpoint):
         if self._saved_step is not None and trainer.is_global_zero:
             print(
                 f"\nThe state of step {self._saved_step} is in {self.path}; "
-                f"resume it with: {command()} fit --ckpt_path {self.path}",
+                f"resume it with: {command('fit', '--ckpt_path', self.path)}",
                 flush=True,
             )
 

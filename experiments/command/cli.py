@@ -333,8 +333,8 @@ def user_error(error: Exception) -> str | None:
             return str(cause)
         if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
             return (
-                f"expected to write in the run's folder, got {cause}; the last checkpoint there is "
-                "intact. Free some space, or choose another folder with --trainer.logger.save_dir."
+                f"expected to write in the run's folder, got {cause}. Free some space, or choose "
+                "another folder with --trainer.logger.save_dir."
             )
         if "Error(s) in loading state_dict" in str(cause):
             first = str(cause).splitlines()[1].strip().rstrip(".")

@@ -23,8 +23,7 @@ UNUSED = "ddp_find_unused_parameters_true"
 
 LOST = (
     "expected all processes to run to the end, got one that ended: its output tells why; without any, "
-    "it was killed, as for want of memory. The last checkpoint is intact: resume it with --ckpt_path "
-    "last."
+    "it was killed, as for want of memory. If there is a checkpoint, resume it with --ckpt_path last."
 )
 POLL_SECONDS = 0.5  # between two looks at the processes that this one has started
 GRACE_SECONDS = 30.0  # for this process to end by itself after one that it has started

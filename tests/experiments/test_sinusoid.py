@@ -22,6 +22,7 @@ from tests.experiments.command import (
     assert_refused,
     assert_same_run,
     checkpoint,
+    metrics,
     run,
     smoke,
 )
@@ -76,14 +77,14 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
         patch.setattr(MAMLRegression, f"{stage}_step", stopped)
-        assert run("fit", "--config", SMOKE) == status
+        assert run("fit", "--config", SMOKE, "--trainer.logger.save_dir", "my runs") == status
     signal.signal(signal.SIGINT, handlers[0])  # Lightning ignores it from then on
     assert signal.getsignal(signal.SIGTERM) == handlers[1]
-    assert checkpoint(folder())["global_step"] == steps
-    assert not (folder() / "table.txt").exists()
+    assert checkpoint(folder(root="my runs"))["global_step"] == steps
+    assert not (folder(root="my runs") / "table.txt").exists()
     _, command = capsys.readouterr().out.split("resume it with: " + runs.command())
     assert run(*shlex.split(command)) == 0  # the config beside the checkpoint is read
-    assert_same_run(folder(), folder(root="whole"))
+    assert_same_run(folder(root="my runs"), folder(root="whole"))
 
 
 KILLED = {  # the step that the run is killed in, of which kind, and the options of both runs
@@ -116,6 +117,19 @@ def test_a_killed_run_goes_on_without_a_row_lost(when, trained, monkeypatch):
     assert_same_run(folder(), folder(root="whole"))
 
 
+def test_a_row_without_its_end_is_dropped(trained, capsys):
+    trained(SMOKE)
+    file = folder() / "metrics.csv"
+    rows, whole = metrics(folder()), file.read_bytes()
+    *before, _ = whole.splitlines(keepends=True)
+    for end in (b"0", b"0,", b"0,1", b"epo"):
+        file.write_bytes((b"" if end == b"epo" else b"".join(before)) + end)
+        assert run("test", "--ckpt_path", folder() / "last.ckpt") == 0
+        assert f"has no end, and is left out: {end.decode()!r}" in capsys.readouterr().err
+        assert metrics(folder())[-1]["test/mse_after_1"] == rows[-1]["test/mse_after_1"]
+        assert metrics(folder())[:-1] == rows[:-1] or end == b"epo"
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(capsys, monkeypatch):
     save = __import__("lightning.pytorch").pytorch.Trainer.save_checkpoint
 
@@ -136,7 +150,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(capsys, monke
 
 def test_a_folder_that_cannot_be_written(capsys):
     assert run("fit", "--config", SMOKE, "--trainer.logger.save_dir", "/proc/nowhere") == 2
-    assert "choose another folder" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "choose another folder" in error
+    assert "intact" not in error  # there is no checkpoint
 
 
 BAD = {
