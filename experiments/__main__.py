@@ -9,16 +9,25 @@ def main(args: list[str] | None = None) -> int:
     Args:
         args: The words after ``python -m experiments``. Default: those of the process.
     Returns:
-        The exit status, as that of `experiments.command.cli.main`.
+        The exit status, as that of `experiments.command.cli.main`; 2 where a package is not installed.
     """
     if (sys.argv[1:] if args is None else args) == ["list"]:
         from experiments.configs import table
 
         print(table())
         return 0
-    from experiments.command.cli import main as run
+    try:
+        from experiments.command.cli import main as run
 
-    return run(args)
+        return run(args)
+    except ModuleNotFoundError as error:
+        needed = (error.name or str(error)).split(".")[0]
+        print(
+            f"error: {needed} is not installed; install what the experiments need: "
+            "pip install '.[experiments]'",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

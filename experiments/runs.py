@@ -20,6 +20,8 @@ from hoglib.errors import ArgumentValueError
 if TYPE_CHECKING:  # fails beside the torchvision of other libraries, where benchmarks draw pictures
     import lightning.pytorch as pl
 
+    from experiments.shared.style import Picture
+
 LAST = "last.ckpt"
 CONFIG = "config.yaml"  # beside a checkpoint, as Lightning names it
 SUMMARY = "summary.json"
@@ -55,13 +57,14 @@ def lock(folder: Path) -> None:
         pass  # a file system without locks
 
 
-def write_report(folder: Path, table: str, *pictures: Path) -> None:
-    """Print a result table, save it as table.txt, and say which files were saved."""
+def write_report(folder: Path, table: str, *pictures: "Picture") -> None:
+    """Print a result table, save it as table.txt then the pictures, and say which files were saved."""
     if not is_rank_zero():
         return
     file = folder / TABLE
     file.write_text(table + "\n")
-    print(f"\n{table}\n\nSaved {', '.join(map(str, (file, *pictures)))}")
+    print(f"\n{table}", flush=True)
+    print(f"\nSaved {', '.join(map(str, (file, *(picture.save() for picture in pictures))))}")
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:

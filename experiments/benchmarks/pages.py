@@ -40,9 +40,9 @@ def save(results: Results, folder: Path) -> list[Path]:
     files, curves = [data, table, details], meta.curves(results)
     lines = summary.lines(results)
     if lines or curves:
-        files.append(pictures.plot_benchmarks(folder / PICTURE, lines, curves))
+        files.append(pictures.plot_benchmarks(folder / PICTURE, lines, curves).save())
     if curves:
-        files.append(pictures.plot_meta_memory(folder / MEMORY, curves))
+        files.append(pictures.plot_meta_memory(folder / MEMORY, curves).save())
     return files
 
 

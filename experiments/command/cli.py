@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from tempfile import mkdtemp
-from types import FrameType
-from typing import Any, NoReturn
+from traceback import walk_tb
+from types import FrameType, NoneType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 import lightning.pytorch as pl
 import torch
@@ -181,6 +183,12 @@ class ExperimentCLI(LightningCLI):
         seed = at_least("seed_everything", int(given.get("seed_everything") or 0), 0)
         if seed >= 2**32:
             raise ArgumentValueError(f"seed_everything: expected less than 2**32, got {seed}.")
+        every = given.as_dict()
+        for name, value in _options(every, every):
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ArgumentValueError(f"{name}: expected an integer of 64 bits, got {value}.")
+        for part in ("model", "data"):
+            refuse_null(part, every.get(part))
         ckpt_path = given.get("ckpt_path")
         if ckpt_path not in (None, "last"):
             # Lightning reads it next, and its errors are harder to read
@@ -193,13 +201,13 @@ class ExperimentCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         settings = self._get(self.config_init, "trainer")
-        every = at_least("checkpoint_every", self._get(self.config, "checkpoint_every"), 1)
+        saved_every = at_least("checkpoint_every", self._get(self.config, "checkpoint_every"), 1)
         at_least("accumulate_grad_batches", settings.get("accumulate_grad_batches", 1), 1)
         callbacks: list[pl.Callback] = [
             ProcessWatch(),
             ProcessSeeds(),
             RNGState(),
-            LastCheckpoint(every),
+            LastCheckpoint(saved_every),
             PictureLogger(),
         ]
         settings["strategy"] = choose_strategy(settings.get("strategy"), self.model)
@@ -216,6 +224,8 @@ class ExperimentCLI(LightningCLI):
             settings["logger"] = [*own, *(x for x in loggers if x not in own)]
         if settings.get("fast_dev_run") and settings.get("default_root_dir") is None:
             settings["default_root_dir"] = mkdtemp()  # without a logger there is no run's folder
+        if isinstance(every := settings.get("val_check_interval"), int):
+            at_least("val_check_interval", every, 1)
         iterations, interval = getattr(self.datamodule, "iterations", None), "val_check_interval"
         if iterations is not None and isinstance(settings.get(interval), int):
             # a run that is shorter than the interval is validated at its end
@@ -288,6 +298,19 @@ def _options(config: Any, parts: Iterable[str]) -> Iterator[tuple[str, Any]]:
             yield part, value
 
 
+def refuse_null(part: str, given: Any) -> None:
+    """Raise for an option of the model or the data that is null and may not be, which jsonargparse
+    leaves to the class."""
+    if isinstance(given, dict) and "class_path" in given:
+        module, _, kind = given["class_path"].rpartition(".")
+        hints = get_type_hints(getattr(import_module(module), kind).__init__)
+        for name, value in given.get("init_args", {}).items():
+            hint = hints.get(name, Any)
+            if value is None and hint is not Any and NoneType not in get_args(hint):
+                expected = getattr(hint, "__name__", hint)
+                raise ArgumentValueError(f"{part}.{name}: expected {expected}, got null.")
+
+
 def with_saved_config(words: list[str]) -> list[str]:
     """A command line, with the config beside the checkpoint that it names where it names none."""
     options = [word.partition("=")[0] for word in words]
@@ -345,7 +368,15 @@ def user_error(error: Exception) -> str | None:
             )
         if lost_process(cause):
             return LOST
+        if isinstance(cause, ValueError | RuntimeError) and of_lightning(cause):
+            return str(cause).strip()
     return None
+
+
+def of_lightning(error: BaseException) -> bool:
+    """Whether Lightning raised it: a check of the options of its trainer and callbacks."""
+    raised_in = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)][-1:]
+    return any(Path(file).is_relative_to(Path(pl.__file__).parents[1]) for file in raised_in)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -13,6 +13,7 @@ CONFIGS = (
     "`python -m experiments list` lists the configs; to run one, "
     "`python -m experiments fit --config configs/maml/sinusoid.yaml`."
 )
+A_LOGGER = "expected false or a class, such as lightning.pytorch.loggers.TensorBoardLogger"
 NO_CONFIG = (
     r"are required: \w+\.model$|^config: File does not exist|subcommand|Unexpected config|"
     r"unrecognized arguments: \S+\.ya?ml"
@@ -50,6 +51,9 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
         return f"{text.rstrip('.: ')}. {CONFIGS}"
     text = re.sub(r"\. Got value: (.*?)(?= Expected|\.?$)", r", got '\1'", text)
     text = re.sub(r"Expected an? <class '([^']+)'>", r"expected \1", text)
+    if text.startswith("trainer.logger:"):  # which may be a class, some, or a bool
+        text = re.sub(r"Expected a path but .*? invalid | expected (collections\S+|bool)", "", text)
+        text = re.sub(r"Expected a dot import path string: (\S+)", rf"{A_LOGGER}, got '\1'", text)
     unknown = re.search(r"(not accept option '|unrecognized arguments: --)([\w.]+)", text)
     if missing := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", text):
         module = import_module(missing[1])

@@ -111,7 +111,7 @@ class Trainer(pl.Trainer):
         folder = runs.run_folder(self)  # not before: a refused call leaves none
         numbers = {name: spectrum.to_dict() for name, spectrum in spectra.items()}
         (folder / SPECTRUM).write_text(json_module.dumps(numbers, indent=1) + "\n")
-        picture = plot_spectra(folder / "spectrum.png", spectra)
+        picture = plot_spectra(folder / "spectrum.png", spectra).save()
         print(f"\nSaved {folder / SPECTRUM} and {picture}")
 
     def _problems(

@@ -2,14 +2,18 @@
 matplotlib is changed."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import matplotlib as mpl
+import torch
 from cycler import cycler
+from lightning_utilities.core.apply_func import apply_to_collection
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from torch import Tensor
 
 from experiments.runs import is_rank_zero
 from hoglib import plotting
@@ -40,27 +44,52 @@ CYCLE = cycler(color=[s.colour for s in SERIES], linestyle=[s.dashes for s in SE
 STYLE: dict[Any, Any] = {**plotting.STYLE, "axes.prop_cycle": CYCLE}
 
 
-def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Path]:
-    """Make a function that draws a figure into one that saves it, in the common style.
+class Picture(NamedTuple):
+    """A picture that is drawn when it is saved.
+
+    Attributes:
+        file: Where it is saved.
+        draw: Makes the figure.
+    """
+
+    file: Path
+    draw: Callable[[], Figure]
+
+    def save(self) -> Path:
+        """Draw it into its file, which is returned."""
+        if not is_rank_zero():
+            return self.file
+        with ExitStack() as stack:
+            # inside, when a figure reads its style, and nowhere else
+            stack.enter_context(mpl.rc_context(STYLE))
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            figure = self.draw()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(self.file)
+        return self.file
+
+
+def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Picture]:
+    """Make a function that draws a figure into one of a Picture, in the common style.
 
     Args:
         draw: Function that returns a figure.
     Returns:
-        The same function with a leading argument, the file, which it returns.
+        The same function with a leading argument, the file. Tensors of half precision, as of a training
+        in bf16-mixed, are drawn in float32.
     """
 
     @wraps(draw)
-    def save(file: Path, /, *args: P.args, **kwargs: P.kwargs) -> Path:
-        if not is_rank_zero():
-            return file
-        # inside, when a figure reads its style, and nowhere else
-        with mpl.rc_context(STYLE):
-            figure = draw(*args, **kwargs)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file)
-        return file
+    def made(file: Path, /, *args: P.args, **kwargs: P.kwargs) -> Picture:
+        given = apply_to_collection((args, kwargs), Tensor, _in_float, allow_frozen=True)
+        return Picture(file, lambda: draw(*given[0], **given[1]))
 
-    return save
+    return made
+
+
+def _in_float(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def new_figure(width: float, height: float) -> Any:

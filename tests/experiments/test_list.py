@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.__main__ import main
 from experiments.configs import configs
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +45,12 @@ def test_a_config_that_does_not_say_it_is_refused(head, tmp_path):
     (tmp_path / "new.yaml").write_text(head)
     with pytest.raises(ValueError, match=r"new.yaml: expected `# what it shows`"):
         configs(tmp_path)
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "experiments.command.cli", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch.cli", None)
+    assert main(["fit"]) == 2
+    error = capsys.readouterr().err
+    assert "lightning is not installed" in error
+    assert "pip install '.[experiments]'" in error

@@ -161,6 +161,22 @@ def test_resume_is_bit_for_bit_the_uninterrupted_run(name, options, stop, traine
         assert not told or (ours / file).read_bytes() == (whole / file).read_bytes(), file
 
 
+@DRAWN
+@pytest.mark.parametrize("name", ["meta/reweight_digits", "maml/sinusoid"])
+def test_pictures_of_a_training_in_half_precision_are_drawn(name):
+    _, fit, folder = smoke(name)
+    fit("--trainer.precision", "bf16-mixed")
+    assert EXPERIMENTS[name].reports <= {p.name for p in folder().iterdir()}
+
+
+def test_a_picture_that_cannot_be_drawn_loses_no_table(monkeypatch):
+    config, _, folder = smoke("maml/sinusoid")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", None)
+    with pytest.raises(TypeError):
+        run("fit", "--config", config)
+    assert "MAML  diverged" in (folder() / "table.txt").read_text()
+
+
 JUDGED = {  # what `validate` prints
     "curvature/digits": "val/accuracy",
     "gan/mixture": "val/penalty",
