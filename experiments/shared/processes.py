@@ -5,16 +5,18 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from experiments import runs
 from hoglib.errors import ArgumentValueError
 
 BATCHES = "batches"  # each takes a part of each batch
@@ -40,6 +42,38 @@ class InProcesses(pl.LightningModule):
 
     shared = BATCHES
     one_process = ""
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:
+        """The module of a checkpoint, with the options and the parameters that it was trained with.
+
+        Args:
+            checkpoint_path: A file, or a run's folder.
+            options: Other options than the checkpoint records, such as ``base=None`` where a path is
+                not there any more.
+        Returns:
+            The module, on the CPU and in eval mode. It needs no Trainer.
+        """
+        content = runs.load_checkpoint(runs.find_checkpoint(checkpoint_path))
+        if runs.CONFIG not in content:
+            raise ArgumentValueError(
+                f"checkpoint: expected one that records its options, got {str(checkpoint_path)!r} that "
+                "does not; make the module with its options, and load its state_dict."
+            )
+        recorded = content[runs.CONFIG]["model"]
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(pl.LightningModule, "model")
+        given = {**recorded, "init_args": {**recorded.get("init_args", {}), **options}}
+        module = parser.instantiate_classes(parser.parse_object({"model": given})).model
+        if not isinstance(module, cls):
+            raise ArgumentValueError(
+                f"checkpoint: expected one of {cls.__name__}, got one of {type(module).__name__}."
+            )
+        state = content["state_dict"]
+        if any(state[name].dtype == torch.float64 for name, _ in module.named_parameters()):
+            module.double()  # trained with the precision 64-true
+        module.load_state_dict(state)
+        return module.eval()
 
     _share = 1.0  # the weight of the loss of this process's part, in the mean over the processes
 

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
@@ -19,6 +20,7 @@ from experiments.mean_flow.experiment import MeanFlow
 from experiments.reweight import Reweighting
 from experiments.robust.experiment import Robustness
 from experiments.shared.stream import Stream
+from hoglib.errors import ArgumentValueError
 from tests.experiments.command import (
     COMMAND_LINE,
     DRAWN,
@@ -112,12 +114,27 @@ def test_a_fit_ends_with_its_reports_and_a_checkpoint(name, trained):
     assert {p.name for p in found.iterdir()} == OF_EVERY_RUN | EXPERIMENTS[name].reports
     assert (found / "table.txt").read_text() in printed
     assert checkpoint(found)["global_step"] == EXPERIMENTS[name].steps
+    assert_taken_home(found / "last.ckpt")
     for picture in found.glob("*.png"):
         assert str(picture) in printed
         assert picture.stat().st_size > 5000
     for column, how in TOLD.get(name, {}).items():
         *_, last = (row[column] for row in metrics(found) if row[column])
         assert how.format(float(last)) in printed, column
+
+
+def assert_taken_home(last):
+    """The module of a checkpoint has its options and parameters, without a Trainer."""
+    saved = torch.load(last, weights_only=True)
+    given = saved["config.yaml"]["model"]
+    package, _, kind = given["class_path"].rpartition(".")
+    module = getattr(import_module(package), kind).load_from_checkpoint(last)
+    assert_close(dict(module.state_dict()), dict(saved["state_dict"]), rtol=0, atol=0)
+    for name, value in getattr(module, "options", {}).items():
+        assert saved["trained_with"][name] == value
+    assert getattr(module, "lr", None) == given.get("init_args", {}).get("lr")
+    with pytest.raises(ArgumentValueError, match=f"got one of {kind}"):
+        (Race if kind != "Race" else Potentials).load_from_checkpoint(last)
 
 
 LAZY_GRAPHS = ("--model.penalty.every", "4", "--model.compile", "eager")
