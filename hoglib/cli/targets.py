@@ -3,6 +3,8 @@ audit."""
 
 import importlib.util
 import math
+import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +51,10 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
     if not path.endswith(".py"):
         raise ArgumentValueError(
             f"expected package.module:Function or path/to/file.py, got {target!r}"
-            + (f"; perhaps {':'.join(target.rsplit('.', 1))!r}." if "." in target else ".")
+            + (
+                _each_file(path, SAMPLES, "verify")
+                or (f"; perhaps {':'.join(target.rsplit('.', 1))!r}." if "." in target else ".")
+            )
         )
     if inputs:
         text = f"--input belongs to one Function: expected {path}:Function, got {target!r}."
@@ -67,6 +72,12 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         )
     without = [f.__name__ for f in found if f not in with_samples]
     return [Target(f.__name__, f, getattr(f, SAMPLES)) for f in with_samples], without
+
+
+def _each_file(path: str, word: str, command: str) -> str:
+    """The end of a sentence about a directory: how its files are checked. Empty for another path."""
+    files = f"grep -rl --include='*.py' {word} {shlex.quote(path)}"
+    return f"; for its files: {files} | xargs -n 1 hoglib {command}" if os.path.isdir(path) else ""
 
 
 def _defined_in(module: ModuleType) -> dict[str, Any]:
@@ -100,8 +111,11 @@ def factories(target: str) -> dict[str, Callable[[], Any]]:
         return {name: factory}
     if not path.endswith(".py"):
         raise ArgumentValueError(
-            f"expected package.module:factory or path/to/file.py, got {target!r}; a factory is a "
-            f"function without arguments that returns {PROBLEM}."
+            f"expected package.module:factory or path/to/file.py, got {target!r}"
+            + (
+                _each_file(path, FACTORY, "audit")
+                or (f"; a factory is a function without arguments that returns {PROBLEM}.")
+            )
         )
     defined = _defined_in(module_of_file(path)).items()
     found = {k: x for k, x in defined if k.startswith(FACTORY) and not isinstance(x, type)}

@@ -200,6 +200,7 @@ def test_what_a_factory_prints_is_not_in_the_json_and_a_loss_not_repeated(write,
 # fmt: off
 # what names nothing is told in test_verify.py
 NOT_RUN = {
+    "a directory": ((".",), "second_order_problem . | xargs -n 1 hoglib audit"),
     "a bare module": (("mine",), "expected package.module:factory or path/to/file.py, got 'mine'"),
     "a file without problems": (("mine.py",), "expected a function second_order_problem()"),
     "no function": (("mine:number",), "expected a function without arguments that returns (loss, params, batch), got int 3"),

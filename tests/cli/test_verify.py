@@ -212,6 +212,7 @@ NOT_RUN = {
     "no module": (("nothing:Good",), "the import failed"),
     "no name": (("mine.py:Other",), "expected a name in mine.py, got 'Other'; its names are Good, Thing"),
     "a bare module": (("mine",), "expected package.module:Function or path/to/file.py"),
+    "a directory": ((".",), "for its files: grep -rl --include='*.py' sample_inputs . | xargs -n 1 hoglib verify"),
     "a dot for the colon": (("mine.Good",), "perhaps 'mine:Good'"),
     "an input for a file": (("mine.py", "--input", "randn(3)"), "--input belongs to one Function"),
     "an input that is no expression": (("mine:Good", "--input", "randn(3"), "--input 'randn(3'"),
