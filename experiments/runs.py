@@ -6,9 +6,10 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
@@ -20,13 +21,18 @@ from hoglib.errors import ArgumentValueError
 if TYPE_CHECKING:  # fails beside the torchvision of other libraries, where benchmarks draw pictures
     import lightning.pytorch as pl
 
-    from experiments.shared.style import Picture
-
 LAST = "last.ckpt"
 CONFIG = "config.yaml"  # beside a checkpoint, as Lightning names it
 SUMMARY = "summary.json"
 TABLE = "table.txt"
 LOCKS = ExitStack()  # on the folders that this process writes in
+
+
+class Picture(NamedTuple):
+    """A picture that is drawn when it is saved: its file, and the function that draws and returns it."""
+
+    file: Path
+    save: Callable[[], Path]
 
 
 def run_folder(trainer: "pl.Trainer") -> Path:
@@ -57,7 +63,7 @@ def lock(folder: Path) -> None:
         pass  # a file system without locks
 
 
-def write_report(folder: Path, table: str, *pictures: "Picture") -> None:
+def write_report(folder: Path, table: str, *pictures: Picture) -> None:
     """Print a result table, save it as table.txt then the pictures, and say which files were saved."""
     if not is_rank_zero():
         return

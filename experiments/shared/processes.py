@@ -44,7 +44,9 @@ class InProcesses(pl.LightningModule):
     one_process = ""
 
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:
+    def load_from_checkpoint(  # type: ignore[override] # Lightning's other arguments are not needed
+        cls, checkpoint_path: Any, **options: Any
+    ) -> Self:
         """The module of a checkpoint, with the options and the parameters that it was trained with.
 
         Args:

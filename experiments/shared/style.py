@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
-from experiments.runs import is_rank_zero
+from experiments.runs import Picture, is_rank_zero
 from hoglib import plotting
 
 SMALL = 8.0  # font size of annotations
@@ -44,32 +44,6 @@ CYCLE = cycler(color=[s.colour for s in SERIES], linestyle=[s.dashes for s in SE
 STYLE: dict[Any, Any] = {**plotting.STYLE, "axes.prop_cycle": CYCLE}
 
 
-class Picture(NamedTuple):
-    """A picture that is drawn when it is saved.
-
-    Attributes:
-        file: Where it is saved.
-        draw: Makes the figure.
-    """
-
-    file: Path
-    draw: Callable[[], Figure]
-
-    def save(self) -> Path:
-        """Draw it into its file, which is returned."""
-        if not is_rank_zero():
-            return self.file
-        with ExitStack() as stack:
-            # inside, when a figure reads its style, and nowhere else
-            stack.enter_context(mpl.rc_context(STYLE))
-            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
-                stack.enter_context(torch.autocast(device, enabled=False))
-            figure = self.draw()
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(self.file)
-        return self.file
-
-
 def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Picture]:
     """Make a function that draws a figure into one of a Picture, in the common style.
 
@@ -83,7 +57,21 @@ def picture(draw: Callable[P, Figure]) -> Callable[Concatenate[Path, P], Picture
     @wraps(draw)
     def made(file: Path, /, *args: P.args, **kwargs: P.kwargs) -> Picture:
         given = apply_to_collection((args, kwargs), Tensor, _in_float, allow_frozen=True)
-        return Picture(file, lambda: draw(*given[0], **given[1]))
+
+        def save() -> Path:
+            if not is_rank_zero():
+                return file
+            with ExitStack() as stack:
+                # inside, when a figure reads its style, and nowhere else
+                stack.enter_context(mpl.rc_context(STYLE))
+                for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                figure = draw(*given[0], **given[1])
+                file.parent.mkdir(parents=True, exist_ok=True)
+                figure.savefig(file)
+            return file
+
+        return Picture(file, save)
 
     return made
 
