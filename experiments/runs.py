@@ -29,7 +29,7 @@ LOCKS = ExitStack()  # on the folders that this process writes in
 
 
 class Picture(NamedTuple):
-    """A picture that is drawn when it is saved: its file, and the function that draws and returns it."""
+    """A picture that is drawn when it is saved: its file, and the function that draws it."""
 
     file: Path
     save: Callable[[], Path]
