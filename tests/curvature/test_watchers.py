@@ -332,13 +332,15 @@ def test_processes_tell_what_has_to_be_the_same():
     loss = hog.functional_loss(norm, lambda y, _: y.square().mean())
     processes = Processes("Pass", None, BATCHES)
 
-    def totals(seed=0):
+    def totals(seed=0, kind="exact"):
         at = term_of(loss, hog.trainable_params(norm))
         batches = Batches(BATCHES, torch.device("cpu"), None, None, processes)
-        return dict(watchers.Agreement(at, batches, seed).totals())
+        call = {"kind": kind, "options": None, "criterion": loss}
+        return dict(watchers.Agreement(at, batches, seed, call).totals())
 
     first = totals()
     assert totals() == first
+    assert {k for k, x in totals(kind="empirical").items() if x != first[k]} == {"kind"}
     assert {k for k, x in totals(seed=1).items() if x != first[k]} == {"seed"}
     norm.running_mean += 1
     assert {k for k, x in totals().items() if x != first[k]} == {"model"}
