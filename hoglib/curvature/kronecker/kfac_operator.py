@@ -31,14 +31,13 @@ from hoglib.curvature.kronecker.kronecker import (
 )
 from hoglib.curvature.kronecker.kronecker_factors import BlockSums, EigenvalueSums, FactorSums
 from hoglib.curvature.kronecker.layer_calls import Region, Role
+from hoglib.curvature.kronecker.layer_comparison import checked_run, with_selected_rows
 from hoglib.curvature.kronecker.model_run import (
     EXACT_DIAGONAL,
     FactorOptions,
     ModelRun,
     RowOrder,
-    checked_run,
     fill,
-    with_selected_rows,
 )
 from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.maps.gauss_newton import GaussNewtonKind

@@ -1,0 +1,288 @@
+"""The layers of a run of a model, compared with autograd.
+
+    sum_r g_r a_r^T == dl/dW        for l a random sum of the outputs of half of the examples
+
+A difference shows uses of a parameter that the recorder did not see. Rows with gradients of the outputs
+of both halves show layers that mix examples; which rows have gradients of which half shows their order,
+examples or positions first. The comparison runs at two examples where the batch can be split.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hoglib._core.modules.state import preserve_random_state
+from hoglib._core.numerics.trust import SUMS, agree
+from hoglib._core.substrate.autograd import Vector, materialize_grads
+from hoglib._core.torch_api import pytree
+from hoglib.curvature.batches.data import first_examples
+from hoglib.curvature.kronecker.kronecker import not_none
+from hoglib.curvature.kronecker.layer_calls import LayerCall, unlike_rows
+from hoglib.curvature.kronecker.model_run import (
+    CallPlace,
+    Gradients,
+    Layer,
+    ModelRun,
+    Refusal,
+    RowOrder,
+    attempted,
+    call_places,
+    input_rows,
+    is_embedding,
+    mask_examples,
+    record,
+    uncovered,
+)
+
+
+def checked_run(run: ModelRun, needs_examples: bool) -> ModelRun:
+    """The run of a model, after the layers were compared with autograd, with the order of rows that was
+    found; raises for those that do not have the gradients, unless they are left to single examples."""
+    run, refusal = _compared(run, needs_examples)
+    while refusal is not None:
+        run, refusal = _compared(run.without(refusal), needs_examples)
+    return run
+
+
+def with_selected_rows(run: ModelRun, needs_examples: bool) -> ModelRun:
+    """The run of a later batch, by `compare_selected_rows`; raises where examples are not apart, unless
+    these layers are left to single examples."""
+    run, refusal = compare_selected_rows(run, needs_examples)
+    return run if refusal is None else checked_run(run.without(refusal), needs_examples)
+
+
+def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | None]:
+    """The run as far as it was compared: at two examples, where a batch can be split; and what is
+    wrong."""
+    (batch,) = run.recording.problem.args
+    # at two examples the check costs little
+    small = first_examples(batch, 2)
+    both = None if small is None else attempted(partial(_at_two, run, small, needs_examples))
+    if both is not None:
+        few, run = both
+        if few.recording.expanded == run.recording.expanded:
+            mismatch = _first_mismatch(few, run) if needs_examples else None
+            if mismatch is None:
+                return compare_selected_rows(run, needs_examples)
+            leaves = [r.leaf for r in (mismatch.weight, mismatch.bias) if r]
+            return run, Refusal(unlike_rows(mismatch, run.examples), frozenset(leaves))
+    time_first, refusal = compare(run, needs_examples)
+    if refusal is None and not _expands_alike(run):
+        run = run.rerun(batch, RowOrder(expand=False))
+        time_first, refusal = compare(run, needs_examples)
+    return run.reread(time_first=time_first), refusal
+
+
+def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
+    """The run at two examples, and that of the batch with its order; None where the batch decides."""
+    few = run.rerun(small)
+    called = {layer.layout for layer in few.layers}
+    if uncovered(few) is not None or not called.issuperset(layer.layout for layer in run.layers):
+        return None
+    time_first, refusal = compare(few, needs_examples)
+    if refusal is not None:
+        return None
+    if run.recording.expanded and not _expands_alike(few):
+        (batch,) = run.recording.problem.args
+        run = run.rerun(batch, RowOrder(expand=False))
+    return few, run.reread(time_first=time_first)
+
+
+def _expands_alike(run: ModelRun) -> bool:
+    """Whether the outputs are those of a run in which nothing is expanded."""
+    if not run.recording.expanded:
+        return True
+    problem, metric = run.recording.problem, run.options.metric
+    with preserve_random_state():
+        others = record(problem, metric, False).outputs
+    pairs = zip(run.recording.outputs, others, strict=True)
+    return all(agree(a, b, SUMS) for a, b in pairs)
+
+
+def _first_mismatch(few: ModelRun, run: ModelRun) -> LayerCall | None:
+    """The first call that has more or fewer rows of an example than at a few examples."""
+    for a, b in zip_longest(few.calls, run.calls):
+        if a is None or b is None:
+            return b or run.calls[-1]
+        if a.rows * run.examples != b.rows * few.examples:
+            return b
+    return None
+
+
+def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], Refusal | None]:
+    """Compare the gradient of some examples' outputs, as the layers give it, with autograd's.
+
+    It shows uses of parameters that were not seen, and layers that mix examples. Returns the calls
+    whose positions come before examples, and what is wrong.
+    """
+    calls, leaves = run.calls, run.recording.leaves
+    column = _probe(run, next(iter(_halves(run)), None))
+    found = run.recording.backward([*(call.edge for call in calls), *leaves], column)
+    gradients = Gradients(run, found[: len(calls)], column)
+    wanted = materialize_grads(found[len(calls) :], leaves)
+    time_first, refusal = compare_examples(run, needs_examples, gradients)
+    if refusal is not None:
+        return time_first, refusal
+    ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=run.dtype) for p in leaves]
+    summed: list[Any] = [0.0] * len(leaves)
+    everything: Any = 0.0
+    if run.unexplained:
+        everything = torch.stack([x.norm().to(run.dtype) for x in wanted]).norm().double()
+    for parts in run.of_single_examples(column) if run.separable else ():
+        for i, part in zip(run.unexplained, parts, strict=True):
+            summed[i] = everything
+            ours[i] += part.sum(0).view(ours[i].shape)
+    for layer in run.layers:
+        terms = sum(call.rounding(gradients.like_output(call)).double() for call in layer.calls)
+        for region in layer.layout.regions:
+            summed[region.leaf] += terms
+        layer.layout.scatter(summed_gradient(layer, gradients, run.dtype).unsqueeze(0), ours)
+    off = []
+    for one, p, given, terms in zip(ours, leaves, wanted, summed, strict=True):
+        difference = one.view(p.shape).sub_(given).norm()
+        # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
+        # that is zero, as that of the bias of keys, is only rounding
+        eps = torch.finfo(p.dtype).eps
+        off.append(difference > 10 * (eps**0.5 * given.norm().to(run.dtype) + eps * terms))
+    answers = torch.stack(off).tolist()  # a device is waited for once
+    # backward passes of the batch are right by themselves
+    right = () if run.separable else run.unexplained
+    wrong = [i for i, one in enumerate(answers) if one and i not in right]
+    if not wrong:
+        return time_first, None
+    name = pytree.paths(run.space.params)[wrong[0]]
+    return time_first, run.refusal(
+        f"expected params[{name!r}] to be used by layers alone, got a gradient of which these are only "
+        "a part: a custom Function, scripted or compiled code uses it too; ",
+        wrong,
+    )
+
+
+def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> Tensor:
+    """The gradient by V, summed over all rows."""
+    _, out, into = layer.layout.sizes
+    role = layer.layout.role
+    total: Any = 0.0
+    for call, rows in zip(layer.calls, gradients.rows(layer), strict=True):
+        if role.matrix == "diagonal":
+            part = rows.sum(0).reshape(1, 1, -1)
+        elif is_embedding(layer):
+            at, g = call.inputs()[0, :, 0], rows[0]
+            seen = at >= 0
+            part = g.new_zeros(into, out).index_add(0, at[seen], g[seen]).T.unsqueeze(0)
+        elif call.has_patches() and layer.layout.weight is not None:
+            g = gradients.like_output(call).to(dtype)
+            part = call.weight_gradients(g, 0, len(g)).sum(0)
+            if layer.layout.bias is not None:
+                part = torch.cat([part, rows.sum(1).unsqueeze(-1)], -1)
+        else:
+            part = rows.mT @ input_rows(layer, call, dtype)
+        if role.matrix == "elementwise":
+            # all calls have one slope: others show, as the gradient then differs from autograd's
+            part = (role.stored(part.unsqueeze(0)) * not_none(layer.calls[0].slope)).unsqueeze(0)
+        total = total + part
+    return total
+
+
+def compare_examples(
+    run: ModelRun, needs_examples: bool, first: Gradients | None = None
+) -> tuple[frozenset[CallPlace], Refusal | None]:
+    """Whether a row has gradients of the outputs of one example only, and, where rows have to be those
+    of an example, in which order they are. Returns as `compare`.
+
+    first: the gradients of the probe of the first half, where they are known.
+    """
+    if run.examples < 2 or not run.layers:
+        return run.order.time_first, None
+    halves = _halves(run)
+    touched: dict[int, list[Tensor]] = {id(call): [] for call in run.calls}
+    for half in halves:
+        gradients, first = first or run.gradients(_probe(run, half)), None
+        for call in run.calls:
+            touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
+    both = [(layer, call) for layer in run.layers for call in layer.calls]
+    asked: list[Tensor] = []
+    for _, call in both:
+        of_call = touched[id(call)]
+        pairs = zip(of_call[::2], of_call[1::2], strict=True)
+        asked += [_any_of(a & b for a, b in pairs), *_mismatches(run, halves, of_call)]
+    # all questions in one read, for which a device waits once
+    answers = iter(torch.stack(asked).tolist())
+    refused: list[tuple[Layer, LayerCall]] = []
+    orders = {id(call): call.time_first for call in run.calls}
+    for layer, call in both:
+        needed = needs_examples or layer.layout.role.matrix != "kronecker"
+        mixed, example_first, time_first = next(answers), not next(answers), not next(answers)
+        if needed and not mixed and (example_first or time_first):
+            if example_first and time_first:
+                # one position has gradients, for instance: by the shape
+                time_first = call.shape[0] != run.examples
+                time_first = time_first and call.shape[1:2] == (run.examples,)
+            orders[id(call)] = time_first
+        elif mixed or needed:
+            refused.append((layer, call))
+    places = zip(run.calls, call_places(run.calls), strict=True)
+    found = frozenset(place for call, place in places if orders[id(call)])
+    if not refused:
+        return found, None
+    layer, call = refused[0]
+    leaves = [r.leaf for one, _ in refused for r in one.layout.regions]
+    name = pytree.paths(run.space.params)[layer.layout.first.leaf]
+    return found, run.refusal(
+        f"expected layers that treat the {run.examples} examples apart, in the rows of their leading "
+        f"dimension, got {layer.layout.role.name} with {name} with outputs {tuple(call.shape)}. Batch "
+        "norm in train mode mixes examples, and dropout hides which belong to a row: call "
+        "model.eval(). What is called once for all examples, as position embeddings are, or for some "
+        "of them, has no gradients of each: ",
+        leaves,
+    )
+
+
+def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | None]:
+    """The run with the order of this batch's rows, where its values can decide which rows are of which
+    example, as of sorting, routing and masks: they may be others in each batch."""
+    roles = {layer.layout.role.matrix for layer in run.layers}
+    if not (run.recording.selects and (needs_examples or roles - {"kronecker"})):
+        return run, None
+    time_first, refusal = compare_examples(run, needs_examples)
+    return run.reread(time_first=time_first), refusal
+
+
+def _halves(run: ModelRun) -> list[Tensor]:
+    """Which examples [N] are in a half, and in the other: those whose number has a bit, for each bit,
+    which tells every two examples apart."""
+    # one halving is not enough: a class token behind attention took the rows of other examples
+    numbers = torch.arange(run.examples, device=run.device)
+    bits = range((run.examples - 1).bit_length())
+    return [(numbers >> bit) % 2 == value for bit in bits for value in (0, 1)]
+
+
+def _probe(run: ModelRun, half: Tensor | None) -> Vector:
+    """A random column of the outputs of half of the examples, and zeros; of all for None."""
+    # of its own: the check leaves torch's random numbers as they are
+    generator = torch.Generator().manual_seed(0)
+    column = []
+    for y in run.recording.outputs:
+        u = torch.randn(y.shape, generator=generator, dtype=torch.float32, device="cpu")
+        column.append(u.to(y.device, y.dtype, non_blocking=True))
+    return mask_examples(column, half)
+
+
+def _mismatches(run: ModelRun, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
+    """Whether rows are in another order than that of examples, and of positions first, from those that
+    halves of the examples touch."""
+    count, rows = run.examples, len(touched[0])
+    if rows % count:
+        return [torch.ones((), dtype=torch.bool, device=run.device)] * 2
+    at = torch.arange(rows, device=run.device)
+    orders = at // (rows // count), at % count
+    both = list(zip(halves, touched, strict=True))
+    return [_any_of(has & ~half[order] for half, has in both) for order in orders]
+
+
+def _any_of(masks: Iterable[Tensor]) -> Tensor:
+    return torch.stack([mask.any() for mask in masks]).any()
