@@ -355,6 +355,13 @@ USES = {
     "masked layers": (lambda: nn.Sequential(Masked(3, 4), nn.Tanh(), Masked(4, 3)), False, "0.weight", "diagonal"),
     "a masked product": (lambda: with_own(lambda net, x, p: net.head(torch.tanh(x @ (p * MASK[:, None]))), (4, 4)), False, "p", "diagonal"),
     "a masked convolution": (pixels, False, "layer.weight", "diagonal"),
+    "a masked product of a transposed matrix": (lambda: with_own(lambda net, x, p: net.head(torch.tanh(x @ (p * MASK[:, None]).T)), (4, 4)), False, "p", "diagonal"),
+    "a transposed matrix, masked": (lambda: with_own(lambda net, x, p: net.head(torch.tanh(x @ (p.T * MASK[:, None]))), (4, 4)), False, "p", "diagonal"),
+    "a product with a vector": (lambda: with_own(lambda net, x, p: net.head(torch.tanh(x * (x @ p)[:, None])), (4,)), False, "p", "block of one"),
+    "a layer of one output": (lambda: with_own(lambda net, x, p: net.head(torch.tanh(x * F.linear(x, p)[:, None])), (4,)), False, "p", "block of one"),
+    "layers of heads": (lambda: with_own(lambda net, x, p: net.head(torch.bmm(x.unflatten(1, (2, 2)).transpose(0, 1), p).tanh().transpose(0, 1).flatten(1)), (2, 2, 2)), False, "p", None),
+    "heads by einsum": (lambda: with_own(lambda net, x, p: net.head(torch.einsum("bhd,hkd->bhk", x.unflatten(1, (2, 2)), p).tanh().flatten(1)), (2, 2, 2)), False, "p", None),
+    "one matrix of all heads": (lambda: with_own(lambda net, x, p: net.head(torch.einsum("bd,dhk->bhk", x, p).tanh().flatten(1)), (4, 2, 2)), False, "p", None),
     "positive weights": (weights(F.softplus), False, "p", "diagonal"),
     "an equalized rate": (weights(lambda p: p * 0.3), False, "p", "block of one"),
     "a change of weights": (weights(lambda p: torch.eye(4, dtype=F64) + p), False, "p", "block of one"),
@@ -424,24 +431,45 @@ def test_transposed_convolutions_are_convolutions():
 
 
 class Product(nn.Module):
-    """A linear layer by a matrix product."""
+    """A linear layer, written by hand."""
 
-    def __init__(self, linear):
+    def __init__(self, linear, transposed, product):
         super().__init__()
-        self.matrix = nn.Parameter(linear.weight.detach().T.clone())
-        self.shift = nn.Parameter(linear.bias.detach().clone())
+        weight = linear.weight.detach()
+        self.matrix = nn.Parameter((weight.T if transposed else weight).clone())
+        self.shift, self.product = nn.Parameter(linear.bias.detach().clone()), product
 
     def forward(self, x):
-        return x @ self.matrix + self.shift
+        return self.product(x, self.matrix, self.shift)
+
+
+# name -> (whether the matrix is stored [into, out], product)
+PRODUCTS = {
+    "x @ W": (True, lambda x, W, b: x @ W + b),
+    "x @ W.T": (False, lambda x, W, b: x @ W.T + b),
+    "x @ W.t() of a cast": (False, lambda x, W, b: x @ W.t().to(x).contiguous() + b),
+    "x @ (W.T).T": (True, lambda x, W, b: x @ W.T.mT + b),
+    "x @ W.transpose(0, 1), scaled": (False, lambda x, W, b: x @ (2 * W.transpose(0, 1)) / 2 + b),
+    "W @ x": (False, lambda x, W, b: (W @ x.mT).mT + b),
+    "W.T @ x": (True, lambda x, W, b: (W.permute(1, 0) @ x.mT).mT + b),
+    "a linear layer": (True, lambda x, W, b: F.linear(x, W.T) + b),
+    "addmm": (False, lambda x, W, b: torch.addmm(torch.zeros(4, dtype=F64), x.flatten(0, 1), W.t()).view(7, 5, 4) + b),
+    "mm": (False, lambda x, W, b: torch.mm(x.flatten(0, 1), W.t()).view(7, 5, 4) + b),
+    "einsum": (False, lambda x, W, b: torch.einsum("btd, od -> bto", x, W) + b),
+    "einsum, other order": (True, lambda x, W, b: torch.einsum("do,btd->otb", W, x).permute(2, 1, 0) + b),
+    "einsum, ellipsis": (True, lambda x, W, b: torch.einsum("...d,do", x, W) + b),
+    "einsum, transposed": (False, lambda x, W, b: torch.einsum("...d,do->...o", [x, W.T]) + b),
+}  # fmt: skip
 
 
 @rows("corrected", [False, True], ids=["KFAC", "EKFAC"])
-def test_matrix_products_are_linear_layers(corrected):
+@rows("name", PRODUCTS)
+def test_matrix_products_are_linear_layers(name, corrected):
     torch.manual_seed(1)
     first, last = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
     batch = draw(7, 5, 3), torch.arange(7) % 3
     found = []
-    for model in (first, Product(first)):
+    for model in (first, Product(first, *PRODUCTS[name])):
         loss = hog.functional_loss(
             nn.Sequential(model, nn.Tanh(), last),
             lambda z, batch: F.cross_entropy(z, batch[1]),
@@ -453,12 +481,56 @@ def test_matrix_products_are_linear_layers(corrected):
                 eigenvalue_corrected=corrected,
             ).to_dense()
         )  # fmt: skip
-    index = torch.arange(12).reshape(4, 3).T.reshape(-1)
+    index = torch.arange(12).reshape(4, 3)
+    index = (index.T if PRODUCTS[name][0] else index).reshape(-1)
     index = torch.cat([index, torch.arange(12, len(found[0]))])
     expected = found[0][index][:, index]
     # the block of the term is exact, that of a bias is not where positions share it
     expected[12:16, 12:16] = found[1][12:16, 12:16]
     assert_close(found[1], expected, rtol=1e-6, atol=1e-9)
+
+
+class Words(nn.Module):
+    """Words and positions, a norm, and two layers of GPT-2 and of LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(5, 4, padding_idx=0), nn.Embedding(3, 4)
+        self.norm, self.layer, self.A, self.B = nn.LayerNorm(4), Conv1D(4, 4), *(
+            nn.Parameter(torch.randn(shape)) for shape in ((2, 4), (3, 2))
+        )  # fmt: skip
+
+    def forward(self, x):
+        x = self.norm(self.words(x) + self.places(torch.arange(3)[None])).tanh()
+        return (self.layer(x).tanh().sum(1) * 0.5) @ self.A.T @ self.B.T
+
+
+IMAGES = draw(6, 1, 4, 4)
+EXPORTED = {
+    "layers": (lambda: nn.Sequential(nn.Conv2d(1, 4, 2), nn.GroupNorm(2, 4), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2), nn.PReLU(2), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3)).eval(), IMAGES, False),
+    "layers, decomposed": (lambda: nn.Sequential(nn.Conv2d(1, 4, 2), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2, stride=2), nn.Flatten(), nn.LayerNorm(72), nn.Linear(72, 3)), IMAGES, True),
+    "words": (Words, torch.arange(18).reshape(6, 3) % 5, False),
+    "words, decomposed": (Words, torch.arange(18).reshape(6, 3) % 5, True),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch copies its own
+@rows("name", EXPORTED)
+def test_exported_programs_have_the_layers_of_their_model(name):
+    make, x, decomposed = EXPORTED[name]
+    torch.manual_seed(1)
+    model = make().double()
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    program = program.run_decompositions() if decomposed else program
+    found = []
+    for one in (model, program.module()):
+        loss, batch = hog.functional_loss(one, F.cross_entropy), (x, LABELS)
+        params = {key: dict(one.named_parameters())[key] for key in hog.trainable_params(model)}
+        K = hog.KFACOperator(loss, params, split(batch), approximation="reduce").update()
+        scores = hog.influence(loss, params, batch, batch, damping=0.1)
+        norms = hog.curvature.per_example_gradient_norms(loss, params, batch)
+        found.append((K.to_dense(), scores, norms))
+    assert_close(found[1], found[0])
 
 
 def placed(summed, rows=1):
@@ -921,6 +993,11 @@ REFUSED = {
     "a term for all examples": (shared(lambda net, x: net.layer(x + (net.p + torch.ones(3)[None, None]).sum(1)), (3,)), draw(6, 3), LABELS, {}, "not in"),
     "an LSTM": (lambda: nn.Sequential(nn.LSTM(3, 3, batch_first=True), Through(lambda y: y[0][:, -1])), draw(6, 2, 3), LABELS, {}, "which lstm in LSTM uses"),
     "a tied embedding": (TiedEmbedding, torch.arange(6) % 5, LABELS, {}, "an embedding tied"),
+    "a tied matrix, transposed": (shared(lambda net, x: net.layer(torch.tanh(x @ net.p) @ net.p.T), (3, 3)), draw(6, 3), LABELS, {}, "every row of params"),
+    "a product of two parameters": (shared(lambda net, x: net.layer(F.linear(x, net.p @ net.layer.weight)), (3, 3)), draw(6, 3), LABELS, {}, "which matmul in Fn uses"),
+    "einsum of three": (shared(lambda net, x: net.layer(torch.einsum("bi,oi,bo->bo", x, net.p, x)), (3, 3)), draw(6, 3), LABELS, {}, "which einsum in Fn uses"),
+    "einsum of a diagonal": (shared(lambda net, x: net.layer(torch.einsum("bi,ii->bi", x, net.p)), (3, 3)), draw(6, 3), LABELS, {}, "which einsum in Fn uses"),
+    "columns of a transposed matrix": (shared(lambda net, x: net.layer(x @ net.p.T[:, :2] @ torch.ones(2, 3).to(x)), (3, 3)), draw(6, 3), LABELS, {}, r"not in \['p'"),
     "a Function": (in_a_function, draw(6, 3), LABELS, {}, "only a part"),
     "batch norm in train": (lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()), draw(6, 3), LABELS, {}, r"model\.eval\(\)"),
     "an embedding of positions that is summed": (lambda: placed(True), torch.arange(24).reshape(6, 4) % 5, LABELS, {}, "called once for all examples"),
@@ -1041,6 +1118,34 @@ def test_what_is_unsupported_may_have_its_exact_diagonal(name):
     if len(x) > 2 and name not in ("examples that depend on each other", "batch norm in train"):
         mean = hog.KFACOperator(loss, params, split((x, y)), unsupported="diagonal")
         assert_close(mean.exact_diagonal(), exact)
+
+
+SCRIPTED = {
+    "a linear layer": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh()),
+    "a convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Flatten()),
+    "a norm": lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)),
+    "a layer of layers": lambda: nn.Sequential(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), nn.Linear(2, 4)),
+}  # fmt: skip
+
+
+@rows("name", SCRIPTED)
+def test_scripted_layers_are_refused_or_have_their_exact_diagonal(name):
+    torch.manual_seed(1)
+    layers, head, batch = SCRIPTED[name]().double(), nn.Linear(4, 3).double(), (draw(6, 3), LABELS)
+    found = []
+    for first in (layers, torch.jit.script(layers)):
+        model = nn.Sequential(first, head)
+        loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
+        K = hog.KFACOperator(loss, params, split(batch), unsupported="diagonal")
+        found.append((K.exact_diagonal(), hog.curvature.per_example_gradient_norms(loss, params, batch)))  # fmt: skip
+    assert_close(found[1], found[0])
+    own = ", ".join(key for key in params if not key.startswith("1."))
+    assert f"exact diagonals of {own})" in repr(K)
+    hog.influence(loss, params, batch, batch, damping=0.1, unsupported="diagonal")
+    with pytest.raises(hog.errors.UnsupportedError, match=r"a scripted module uses.*that was scripted"):  # fmt: skip
+        hog.KFACOperator(loss, params, batch).update()
+    with pytest.raises(hog.errors.UnsupportedError, match="a scripted module uses"):
+        hog.influence(loss, params, batch, batch, damping=0.1)
 
 
 def test_unsupported_in_optimizers_and_influence():

@@ -7,7 +7,6 @@ AMBIENT belongs to a thread, as torch's stacks of modes do. :class:`CallerState`
 autograd's worker threads. Protocols list the methods that lower packages call on objects of upper ones.
 """
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
@@ -117,6 +116,8 @@ class replaced:  # noqa: N801 a context manager
         self._before = [
             (to, name, to.get(name, _NONE) if isinstance(to, _MAPPINGS) else getattr(to, name))
             for to, name, _ in self._items
+            (holder, name, _item(holder, name) if _has_keys(holder) else getattr(holder, name))
+            for holder, name, _ in self._items
         ]
         try:
             _set_attributes(self._items)
@@ -131,6 +132,19 @@ class replaced:  # noqa: N801 a context manager
 def _set_attributes(items: Items) -> None:
     for holder, name, value in items:
         if not isinstance(holder, _MAPPINGS):
+def _has_keys(holder: object) -> bool:
+    return hasattr(
+        holder, "__setitem__"
+    )  # also os.environ, and the parameters of a scripted module
+
+
+def _item(holder: Any, name: str) -> Any:
+    return holder[name] if name in holder else _NONE  # noqa: SIM401 some have no `get`
+
+
+def _set_attributes(items: Items) -> None:
+    for holder, name, value in items:
+        if not _has_keys(holder):
             setattr(holder, name, value)
         elif value is _NONE:
             holder.pop(name, None)

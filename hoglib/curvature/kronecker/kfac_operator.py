@@ -119,13 +119,14 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     call ``update()``. Where params are DTensors, each process gives its own data, and keeps the factors
     of some of the layers, their eigenvectors and inverses; all make the same calls.
 
-    The layers are found by the torch functions that they call, in any module: linear layers (also
-    LoRA's, attention's projections, those of GPT-2, and products with a matrix), convolutions (each
-    group by itself, also transposed ones), embeddings (always "expand",
-    with a diagonal A; those of positions as one of each example), and layer, group, RMS, instance and
-    (in eval mode) batch norm, PReLU, and parameters of which functions of each element take one number
-    for a feature, or which are copied for each example, whose blocks are exact; with more dimensions
-    than that of features, as of queries, they are embeddings of which all rows are used. Where a weight
+    The layers are found by the torch functions that they call, in any module, or operators of exported
+    programs: linear layers (also LoRA's, attention's projections, those of GPT-2, and products with a
+    matrix, transposed or not, by matmul, bmm or einsum of two), convolutions (each group by itself,
+    also transposed ones), embeddings (always "expand", with a diagonal A; those of positions as one of
+    each example), and layer, group, RMS, instance and (in eval mode) batch norm, PReLU, and parameters
+    of which functions of each element take one number for a feature, or which are copied for each
+    example, whose blocks are exact; with more dimensions than that of features, as of queries, they are
+    embeddings of which all rows are used. Where a weight
     is a function of each element of a parameter, as W * mask, the block is the exact diagonal. A layer
     that is called twice, or shares its weight with another, has one block, of the rows of all its
     calls. A batch that does not call a layer, as an expert that is given none of its examples, has no

@@ -7,11 +7,14 @@ linear maps, convolutions, embeddings, normalization and functions of each eleme
 whatever module they stand in; what else uses a parameter is noted, to be refused by name.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from itertools import product
+from math import prod
+from string import ascii_lowercase, digits
 from types import EllipsisType, FunctionType
 from typing import Any, NamedTuple, final
 
@@ -23,6 +26,7 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.overrides import TorchFunctionMode
 
 from hoglib._core.substrate.autograd import Vector
+from hoglib._core.torch_api import torch_library
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_internals import storage_id
 from hoglib.errors import UnsupportedError
@@ -175,6 +179,17 @@ class Use(NamedTuple):
     tensor: Tensor  # kept alive, so that its id stays its own
     slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
     calls: Sequence[LayerCall] = ()  # its uses as data, dropped where a layer takes it as a weight
+    transposed: bool = False  # whether it is the transposed matrix of these rows
+
+    def shaped_slope(self) -> Tensor | None:
+        """The slope in the form of the tensor."""
+        if self.slope is None or not self.transposed:
+            return None if self.slope is None else self.slope.view(self.tensor.shape)
+        return self.slope.view(self.tensor.mT.shape).mT
+
+    def flat(self, slope: Tensor) -> Tensor:
+        """A slope in the form of the tensor as [numbers]."""
+        return (slope.mT if self.transposed else slope).reshape(-1)
 
 
 @final
@@ -196,9 +211,9 @@ class LayerRecorder(TorchFunctionMode):
         return self._leaves.get(id(tensor)) or self._derived.get(id(tensor))
 
     def region(self, tensor: object) -> Region | None:
-        """The rows of a leaf that it follows from."""
+        """The rows of a leaf that it follows from, as they are stored."""
         use = self.use(tensor)
-        return None if use is None else use.region
+        return None if use is None or use.transposed else use.region
 
     def regions(self, weight: object, bias: object) -> tuple[Region | None, Region | None]:
         return self.region(weight), self.region(bias)
@@ -206,8 +221,8 @@ class LayerRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         self.selects = self.selects or _selects_rows(func, args)
-        layer = LAYERS.get(func)
-        if layer is None and func not in POINTWISE and isinstance(func, FunctionType):
+        layer, pointwise = LAYERS.get(func), POINTWISE.get(func)
+        if layer is None and pointwise is None and isinstance(func, FunctionType):
             # functions of torch in Python, as multi_head_attention_forward, hide the calls that they
             # make
             inside = without_override_check(func, _NAMES)
@@ -215,19 +230,23 @@ class LayerRecorder(TorchFunctionMode):
                 with self:
                     return inside(*args, **kwargs)
         result = func(*args, **kwargs)
-        if getattr(func, "__name__", "") in CASTS:  # the others say a shape or a dtype
+        if pointwise in CASTS:  # the others say a shape or a dtype
             args = args[:1]
         used = self._used(args, kwargs)
         if not used:
             return result
         calls: list[LayerCall] = []
-        if func in POINTWISE:
-            calls = self._pointwise(func, args, kwargs, result)
-        # what runs under no_grad is no use of a parameter
-        elif layer is not None and result.requires_grad:
-            if func is F.embedding and self.examples > 1 and args:
-                args, result = self._of_each_example(args, result)
-            calls = self._rescaled(layer(self, result, *args, **kwargs), used)
+        if pointwise is not None:
+            calls = self._pointwise(func, pointwise, args, kwargs, result)
+        elif layer is not None:
+            if func in OPERATORS:
+                args, kwargs = (), _by_name(OPERATORS[func], args, kwargs)
+            if layer is _embedding and self.examples > 1:
+                args, result = self._of_each_example(args or (kwargs.pop("input"),), result)
+            output = result[0] if isinstance(result, tuple) else result
+            # what runs under no_grad is no use of a parameter
+            if output.requires_grad:
+                calls = self._rescaled(layer(self, output, *args, **kwargs), used)
         known = {region for call in calls for region in (call.weight, call.bias)}
         for use in used:  # what is taken as a parameter is no data
             if use.region in known:
@@ -240,27 +259,30 @@ class LayerRecorder(TorchFunctionMode):
             self._record_view_or_use(func, used, result)
         return result
 
-    def _pointwise(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> list[LayerCall]:
+    def _pointwise(
+        self, func: Any, name: str, args: Any, kwargs: Any, result: Tensor
+    ) -> list[LayerCall]:
         """The calls of a function of each element, or of one that copies: for each parameter, by its
         derivative there. A result of its size is a function of it, where the others are constants."""
-        name = func.__name__.strip("_")
         uses = {i: use for i, x in enumerate(args) if (use := self.use(x)) is not None}
         uses = {i: use for i, use in uses.items() if not use.calls} or uses
         others = [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in uses]
         calls: list[LayerCall] = []
         for i, use in uses.items() if result.requires_grad else ():
             shape = args[i].shape
-            slope = None if use.slope is None else use.slope.view(shape)
+            slope = use.shaped_slope()
             # casts, copies and sums have the slope 1
             if name not in CASTS and (name not in ADDS or "alpha" in kwargs):
-                here = _slope(func, args, kwargs, i, result)
+                here = _slope(func, name, args, kwargs, i, result)
                 slope = here if slope is None else here * slope
             alike, own = result.numel() == shape.numel(), []
-            if (others or name in COPIES) and not (use.calls and alike):
+            if (others or name in COPIES) and not (use.transposed or (use.calls and alike)):
                 own = _broadcast_calls(use.region, shape, slope, result)
             if alike and len(uses) == 1 and not any(x.requires_grad for x in others):
-                flat = None if slope is None else slope.expand(result.shape).reshape(-1)
-                self._derived[id(result)] = Use(use.region, result, flat, [*use.calls, *own])
+                flat = None if slope is None else use.flat(slope.expand(result.shape))
+                self._derived[id(result)] = use._replace(
+                    tensor=result, slope=flat, calls=[*use.calls, *own]
+                )
             calls += own
         return calls
 
@@ -319,7 +341,7 @@ class LayerRecorder(TorchFunctionMode):
 
 
 ROW_SELECTING = frozenset({
-    "argsort", "flip", "gather", "index_add", "index_copy", "index_put", "index_select",
+    "argsort", "flip", "gather", "index", "index_add", "index_copy", "index_put", "index_select",
     "masked_scatter", "masked_select", "nonzero", "repeat_interleave", "roll", "scatter",
     "scatter_add", "scatter_reduce", "sort", "take", "take_along_dim", "topk", "unique",
 })  # fmt: skip
@@ -328,7 +350,7 @@ PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays 
 
 def _selects_rows(func: object, args: Any) -> bool:
     """Whether a torch call can give rows in another order, or some of them only."""
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]  # of an operator, before its overload
     if name in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return not all(part is None or isinstance(part, PLAIN_INDICES) for part in index)
@@ -336,8 +358,14 @@ def _selects_rows(func: object, args: Any) -> bool:
 
 
 def _view_of_rows(use: Use, part: Tensor) -> Use | None:
-    """A view that consists of whole rows."""
-    (leaf, first, stop), whole, slope, calls = use
+    """A view that consists of whole rows, or is their matrix transposed."""
+    (leaf, first, stop), whole, slope, calls, transposed = use
+    if _memory(part) == _memory(whole):
+        return use._replace(tensor=part)
+    if whole.dim() == 2 and _memory(part) == _memory(whole.mT):
+        return use._replace(tensor=part, transposed=not transposed)
+    if transposed:
+        return None
     row, at = whole.numel() // max(stop - first, 1), part.storage_offset() - whole.storage_offset()
     same = storage_id(part) == storage_id(whole)
     flat = part.is_contiguous() and whole.is_contiguous()
@@ -349,10 +377,14 @@ def _view_of_rows(use: Use, part: Tensor) -> Use | None:
     return Use(Region(leaf, first, first + count), part, slope, calls)
 
 
-def _slope(func: Any, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
+def _memory(x: Tensor) -> Any:
+    return storage_id(x), x.storage_offset(), x.shape, x.stride()
+
+
+def _slope(func: Any, name: str, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
     """d result / d argument i, element by element."""
     # most are products, whose slope is the other factor: no backward
-    if func.__name__.strip("_") in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
+    if name in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
         return args[1 - i].detach()
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
     given[i] = given[i].expand(result.shape).requires_grad_()
@@ -398,12 +430,61 @@ def _flatten_rows(x: Tensor) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
+def _product(
+    tape: LayerRecorder,
+    output: Tensor,
+    operands: Sequence[Tensor],
+    labels: Sequence[str],
+    name: str,
+    bias: Tensor | None = None,
+) -> LayerCall | None:
+    """A product of an input and a parameter, by the labels of both and of the output, as of einsum:
+
+        y[g, r, o] = sum_i x[g, r, i] w[g, o, i]        groups g, rows r
+
+    None where labels do not form such a product, or the parameter is stored in another order.
+    """
+    uses = [tape.use(operand) for operand in operands]
+    own = [i for i, use in enumerate(uses) if use and not use.calls]
+    w = own[0] if own else 1
+    use, x = uses[w], operands[1 - w]
+    is_data = use is not None and use.calls and operands[w].dim() != 2  # as queries of one example
+    if len(own) > 1 or is_data or not (use or tape.region(bias)):
+        return None
+    stored, of_x, of_y = labels[w], labels[1 - w], labels[2]
+    stored = stored[::-1] if use and use.transposed else stored
+    groups = "".join(i for i in stored if i in of_x and i in of_y)
+    into = "".join(i for i in stored if i in of_x and i not in of_y)
+    out = "".join(i for i in stored if i not in of_x)
+    rows = "".join(i for i in of_x if i not in stored)
+    transposed = stored == groups + into + out != groups + out + into
+    alike = sorted(of_y) == sorted(groups + rows + out) and sorted(of_x) == sorted(
+        groups + rows + into
+    )
+    sizes = dict(zip(labels[w], operands[w].shape, strict=True))
+    broadcast = any(sizes.get(i, n) != n for i, n in zip(of_x, x.shape, strict=True))
+    if not (alike and (transposed or stored == groups + out + into)) or broadcast:
+        return None
+
+    def as_rows(of: str, features: str) -> Callable[[Tensor], Tensor]:
+        order = [of.index(i) for i in groups + rows + features]
+        shape = prod(sizes[i] for i in groups), -1, prod(sizes[i] for i in features)
+        return lambda t: t.permute(order).reshape(shape)
+
+    counts = [prod(sizes[i] for i in part) for part in (groups, out, into)]
+    role = Role(name, "kronecker", counts[0], counts[1], counts[2], transposed)
+    both = as_rows(of_x, into), as_rows(of_y, out)
+    region = use.region if use else None
+    return LayerCall.of(role, region, tape.region(bias), x, output, *both)
+
+
 def _linear(
     tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> LayerCall:
-    role = Role("linear", "kronecker", 1, *weight.shape)
-    return LayerCall.of(
-        role, *tape.regions(weight, bias), input, output, _flatten_rows, _flatten_rows
+) -> LayerCall | None:
+    rows = ascii_lowercase[: input.dim() - 1]
+    out = "O" * (weight.dim() - 1)
+    return _product(
+        tape, output, (input, weight), (rows + "I", out + "I", rows + out), "linear", bias
     )
 
 
@@ -418,21 +499,45 @@ def _addmm(
     alpha: float = 1,
 ) -> LayerCall | None:
     """input + mat1 mat2, as the layers of GPT-2 compute it."""
-    if beta != 1 or alpha != 1 or input.dim() != 1 or tape.region(mat1) is not None:
+    if beta != 1 or alpha != 1 or input.dim() != 1 or tape.use(mat1) is not None:
         return None
-    role = Role("addmm", "kronecker", 1, mat2.shape[1], mat2.shape[0], transposed=True)
-    return LayerCall.of(
-        role, *tape.regions(mat2, input), mat1, output, _flatten_rows, _flatten_rows
-    )
+    return _product(tape, output, (mat1, mat2), ("rI", "IO", "rO"), "addmm", input)
 
 
-def _matmul(tape: LayerRecorder, output: Tensor, input: Tensor, other: Tensor) -> LayerCall | None:
-    """input other, with a matrix as a parameter."""
-    use = tape.use(input)
-    if tape.use(other) is None or (use and not use.calls) or other.dim() != 2:
+def _matmul(
+    tape: LayerRecorder, output: Tensor, input: Tensor, *given: Tensor, **named: Tensor
+) -> LayerCall | None:
+    """input other, by the rules of `torch.matmul`; also of mm, mv and bmm."""
+    (other,) = (*given, *named.values())
+    batch = ascii_lowercase[: max(input.dim(), other.dim(), 2) - 2]
+    left, right = ("R" * (input.dim() > 1), "C" * (other.dim() > 1))
+    labels = [
+        (batch[len(batch) - max(x.dim() - 2, 0) :]) + own
+        for x, own in ((input, left + "I"), (other, "I" + right))
+    ]
+    return _product(tape, output, (input, other), (*labels, batch + left + right), "matmul")
+
+
+def _einsum(
+    tape: LayerRecorder, output: Tensor, equation: object, *operands: Any
+) -> LayerCall | None:
+    """A sum of products of two operands; the dimensions of an ellipsis are digits."""
+    operands = tuple(operands[0]) if isinstance(operands[0], list | tuple) else operands
+    if not isinstance(equation, str) or len(operands) != 2:
         return None
-    role = Role("matmul", "kronecker", 1, other.shape[1], other.shape[0], transposed=True)
-    return LayerCall.of(role, tape.region(other), None, input, output, _flatten_rows, _flatten_rows)
+    given, _, result = equation.replace(" ", "").partition("->")
+    labels = [
+        part.replace("...", digits[10 - (x.dim() - len(part) + 3) :] if "..." in part else "")
+        for part, x in zip(given.split(","), operands, strict=True)
+    ]
+    if "->" not in equation:
+        counts = Counter("".join(labels))
+        result = "..." + "".join(sorted(i for i, n in counts.items() if n == 1 and i.isalpha()))
+    dots = max(sum(map(str.isdigit, part)) for part in labels)
+    labels.append(result.replace("...", digits[10 - dots :]))
+    if any(len(set(part)) < len(part) for part in labels):
+        return None
+    return _product(tape, output, operands, labels, "einsum")
 
 
 def _convolution(
@@ -499,6 +604,20 @@ def _conv_transpose(
     role = Role(name, "kronecker", groups, weight.shape[1], into, True, kernel.numel())
     rows = partial(_channel_rows, spatial=dims, groups=groups)
     return LayerCall.of(role, *tape.regions(weight, bias), input, output, patches, rows)
+
+
+def _any_convolution(
+    tape: LayerRecorder,
+    output: Tensor,
+    *,
+    transposed: bool,
+    output_padding: object,
+    **given: Any,
+) -> LayerCall:
+    """The operator of both, to which programs are decomposed."""
+    if transposed:
+        return _conv_transpose(tape, output, output_padding=output_padding, **given)
+    return _convolution(tape, output, **given)
 
 
 def _patches(
@@ -610,7 +729,13 @@ def _channels(x: Tensor) -> Tensor:
     return _flatten_rows(x.movedim(1, -1))
 
 
-LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
+Layer = Callable[..., LayerCall | None]
+_last = {norm: _normalization(norm, _last_dimensions) for norm in (F.layer_norm, F.rms_norm)}
+_by_channel = {
+    norm: _normalization(norm, lambda given: _channels)
+    for norm in (F.group_norm, F.batch_norm, F.instance_norm)
+}
+LAYERS: dict[Any, Layer] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     torch.conv1d: _convolution, torch.conv2d: _convolution, torch.conv3d: _convolution,
@@ -618,16 +743,43 @@ LAYERS: dict[Any, Callable[..., LayerCall | None]] = {
     torch.conv_transpose1d: _conv_transpose, torch.conv_transpose2d: _conv_transpose,
     torch.conv_transpose3d: _conv_transpose,
     F.embedding: _embedding,
-    **{norm: _normalization(norm, _last_dimensions) for norm in (F.layer_norm, F.rms_norm)},
+    **_last, **_by_channel,
     **{
-        norm: _normalization(norm, lambda given: _channels)
-        for norm in (F.group_norm, F.batch_norm, F.instance_norm)
+        getattr(owner, name): _matmul
+        for name in ("matmul", "mm", "mv", "bmm") for owner in (torch, Tensor)
     },
-    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    Tensor.__matmul__: _matmul,
+    torch.einsum: _einsum,
     torch.prelu: _prelu,
 }  # fmt: skip
+_NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})
+# The operators that exported programs call, with their arguments by the names in their schemas.
+OPERATORS: dict[Any, Any] = {}
+for _name, _layer in {
+    **{func.__name__: layer for func, layer in LAYERS.items() if func is not torch.einsum},
+    "native_layer_norm": _last[F.layer_norm],
+    "convolution": _any_convolution,
+}.items():
+    for _called, _operator in torch_library.callables(_name):
+        if _called not in LAYERS:
+            LAYERS[_called], OPERATORS[_called] = _layer, _operator
+_RENAMED = {"self": "input", "indices": "input"}
+_DROPPED = {"cudnn_enable", "cudnn_enabled", "out_dtype"}
+
+
+def _by_name(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operator, as the function of its layer names them."""
+    schema = torch_library.overload_of(operator, args, kwargs)._schema
+    named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    if named.get("padding_idx") == -1:  # of the operator: none
+        named["padding_idx"] = None
+    return {_RENAMED.get(name, name): x for name, x in named.items() if name not in _DROPPED}
+
+
 COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
-CASTS = COPIES | {"bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as"}
+CASTS = COPIES | {
+    "_to_copy", "bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as",
+}  # fmt: skip
 ADDS = {"add", "add_", "iadd", "radd"}  # whose derivative is 1, as that of copies and casts
 _SLOPED = {
     "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
@@ -635,10 +787,15 @@ _SLOPED = {
     "softplus", "sqrt", "square", "sub", "tanh", "true_divide", "truediv", "where",
 }  # fmt: skip
 POINTWISE = {
-    getattr(owner, form)
+    func: name
     for name in CASTS | ADDS | _SLOPED
-    for owner in (torch, Tensor, F)
-    for form in (name, f"__{name}__")
-    if hasattr(owner, form)
+    for func in (
+        *(
+            getattr(owner, form)
+            for owner in (torch, Tensor, F)
+            for form in (name, f"__{name}__")
+            if hasattr(owner, form)
+        ),
+        *dict(torch_library.callables(name)),
+    )
 }
-_NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})

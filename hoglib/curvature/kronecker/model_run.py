@@ -198,6 +198,7 @@ class RowOrder(NamedTuple):
 
 
 DEFAULT_ORDER = RowOrder()
+SCRIPTED = "a scripted module"
 EXACT_DIAGONAL = "unsupported"  # the name of the role of those leaves
 
 
@@ -255,6 +256,9 @@ def record(problem: Problem, metric: FisherMetric, expand: bool) -> Recording:
             raise
         return record(problem, metric, False)
     check_depends(with_graph(outputs))
+    # the parameters of a scripted module are no dict
+    scripted = {id(value) for store, _, value in patches if not isinstance(store, dict)}
+    recorder.other_uses |= {i: SCRIPTED for i, x in enumerate(leaves) if id(x) in scripted}
     seen = recorder.calls, recorder.other_uses, recorder.expanded, recorder.selects
     examples = examples_of(composite, outputs)
     return Recording(problem, composite, leaves, outputs, examples, patches, *seen)
@@ -509,6 +513,11 @@ def uncovered(run: ModelRun) -> Refusal | None:
 def _not_by_layers(space: Space, leaf: int, regions: Sequence[Region], other: str | None) -> str:
     known = "parameters of linear, convolutional, embedding and normalization layers"
     name = f"params[{pytree.paths(space.params)[leaf]!r}]"
+    if other == SCRIPTED:
+        return (
+            f"expected {known}, got {name}, which {SCRIPTED} uses, whose calls are not seen; use the "
+            "module that was scripted, or "
+        )
     if other:
         return f"expected {known}, got {name}, which {other} uses; "
     if not regions:
