@@ -39,7 +39,7 @@ from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.substrate.placement import refuse_fsdp1
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.pytree import Tree, in_dtype
-from hoglib._core.torch_api.torch_modes import without_stand_ins
+from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NoSecondDerivative
 
 __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
@@ -49,6 +49,8 @@ Forward = Callable[[nn.Module, Any], Any]
 # of torch's criteria, those that broadcast outputs and targets of different shapes
 ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
                nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # fmt: skip
+OF_CLASSES = {"cross_entropy", "CrossEntropyLoss"}
+OF_PROBABILITIES = OF_CLASSES | {"binary_cross_entropy_with_logits", "BCEWithLogitsLoss"}
 # what torch.compile names by its id, because a graph holds no objects
 BY_ID: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
@@ -303,6 +305,13 @@ class FunctionalLoss:
                     f"batch: expected targets for outputs of shape {tuple(outputs.shape)}, got one "
                     f"tensor, its own target, of shape {tuple(batch.shape)}; pass (inputs, targets)."
                 )
+            name = getattr(self._criterion, "__name__", type(self._criterion).__name__)
+            unlike = outputs.shape != batch.shape or name not in OF_PROBABILITIES
+            if not (unlike or _may_be_probabilities(batch, name)):
+                raise ArgumentValueError(
+                    f"batch: expected targets, got one tensor, its own target, whose rows are no "
+                    f"probabilities, as {name} compares; pass (inputs, targets)."
+                )
         converted: AbstractContextManager[None] = nullcontext()
         if self._dtype is not None and isinstance(self._criterion, nn.Module):
             # class weights of a criterion have to have the dtype of the outputs
@@ -533,6 +542,16 @@ class FunctionalLoss:
                     f"{validation.did_you_mean(name, self._names)} "
                     "`hoglib.trainable_params(model)` returns those that require grad."
                 )
+
+
+def _may_be_probabilities(x: Tensor, criterion: str) -> bool:
+    """Whether targets are between 0 and 1, and of classes sum to 1; True where values are unknown."""
+    if not x.is_floating_point() or not value_checks_on() or torch_internals.tracing():
+        return True
+    if torch_internals.transforms_active():
+        return True
+    sums = x.sum(min(1, x.dim() - 1)) if criterion in OF_CLASSES else x.new_ones(())
+    return bool(((x >= 0) & (x <= 1)).all() & ((sums - 1).abs() < 0.01).all())
 
 
 def check_instance(what: str, value: object) -> Any:

@@ -19,6 +19,7 @@ from hoglib._core.modules.swap import keep_swapped
 from tests.models import Fn, Remembers, Sample, Tied
 from tests.oracles import random_like, relative
 from tests.refused import refused
+from tests.rows import rows
 from tests.unchanged import unchanged
 
 
@@ -477,6 +478,9 @@ ERRORS = {
     "a criterion with its arguments swapped": (of(net(), (X, torch.zeros(5).long()), lambda y, o: F.cross_entropy(o, y)), NotImplementedError, r"gets \(outputs, targets\), in this order"),
     "inputs alone": (of(net(), X[:, :1], F.cross_entropy, forward=lambda model, x: model(x.expand(5, 2))), RuntimeError, r"of one tensor is its own target: pass \(inputs, targets\)"),
     "inputs alone, which broadcast": (of(nn.Linear(2, 1), X, F.mse_loss), ValueError, r"of shape \(5, 1\), .*of shape \(5, 2\); pass \(inputs, targets\)"),
+    "inputs alone, as classes": (of(net(), X, F.cross_entropy), ValueError, r"whose rows are no probabilities, as cross_entropy compares; pass \(inputs, targets\)"),
+    "positive inputs alone, as classes": (of(net(), X.sigmoid(), nn.CrossEntropyLoss()), ValueError, "whose rows are no probabilities, as CrossEntropyLoss"),
+    "inputs alone, as labels": (of(net(), X, F.binary_cross_entropy_with_logits), ValueError, "whose rows are no probabilities"),
     "a batch elsewhere": (of(net(), ELSEWHERE), ValueError, r"batch: expected a tensor on cpu, .* on meta; .*\.to\('cpu'\)"),
     "one tensor of a dict elsewhere": (of(TwoInputs(), {"a": X, "b": [ELSEWHERE]}, forward=lambda m, b: m(b["a"], b["b"][0])), ValueError, r"batch\['b'\]\[0\]: expected a tensor on cpu"),
     "a dataclass elsewhere": (of(net(), Sample(ELSEWHERE, Y), forward=lambda m, b: m(b.x)), ValueError, r"batch\.x: expected a tensor on cpu"),
@@ -491,6 +495,19 @@ ERRORS = {
 
 
 test_errors = refused(ERRORS)
+PROBABILITIES = {
+    "distributions": (F.cross_entropy, X.softmax(1)),
+    "pixels": (nn.BCEWithLogitsLoss(), X.sigmoid()),
+    "inputs and targets": (F.cross_entropy, (X, X)),
+    "a criterion of one's own": (lambda y, x: F.cross_entropy(y, x), X),
+}
+
+
+@rows(("criterion", "batch"), PROBABILITIES.values(), ids=PROBABILITIES)
+def test_a_batch_may_be_its_own_target(criterion, batch):
+    model = net().double()
+    x, y = batch if isinstance(batch, tuple) else (batch, batch)
+    assert_close(hog.functional_loss(model, criterion)({}, batch), criterion(model(x), y))
 
 
 def test_own_parameters_that_are_constants():

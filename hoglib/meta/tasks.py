@@ -34,6 +34,7 @@ TWO_TASKS = (
     "targets. If these are the support set and the query set of one task, each (inputs, targets), pass "
     "[(support, query)]; else give the two tasks as stacks, or filter this warning."
 )
+SINGLE = "; for one task pass a list, [(support, query)]"
 EMPTY = (
     "{}: expected at least one example, got an empty set; give every task examples to adapt to and "
     "examples to evaluate on."
@@ -258,11 +259,12 @@ def check_tasks(tasks: Any) -> int:
     if counts[0] != counts[1]:
         raise errors.ArgumentValueError(
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
-            f"{counts[1]} query sets; stack one of each for every task, in the same order."
+            f"{counts[1]} query sets; stack one of each for every task, in the same order{SINGLE}."
         )
-    # [tasks, examples] for a single task's [examples, 1]
-    if all(map(_is_of_tensors, tasks)) and tasks[0][0].dim() == 2 and pytree.is_float(tasks[0][0]):
-        warn_once(ONE_STACK.format(count=counts[0], shape=list(tasks[0][0].shape[1:])))
+    # [tasks, examples] for a single task's [examples, 1]; tokens have no feature dimension either
+    inputs, *others = pytree.tensors(tasks)
+    if pytree.is_float(inputs) and all(x.dim() == 2 for x in (inputs, *others)):
+        warn_once(ONE_STACK.format(count=counts[0], shape=list(inputs.shape[1:])))
     return counts[0]
 
 
@@ -346,16 +348,16 @@ def check_batch(what: str, batch: Any, dims: int = 1) -> None:
     if not _is_of_tensors(batch):
         return
     expected = "[tasks, examples, ...]" if dims == 2 else "[examples, ...]"
+    single = SINGLE if dims == 2 else ""
     for part in batch:
         if part.dim() < dims:
-            single = "; for one task pass a list, [(support, query)]" if dims == 2 else ""
             text = f"{what}: expected tensors {expected}, got {validation.describe(part)}{single}."
             raise errors.ArgumentValueError(text)
     inputs, targets = (tuple(part.shape[:2]) if dims == 2 else len(part) for part in batch)
     if inputs != targets:
         raise errors.ArgumentValueError(
             f"{what}: expected inputs and targets {expected} of the same leading dimensions, got "
-            f"{inputs}, {targets}."
+            f"{inputs}, {targets}{single}."
         )
 
 

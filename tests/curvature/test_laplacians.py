@@ -1,6 +1,7 @@
 """Operators of higher order by the inputs: coefficients, routes, estimates, biharmonics, directions."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -373,6 +374,9 @@ ERRORS = {
     "coefficients of another shape": (
         lambda: hog.laplacian(F, X, coefficients=torch.ones(4)), ValueError, r"coefficients: expected \[3\] or \[4, 3\] or \[4, 3, 3\]",
     ),
+    "one coefficient for each point": (lambda: hog.laplacian(F, X, coefficients=torch.ones(4)), ValueError, r"one number for each point is `a.reshape\(-1, 1\).expand\(-1, D\)`"),
+    "a column for the points": (lambda: hog.laplacian(F, X, coefficients=torch.ones(4, 1)), ValueError, "one number for each point is"),
+    "a function of as many points as elements": (lambda: hog.laplacian(F, X[:3], coefficients=lambda x: x[:, 0]), ValueError, "got one for each of the points"),
     "coefficients of another dtype": (lambda: hog.laplacian(F, X, coefficients=torch.ones(3).double()), TypeError, "float32 on cpu"),
     "coefficients as a list": (lambda: hog.laplacian(F, X, coefficients=[1.0, 1.0, 1.0]), TypeError, "coefficients: expected a torch"),
     "mode": (lambda: hog.laplacian(F, X, mode="forward"), ValueError, "mode: expected one of"),
@@ -409,3 +413,21 @@ def test_two_directions_without_a_graph_are_nested_at_any_size(count, log):
         found = hog.laplacian(func, x, create_graph=create_graph)
         assert ("Taylor" in log.text) == (create_graph and count > 512)
         assert_close(found, hog.laplacian(func, x, mode="nested", create_graph=create_graph))
+
+
+NUMBERS = torch.tensor([1.0, 2.0, 3.0])
+AS_MANY = {  # as points as elements
+    "numbers": (NUMBERS, "read a tensor of 3 numbers for 3 points"),
+    "numbers of each point": (NUMBERS.expand(3, 3), ""),
+    "a function": (lambda x: NUMBERS, ""),
+    "a function of each point": (lambda x: NUMBERS * x.square(), ""),
+}
+
+
+@rows(("coefficients", "words"), AS_MANY.values(), ids=AS_MANY)
+def test_coefficients_of_as_many_points_as_elements(coefficients, words):
+    x, cubes = X[:3], lambda x: (x**3).sum(1)
+    a = coefficients(x) if callable(coefficients) else coefficients
+    with pytest.warns(UserWarning, match=words) if words else nullcontext():
+        found = hog.laplacian(cubes, x, coefficients=coefficients)[1]
+    assert_close(found, (6 * x * a).sum(1))

@@ -18,7 +18,7 @@ from hoglib.curvature.batches.data import Batches, PassTotals, Piece, Processes
 from hoglib.curvature.sums import watchers
 from hoglib.curvature.sums.dataset_sum import CheckedDataOptions, DatasetSum
 from hoglib.curvature.sums.term import Term
-from hoglib.errors import ArgumentValueError, NondeterministicError, NonFiniteError
+from hoglib.errors import ArgumentValueError, HoglibError, NondeterministicError
 from tests.curvature.problems import F64, draw
 from tests.rows import rows
 
@@ -71,8 +71,8 @@ def told(show_it):
         warnings.simplefilter("always")
         try:
             show_it()
-        except (ArgumentValueError, NondeterministicError, NonFiniteError) as error:
-            return f"{type(error).__name__}: {error}"
+        except (HoglibError, RuntimeError) as error:
+            return "|".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     return " | ".join(str(w.message) for w in found)
 
 
@@ -272,6 +272,36 @@ WATCHED = {
 @rows("name", WATCHED)
 def test_a_watcher_by_itself(name):
     run, words = WATCHED[name]
+    found = told(run)
+    assert bool(found) == bool(words), found
+    assert re.search(words, found, re.DOTALL), found
+
+
+def list_of(loss, *data, form=list):
+    loss = hog.functional_loss(nn.Linear(3, 3, dtype=F64), loss)
+    return lambda: hog.HessianOperator(
+        loss, hog.trainable_params(loss.model), form(data)
+    ).to_dense()
+
+
+ONE_BATCH = r"read the list of two tensors as one batch, \(inputs, targets\): pass a tuple"
+LISTS = {
+    "two batches": (list_of(F.mse_loss, BATCHES[0], BATCHES[1]), ONE_BATCH),
+    "two batches of a criterion": (list_of(lambda y, x: (y - x).abs().sum(), BATCHES[0], BATCHES[1]), ONE_BATCH),
+    "a tuple": (list_of(F.mse_loss, BATCHES[0], BATCHES[1], form=tuple), ""),
+    "batches of a loader": (list_of(F.mse_loss, BATCHES[0], BATCHES[1], form=Loader), ""),
+    "labels": (list_of(F.cross_entropy, BATCHES[0], torch.arange(4) % 3), ""),
+    "distributions, whose inputs are none": (list_of(F.cross_entropy, BATCHES[0], BATCHES[1].softmax(1)), ""),
+    "three batches": (list_of(F.mse_loss, *BATCHES), r"ArgumentTypeError: .*a list of tensors is read as one batch; .*batch_size=None"),
+    "one batch": (list_of(F.mse_loss, BATCHES[0]), r"got a list of 1.*a list of tensors is read as one batch"),
+    "two batches of unlike sizes": (list_of(lambda y, x: (y - x).abs().sum(), BATCHES[0], BATCHES[1][:3]), r"size of tensor.*a list of tensors is read as one batch"),
+    "a list of batches with an error": (list_of(F.mse_loss, (BATCHES[0][:, :2], BATCHES[1])), r"cannot be multiplied(?!.*a list of tensors)"),
+}  # fmt: skip
+
+
+@rows("name", LISTS)
+def test_how_a_list_of_tensors_is_read_is_told(name):
+    run, words = LISTS[name]
     found = told(run)
     assert bool(found) == bool(words), found
     assert re.search(words, found, re.DOTALL), found

@@ -347,7 +347,8 @@ test_errors = refused(ERRORS)
 def test_an_error_of_the_model_says_how_the_tasks_were_read():
     task = {"x": SX[0]}  # a batch, where a stack of batches is expected
     loss = hog.MAML(nn.Linear(7, 1).double(), lambda o, b: o.mean(), forward=lambda m, b: m(b["x"]))
-    with pytest.raises(RuntimeError) as raised:
+    told = pytest.warns(UserWarning, match="no feature dimension")
+    with told, pytest.raises(RuntimeError) as raised:
         loss.loss((task, task))
     assert f"stacks of {len(SX[0])} tasks" in raised.value.__notes__[-1]
 
@@ -382,6 +383,12 @@ ONE = examples(10, 1)
 TOLD = {
     "one task as a pair": ((ONE, ONE), "stacks of 10 tasks, whose \\[1\\] inputs"),
     "one task as a list of two sets": ([ONE, ONE], "the list as two tasks"),
+    "one task of dicts": (({"x": ONE[0], "y": ONE[1]},) * 2, "stacks of 10 tasks"),
+    "one task of dicts in two lists": ([{"x": ONE[0], "y": ONE[1]}] * 2, "stacks of 10 tasks"),
+    "one task of inputs alone": ((ONE[0], ONE[0]), "stacks of 10 tasks"),
+    "one task of several inputs": (((*ONE, ONE[1]),) * 2, "stacks of 10 tasks"),
+    "a stack of dicts": ((dict(zip("xy", examples(3, 5, 1), strict=True)),) * 2, ""),
+    "a stack of inputs alone": ((examples(3, 5, 1)[0],) * 2, ""),
     "one task in a list": ([(ONE, ONE)], ""),
     "two tasks in a list": ([(ONE, ONE)] * 2, ""),
     "three tasks of their own targets": ([(ONE[0], ONE[0])] * 3, ""),
@@ -393,7 +400,13 @@ TOLD = {
 @pytest.mark.parametrize("name", TOLD)
 def test_one_task_that_may_be_read_as_several_is_told(learner, name):
     tasks, text = TOLD[name]
-    one = learner(nn.Linear(1, 1).double(), F.mse_loss, inner_lr=0.01, inner_steps=2)
+
+    def call(model, batch):
+        named, alone = isinstance(batch, dict), isinstance(batch, torch.Tensor)
+        return model(batch["x"] if named else batch if alone else batch[0])
+
+    model, criterion = nn.Linear(1, 1).double(), lambda outputs, batch: outputs.square().mean()
+    one = learner(model, criterion, forward=call, inner_lr=0.01, inner_steps=2)
     with pytest.warns(UserWarning, match=text) if text else nullcontext():
         one.loss(tasks)
 

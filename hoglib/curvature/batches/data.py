@@ -25,9 +25,10 @@ from hoglib._core.substrate.fingerprint import checksum
 from hoglib._core.substrate.placement import Sharding, translate_distributed_errors
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import tensors_in
-from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError, HoglibError
 
 SHARD, SHARDED = "shard", "sharded"
+OF_TENSORS = "give batches that are tensors as `torch.utils.data.DataLoader(data, batch_size=None)`"
 # by how much of its size a checksum may differ between processes, which may run on unlike machines
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 
@@ -273,6 +274,8 @@ class Batches:
         sharded: bool = False,
     ) -> None:
         self._one = is_batch(data)
+        # of tensors alone, which may be batches of their own
+        self.listed = isinstance(data, list) and self._one and all(map(torch.is_tensor, data))
         self._data: Iterable[Any] = [data] if self._one else data
         self.processes, self.device, self.mean, self._sharded = processes, device, mean, sharded
         self._batch_size = leading_dimension if batch_size is None else batch_size
@@ -323,6 +326,12 @@ class Batches:
     def current(self) -> list[Any]:
         """The batches as they are now."""
         return list(self._data)
+
+    def explain(self, error: Exception) -> None:
+        """Say in an error how a list of tensors was read."""
+        known = isinstance(error, ArgumentTypeError | ArgumentValueError)
+        if self.listed and (known or not isinstance(error, HoglibError)):
+            error.add_note(f"data: a list of tensors is read as one batch; {OF_TENSORS}.")
 
     def _weight(self, batch: object) -> float:
         try:

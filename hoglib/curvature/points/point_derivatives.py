@@ -22,6 +22,7 @@ from hoglib._core.modules.state import GeneratorStates
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib._core.numerics.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
+from hoglib._core.runtime.source_location import warn_once
 from hoglib._core.torch_api import torch_internals
 from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.capture.within import when_compiled, within_compile
@@ -45,6 +46,7 @@ AT_ONCE = 2**24
 # that runs at each operation. Elements of x up to which they do where a graph is kept: of 8,192 an MLP
 # 2 x 64 takes 0.78 of nested loops by Taylor mode.
 FEW, SMALL = 2, 1024
+OF_POINTS = "one number for each point is `a.reshape(-1, 1).expand(-1, D)`"
 
 
 class Directions(NamedTuple):
@@ -510,12 +512,15 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
     a = coefficients(x) if callable(coefficients) else coefficients
     validation.tensor("coefficients", a)
     D = (x.shape[1:] if batched else x.shape).numel()
+    if batched and a.dim() == 1 and len(a) == len(x) == D > 1:
+        _check_elements(coefficients, x)
     allowed = [(D,), (len(x), D), (len(x), D, D)] if batched else [(D,), (D, D)]
     if tuple(a.shape) not in allowed:
+        advice = f"; {OF_POINTS}" if batched and a.numel() == len(x) else ""
         raise ArgumentValueError(
             f"coefficients: expected {' or '.join(str(list(shape)) for shape in allowed)} for x of "
             f"shape {tuple(x.shape)}, with the elements of a point in one dimension, got "
-            f"{validation.describe(a)}."
+            f"{validation.describe(a)}{advice}."
         )
     if a.dtype != x.dtype or a.device != x.device:
         raise ArgumentTypeError(
@@ -523,6 +528,21 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
             f"{a.device}; convert them with `.to(x)`."
         )
     return a
+
+
+def _check_elements(coefficients: Any, x: Tensor) -> None:
+    """Tell of coefficients [D] that may be [N], one number for each point; raise where a function of x
+    shows that they are."""
+    if not callable(coefficients):
+        warn_once(
+            f"coefficients: read a tensor of {len(x)} numbers for {len(x)} points of as many elements "
+            f"as one for each element; {OF_POINTS}. Give `a.expand(N, D)` to be clear."
+        )
+    elif len(coefficients(x[:1])) != len(x):
+        raise ArgumentValueError(
+            f"coefficients: expected [{len(x)}], one number for each element of a point, got one for "
+            f"each of the points; {OF_POINTS}."
+        )
 
 
 def _draw_directions(x: Tensor, number: object, generator: object, *, signs: bool) -> Tensor | None:

@@ -224,6 +224,7 @@ class DatasetSum:
             *((watcher, for_all) for watcher in counts),
             (watchers.Denominators(at), for_all and not sharded),
             (watchers.IgnoredLabels(at), for_all),
+            (watchers.ListOfTensors(at), self.batches.listed),
             (watchers.BatchNorm(at, fingerprint.roots), not single and micro_batch is None),
             (self.losses, True),
             (watchers.Splits(at, self.losses, mean, shared), bool(micro_batch or shared)),
@@ -344,6 +345,10 @@ class DatasetSum:
                 if not self.alone:
                     self._add_up(total, rows, PassTotals(), error)  # raises in all processes
                 raise
+            else:
+                totals = own()
+        except Exception as error:
+            self.batches.explain(error)
             if not self.alone:
                 totals = self._add_up(total, rows, totals, None)
             elif totals is self.last:  # from a kept graph: nothing new to check

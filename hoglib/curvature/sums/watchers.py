@@ -17,13 +17,20 @@ from hoglib._core.messages.validation import listing
 from hoglib._core.modules import module_kinds
 from hoglib._core.modules.state import generator_state, line_that_draws
 from hoglib._core.numerics.trust import DERIVATIVES, found_once
+from hoglib._core.modules.state import (
+    generator_state,
+    line_that_draws,
+    preserve_random_state,
+)
+from hoglib._core.numerics.trust import DERIVATIVES, agree, found_once
 from hoglib._core.runtime.device_reads import DeviceRead
-from hoglib._core.runtime.source_location import warn
+from hoglib._core.runtime.source_location import warn, warn_once
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.fingerprint import checksum_of_call, checksum_of_tensors
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import tensors_in
 from hoglib.curvature.batches.data import (
+    OF_TENSORS,
     Batches,
     PassTotals,
     constants_of,
@@ -434,6 +441,28 @@ def counted_labels(batch: object) -> dict[str, tuple[int, bool]]:
             kept = int((x != IGNORED).sum())
             found[name] = kept, kept < x.numel()
     return found
+
+
+@final
+class ListOfTensors(Watcher):
+    """Warns of a list of two tensors if the loss takes each as a batch, as an autoencoder's does."""
+
+    first_pass_only = True
+
+    def saw(self, term: Term, value: Tensor) -> None:
+        batch, targets = term.batch, getattr(term.loss, "targets", None)
+        alike = len({(x.shape, x.dtype) for x in batch}) == 1 and batch[0].is_floating_point()
+        if len(batch) != 2 or not alike or targets is None or targets(batch) is batch:
+            return
+        try:
+            with preserve_random_state():
+                term.of(batch[0]).value()
+        except Exception:
+            return
+        warn_once(
+            f"data: {self.at.policy.caller} read the list of two tensors as one batch, (inputs, "
+            f"targets): pass a tuple for that; {OF_TENSORS}."
+        )
 
 
 @final
