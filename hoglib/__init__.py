@@ -5,6 +5,8 @@ from hoglib._core.torch_api import torch_version as _torch_version  # noqa: F401
 
 # isort: on
 from hoglib import capture, curvature, errors, meta, nn, ops, penalties, testing
+from hoglib._core.messages.validation import did_you_mean as _did_you_mean
+from hoglib._core.messages.validation import package as _package
 from hoglib._core.problem import Options
 from hoglib._version import __version__
 from hoglib.auditing import audit
@@ -38,6 +40,11 @@ from hoglib.stand_ins import second_order
 from hoglib.taylor import jet
 from hoglib.verification import Report, VerificationError, verify
 
+_OF_LIGHTNING = (
+    "CurvatureMonitor", "EvalGradients", "Measurement", "MetaAnnealing", "RNGState", "SecondOrderAudit",
+    "second_order_problems",
+)  # fmt: skip
+
 
 def __getattr__(name: str) -> object:
     """Imports hoglib.lightning, which needs Lightning, at its first use; for other names raises an
@@ -45,9 +52,11 @@ def __getattr__(name: str) -> object:
     if name == "lightning":
         from importlib import import_module
 
+        _package("lightning", "hoglib.lightning", "`pip install lightning`")
         return import_module("hoglib.lightning")
     places = [part for part in (penalties, meta, curvature, ops, nn) if name in part.__all__]
-    where = f"; it is `{places[0].__name__}.{name}`" if places else ""
+    place = places[0].__name__ if places else "hoglib.lightning" if name in _OF_LIGHTNING else ""
+    where = f"; it is `{place}.{name}`" if place else _did_you_mean(name, __all__).rstrip(".")
     raise AttributeError(f"module 'hoglib' has no attribute {name!r}{where}", name=name)
 
 

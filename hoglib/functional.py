@@ -502,11 +502,7 @@ class FunctionalLoss:
 
     def _swapped(self, params: Params) -> AbstractContextManager[None]:
         """A context in which the model has these parameters."""
-        if not isinstance(params, dict):
-            raise ArgumentTypeError(
-                f"params: expected a dict of tensors by qualified name, got "
-                f"{validation.describe(params)}. Make one with `hoglib.trainable_params(model)`."
-            )
+        validation.named_tensors("params", params)
         if self._constants:
             dtype = self._dtype
             constants = self._constants.items()

@@ -403,3 +403,16 @@ def test_a_name_of_a_package_that_is_looked_for_in_hoglib():
         hog.wgan_gp  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
         hog.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match=r"did you mean 'HessianOperator'\?$"):
+        hog.HesianOperator  # noqa: B018
+    assert tuple(hog.lightning.__all__) == hog._OF_LIGHTNING
+    for name in hog._OF_LIGHTNING:
+        with pytest.raises(AttributeError, match=rf"it is `hoglib\.lightning\.{name}`"):
+            getattr(hog, name)
+
+
+def test_lightning_that_is_not_installed_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning", None)
+    monkeypatch.delattr(hog, "lightning", raising=False)
+    with pytest.raises(hog.errors.MissingDependencyError, match=r"lightning to be .* `pip install"):
+        hog.lightning  # noqa: B018

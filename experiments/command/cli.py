@@ -102,7 +102,10 @@ class CommandError(HoglibError):
 
 
 class Parser(LightningArgumentParser):
-    """A parser whose errors are one paragraph."""
+    """A parser whose errors are one paragraph, and whose options have their whole names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from itertools import accumulate
 from pkgutil import iter_modules
@@ -14,6 +15,11 @@ CONFIGS = (
     "`python -m experiments fit --config configs/maml/sinusoid.yaml`."
 )
 A_LOGGER = "expected false or a class, such as lightning.pytorch.loggers.TensorBoardLogger"
+LOGGERS = (
+    "trainer.logger: expected a class, got {!r}; for instance `--trainer.logger TensorBoardLogger "
+    "--trainer.logger.save_dir runs/tensorboard`, or CSVLogger, or another one of "
+    "lightning.pytorch.loggers."
+)
 NO_CONFIG = (
     r"are required: \w+\.model$|^config: File does not exist|subcommand|Unexpected config|"
     r"unrecognized arguments: \S+\.ya?ml"
@@ -49,6 +55,8 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
     if re.search(NO_CONFIG, text):
         return f"{text.rstrip('.: ')}. {CONFIGS}"
+    if logger := re.search(r"^trainer\.logger: .*dot import path string: (\w+)", text):
+        return LOGGERS.format(logger[1])
     text = re.sub(r"\. Got value: (.*?)(?= Expected|\.?$)", r", got '\1'", text)
     text = re.sub(r"Expected an? <class '([^']+)'>", r"expected \1", text)
     if text.startswith("trainer.logger:"):  # which may be a class, some, or a bool
@@ -64,6 +72,14 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
 
 
 def _suggest(name: str, options: Sequence[str]) -> str:
-    """The end of a sentence: the option near the first part of a dotted name that is none, if any."""
+    """The end of a sentence: the option near a name, or near the first part of a dotted one that is
+    none, if any."""
+    if "." not in name:
+        last = {x.rpartition(".")[2]: x for x in reversed(options)}
+        near = [x for part, x in last.items() if part.startswith(name)]
+        near += [last[part] for part in get_close_matches(name, last, 1, cutoff=0.85)]
+        if near or "model" in options:  # whose options are those of its class
+            found = repr(near[0]) if near else f"'model.{name}' or 'data.{name}'"
+            return f"; did you mean {found}?"
     parts = accumulate(name.split("."), "{}.{}".format)  # a, a.b and a.b.c of a.b.c
     return did_you_mean(next((x for x in parts if x not in options), name), options)

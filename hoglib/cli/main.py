@@ -19,6 +19,7 @@ from functools import partial
 from inspect import getdoc
 from typing import Any, NoReturn
 
+from hoglib._core.messages.validation import did_you_mean
 from hoglib._version import __version__
 from hoglib.cli import commands
 from hoglib.cli.outcomes import NOT_RUN, print_error
@@ -28,7 +29,7 @@ from hoglib.errors import HoglibError
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command; its exit status is 0, 1 where something is wrong, 2 where something did not
     run."""
-    parser = _make_parser()
+    parser, options_of = _make_parser()
     words = sys.argv[1:] if args is None else list(args)
     if not words:
         parser.print_help()
@@ -38,7 +39,9 @@ def main(args: Sequence[str] | None = None) -> int:
     if rest:
         target = getattr(given, "target", ":")
         hint = f"; name a Function of a file as {target}:{rest[0]}" if ":" not in target else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint if rest[0][0] != '-' else ''}")
+        if rest[0][0] == "-":
+            hint = did_you_mean(rest[0], options_of[given.command]).rstrip(".")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     options, leave = vars(given), os._exit
@@ -82,18 +85,25 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, list[str]]]:
+    """The parser, and the names of the options of each command."""
     raw = argparse.RawDescriptionHelpFormatter
     description, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="hoglib", description=description, epilog=examples, formatter_class=raw
+        prog="hoglib",
+        description=description,
+        epilog=examples,
+        formatter_class=raw,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hoglib {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         text = getdoc(getattr(commands, name))
-        return subparsers.add_parser(name, help=summary, description=text, formatter_class=raw)
+        return subparsers.add_parser(
+            name, help=summary, description=text, formatter_class=raw, allow_abbrev=False
+        )
 
     verify = command("verify", "verify the derivatives of custom Functions")
     add = verify.add_argument
@@ -141,7 +151,7 @@ def _make_parser() -> argparse.ArgumentParser:
     check = command("check", "is this installation fine? in seconds; a minute at first")
     for one in (env, check):
         _add_switch(one, "print JSON", "--json")
-    return parser
+    return parser, {n: [*one._option_string_actions] for n, one in subparsers.choices.items()}
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, made: str) -> None:

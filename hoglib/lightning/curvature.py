@@ -1,5 +1,6 @@
 """The spectrum of the Hessian, measured during a fit."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -21,9 +22,10 @@ from hoglib._core.substrate.placement import is_sharded
 from hoglib._core.torch_api import pytree
 from hoglib.curvature import Spectrum, critical_sharpness, hessian_spectrum
 from hoglib.curvature.algebra.estimates import SpectralDensity
-from hoglib.curvature.batches.data import gathered, world_size
+from hoglib.curvature.batches.data import as_one_batch, gathered, world_size
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 
+OF_OPERATORS = "[,;] or allow it by check_deterministic=False"  # an option that the monitor lacks
 PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold besides tensors
 QUIET = f"""
     def {METHOD}(self, batch):
@@ -288,8 +290,9 @@ class CurvatureMonitor(pl.Callback):
                 problems = second_order_problems(module, self._batch if self.fixed_batch else batch)
                 found = [self._measure_problem(module, done, *problem) for problem in problems]
         except errors.NondeterministicError as error:
+            cause = re.sub(OF_OPERATORS, "", str(error))
             raise errors.NondeterministicError(
-                f"{when}: expected a loss that is the same at each call, got one that is not ({error}) "
+                f"{when}: expected a loss that is the same at each call, got one that is not ({cause}) "
                 f"Measure a copy of the network in eval mode, for instance\n{QUIET}"
             ) from error
         except errors.NonFiniteError as error:
@@ -304,7 +307,7 @@ class CurvatureMonitor(pl.Callback):
         self, module: pl.LightningModule, done: int, name: str, loss: Any, params: Any, batch: Any
     ) -> Measurement:
         shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
-        alone = shared or world_size() == 1
+        alone, batch = shared or world_size() == 1, as_one_batch(batch)
         options: Any = {"stand_ins": self.stand_ins, "processes": None if alone else "sharded"}
         # seeded by the batch, so that a resumed fit measures with the same vectors
         seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one

@@ -397,6 +397,7 @@ class Learner(nn.Module, ABC):
                 learned[name] = part
         outer, inner = map(self._with_policy, (self.objective, self.inner_objective))
         given = trainable_params(self.model) if params is None else params
+        validation.named_tensors("params", given)
         names = module_loop.names_that_adapt(self.model, given, options.inner_params)
         return ModuleLoop(
             options=options,

@@ -186,7 +186,7 @@ def check_one_number_a_sample(at: InputVJP) -> None:
         )
         raise ArgumentValueError(
             f"{at.options.name}: expected one number for each of {count} samples, [{count}] or "
-            f"[{count}, 1], got {validation.describe(y)}; {advice}"
+            f"[{count}, 1], got {validation.describe(y)}; {advice.rstrip('.')}{_of_one(at)}."
         )
 
 
@@ -197,9 +197,14 @@ def output_rows(at: InputVJP) -> Tensor:
         raise ArgumentValueError(
             f"{at.options.name}: expected an output with one row for each of {count} samples, "
             f"got {validation.describe(y)}; leave out the mean over the batch, or select "
-            "another output with output=."
+            f"another output with output={_of_one(at)}."
         )
     return y.reshape(count, -1)
+
+
+def _of_one(at: InputVJP) -> str:
+    """The hint for points [D] that are one sample."""
+    return validation.OF_ONE if any(x.dim() == 1 for x in at.leaves) else ""
 
 
 def check_batch_dependence(at: InputVJP) -> None:

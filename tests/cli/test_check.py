@@ -110,6 +110,23 @@ def test_the_version_is_printed_and_an_unknown_command_is_not_run(capsys):
     assert end.value.code == 2
 
 
+UNKNOWN = {
+    "abbreviated": (["verify", "file.py", "--ord", "2"], "did you mean '--orders'"),
+    "an abbreviated switch": (["env", "--js"], "did you mean '--json'"),
+    "of another command": (["env", "--markdown"], "unrecognized arguments: --markdown\n"),
+    "two targets": (["verify", "file.py", "Cube"], "name a Function of a file as file.py:Cube"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_option_that_is_not_known_is_told_by_name(name, capsys):
+    words, text = UNKNOWN[name]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
+
+
 def test_an_older_torch_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
     with pytest.raises(hog.errors.MissingDependencyError) as refused:

@@ -346,6 +346,7 @@ ERRORS = {
     "value is complex": (lambda: hog.laplacian(lambda x: x.sum(1) * 1j, X), TypeError, "real floating-point"),
     "values of other points": (lambda: hog.laplacian(lambda x: x.square().sum(0), X), ValueError, r"\[4, \.\.\.\].*\(3,\) for x of shape \(4, 3\)"),
     "many values of a number": (lambda: hog.laplacian(lambda x: x * torch.ones(3), torch.ones(())), ValueError, r"x\[:, None\]"),
+    "one value of a point": (lambda: hog.laplacian(lambda x: x.square().sum(-1, keepdim=True), X[0]), ValueError, r"a single point is a batch of one: `x\[None\]`"),
     "value without a graph": (lambda: hog.laplacian(lambda x: x.detach().sum(1), X), RuntimeError, "depends on its input"),
     "several values without a graph": (lambda: hog.laplacian(lambda x: x.detach() ** 2, X), RuntimeError, "depends on its input"),
     "value of the parameters alone": (lambda: hog.laplacian(lambda x: nn.Linear(3, 2)(X), X.clone()), RuntimeError, "others than those"),

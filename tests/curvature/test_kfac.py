@@ -1024,6 +1024,13 @@ def test_what_is_refused(name):
             hog.KFACOperator(K._loss, params, (x, y)).update()
 
 
+def test_one_example_that_is_no_batch_is_told():
+    loss = hog.functional_loss(nn.Linear(3, 3), F.mse_loss)
+    K = hog.KFACOperator(loss, hog.trainable_params(loss.model), (torch.ones(3), torch.ones(3)))
+    with pytest.raises(hog.errors.UnsupportedError, match=r"a batch of one: `x\[None\]`"):
+        K.update()
+
+
 def in_turns(few, *shape):
     """A second layer, in whose place few(p, x) is called in batches of up to three examples."""
 

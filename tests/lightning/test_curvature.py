@@ -440,6 +440,7 @@ def test_a_loss_at_random_is_refused_with_a_way_out(tmp_path):
     assert isinstance(caught.value, HoglibError)
     text = str(caught.value)
     assert "CurvatureMonitor, Noisy.second_order_problem after 0 batches" in text
+    assert "check_deterministic" not in text  # an option of operators
     _, _, example = text.partition("\n\n")
     scope = {"hoglib": hog, "torch": torch, "copy": copy}
     exec(f"class Example:\n{example}", scope)
@@ -488,7 +489,7 @@ def test_before_the_first_step(tmp_path):
 @pytest.mark.parametrize(
     "option",
     [
-        {"every": 0}, {"k": 0}, {"num_samples": 0}, {"steps": 0}, {"fixed_batch": 1},
+        {"every": 0}, {"every_n_epochs": 1}, {"every_n_steps": 10}, {"k": 0}, {"num_samples": 0}, {"steps": 0}, {"fixed_batch": 1},
         {"stand_ins": None}, {"max_iter": 0}, {"seed": -1}, {"every": 2.5}, {"max_seconds": 0},
     ],
     ids=str,

@@ -332,6 +332,7 @@ ERRORS = {
     "differentiated twice": (lambda: maml("plain").loss(stacks()).backward(create_graph=True), RuntimeError, "maml.adapt"),
     "inside a transform": (lambda: torch.func.vmap(lambda x: LEARNER.loss(((x, SY), (QX, QY))))(SX[None]), NotImplementedError, "outside of torch.func transforms"),
     "misspelt parameter": (lambda: maml("plain").adapt((SX[0], SY[0]), params={"0.weigth": SX}), ValueError, "did you mean '0.weight'"),
+    "parameters of a model": (lambda: maml("plain").adapt((SX[0], SY[0]), params=nn.Linear(3, 1).parameters()), TypeError, "params: expected a dict of tensors"),
     "misspelt option": (lambda: maml("plain", inner_step=3), TypeError, "did you mean 'inner_steps'"),
     "support and query apart": (lambda: maml("plain").loss((SX, SY), (QX, QY)), TypeError, r"loss: expected tasks, .* `tasks=\(..., ...\)`"),
     "a rate without its name": (lambda: hog.MAML(build("plain"), F.mse_loss, 0.1), TypeError, "MAML: expected model, criterion, and inner_steps, .* by name"),

@@ -213,6 +213,8 @@ REFUSED = {
     "the mean over the batch": (lambda: penalties.r1(lambda x: CRITIC(x).mean(), X), ValueError, "leave out the mean over the batch"),
     "several numbers a sample": (lambda: penalties.r1(lambda x: x, X), ValueError, r"one number for each of 4 samples.*output="),
     "no tensor returned": (lambda: penalties.r1(lambda x: "score", X), TypeError, "returns a real floating-point tensor, got str"),
+    "one sample": (lambda: penalties.r1(CRITIC, X[0]), ValueError, r"a single example is a batch of one: `x\[None\]`\.$"),
+    "one sample of each": (lambda: penalties.wgan_gp(lambda x: x.sum()[None], X[0], X[1]), ValueError, r"`x\[None\]`"),
     "an output that is not there": (lambda: penalties.r1(lambda x: {"a": x}, X, output="b"), ValueError, "got 'b', which a dict with 'a' does not have"),
     "a position that is not there": (lambda: penalties.r1(lambda x: (x.sum(1),) * 3, X, output=7), ValueError, "got 7, which a tuple of 3 does not have"),
     "an output of another kind": (lambda: penalties.r1(CRITIC, X, output=1.5), TypeError, "output: expected a position"),

@@ -104,6 +104,7 @@ REFUSED = {
     "a negative bound": (lambda: penalties.lipschitz(linear, X, bound=-1), ValueError, "bound"),
     "one loss for all": (lambda: penalties.input_gradient(lambda x: linear(x).sum(), X), ValueError, "leave out the mean"),
     "one output for all": (lambda: penalties.jacobian(lambda x: linear(x).sum(0), X), ValueError, "one row for each of 6 samples"),
+    "one sample": (lambda: penalties.jacobian(lambda x: x.sum()[None], torch.ones(2)), ValueError, r"a batch of one: `x\[None\]`"),
     "derivatives of another shape": (lambda: penalties.sobolev(linear, X, X), ValueError, r"derivatives: expected shape \(6, 4, 3, 2\)"),
     "derivatives of another structure": (lambda: penalties.sobolev(linear, X, [X]), ValueError, "structure of x"),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Checks of arguments. Every message states what was expected, what was passed, and what to do."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from difflib import get_close_matches
 from functools import wraps
@@ -263,6 +263,8 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
 
 def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]:
     """Leaves and structure of a pytree, checked: floating-point tensors, at least one of them."""
+    if isinstance(params, Iterator | nn.Module):
+        named_tensors(what, params)
     leaves, structure = pytree.flatten(params)
     if not leaves:
         raise errors.ArgumentValueError(
@@ -282,6 +284,15 @@ def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]
                 tensor(leaf_name(what, name), leaf, *([] if number else [advice]))
             differentiable(leaf_name(what, name), leaf)
     return leaves, structure
+
+
+def named_tensors(what: str, params: object) -> None:
+    """Raise for what is no dict of tensors."""
+    if not isinstance(params, dict):
+        raise errors.ArgumentTypeError(
+            f"{what}: expected a dict of tensors by qualified name, got {describe(params)}. Make one "
+            "with `hoglib.trainable_params(model)`."
+        )
 
 
 def other_structure(
@@ -455,10 +466,14 @@ def leaf_name(what: str, name: str) -> str:
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The end of a sentence about a name that is not known."""
-    close = get_close_matches(str(name), [*known], n=1)
+    known = [*known]
+    longer = [one for one in known if str(name).startswith(f"{one}_")]  # every_n_steps for every
+    close = get_close_matches(str(name), known, n=1) or longer
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
+# of one sample where a batch is expected
+OF_ONE = "; a single example is a batch of one: `x[None]`"
 OF_PARTS = ("inputs", "batch", "data", "query")  # arguments that may be tuples of tensors
 
 

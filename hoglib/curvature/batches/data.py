@@ -444,6 +444,11 @@ def is_batch(data: object) -> bool:
     return not isinstance(data, Iterable)
 
 
+def as_one_batch(batch: Any) -> Any:
+    """What is known to be a batch: a list of tensors as a tuple, which is not taken for several."""
+    return tuple(batch) if isinstance(batch, list) and is_batch(batch) else batch
+
+
 def in_fixed_order(name: str, data: object) -> None:
     """Raise for a DataLoader that shuffles."""
     if isinstance(getattr(data, "sampler", None), RandomSampler):

@@ -221,7 +221,8 @@ class LayerRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         self.selects = self.selects or _selects_rows(func, args)
-        layer, pointwise = LAYERS.get(func), POINTWISE.get(func)
+        layer, operator = OPERATORS.get(func) or (LAYERS.get(func), None)
+        pointwise = POINTWISE.get(func)
         if layer is None and pointwise is None and isinstance(func, FunctionType):
             # functions of torch in Python, as multi_head_attention_forward, hide the calls that they
             # make
@@ -239,8 +240,8 @@ class LayerRecorder(TorchFunctionMode):
         if pointwise is not None:
             calls = self._pointwise(func, pointwise, args, kwargs, result)
         elif layer is not None:
-            if func in OPERATORS:
-                args, kwargs = (), _by_name(OPERATORS[func], args, kwargs)
+            if operator is not None:
+                args, kwargs = (), _by_name(operator, args, kwargs)
             if layer is _embedding and self.examples > 1:
                 args, result = self._of_each_example(args or (kwargs.pop("input"),), result)
             output = result[0] if isinstance(result, tuple) else result
@@ -754,15 +755,17 @@ LAYERS: dict[Any, Layer] = {
 }  # fmt: skip
 _NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})
 # The operators that exported programs call, with their arguments by the names in their schemas.
-OPERATORS: dict[Any, Any] = {}
-for _name, _layer in {
+_BY_OPERATOR = {
     **{func.__name__: layer for func, layer in LAYERS.items() if func is not torch.einsum},
     "native_layer_norm": _last[F.layer_norm],
     "convolution": _any_convolution,
-}.items():
-    for _called, _operator in torch_library.callables(_name):
-        if _called not in LAYERS:
-            LAYERS[_called], OPERATORS[_called] = _layer, _operator
+}
+OPERATORS = {
+    called: (layer, operator)
+    for name, layer in _BY_OPERATOR.items()
+    for called, operator in torch_library.callables(name)
+    if called not in LAYERS
+}
 _RENAMED = {"self": "input", "indices": "input"}
 _DROPPED = {"cudnn_enable", "cudnn_enabled", "out_dtype"}
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoglib._core.messages import validation
 from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.numerics.trust import SUMS, agree
 from hoglib._core.substrate.autograd import Vector, materialize_grads
@@ -237,7 +238,7 @@ def compare_examples(
         f"dimension, got {layer.layout.role.name} with {name} with outputs {tuple(call.shape)}. Batch "
         "norm in train mode mixes examples, and dropout hides which belong to a row: call "
         "model.eval(). What is called once for all examples, as position embeddings are, or for some "
-        "of them, has no gradients of each: ",
+        f"of them, has no gradients of each{validation.OF_ONE if len(call.shape) == 1 else ''}: ",
         leaves,
     )
 

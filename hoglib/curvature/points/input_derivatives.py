@@ -335,6 +335,7 @@ def check_value(value: Any, x: Tensor) -> Tensor:
         raise ArgumentValueError(
             f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "
             f"or a scalar for one point, got {validation.describe(value)} for x of shape "
-            f"{tuple(x.shape)}; the points are the first dimension of x, `x[:, None]` for numbers."
+            f"{tuple(x.shape)}; the points are the first dimension of x, `x[:, None]` for numbers"
+            f"{validation.OF_ONE.replace('example', 'point') if x.dim() == 1 else ''}."
         )
     return value

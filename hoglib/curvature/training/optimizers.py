@@ -16,6 +16,7 @@ from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
 from hoglib.curvature.algebra.linear_operator import LinearOperator
 from hoglib.curvature.algebra.vector_space import check_named
+from hoglib.curvature.batches.data import as_one_batch
 from hoglib.curvature.kronecker.kfac_operator import KFACOperator, layout_of, saved_layout
 from hoglib.curvature.kronecker.kronecker import (
     BlockLayout,
@@ -105,7 +106,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 f"params: expected parameters that require gradients, as they did at first, got "
                 f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
             )
-        batch = closure() if callable(closure) else closure
+        batch = as_one_batch(closure() if callable(closure) else closure)
         is_loss = callable(closure) and getattr(batch, "requires_grad", False) and batch.dim() == 0
         if batch is None or is_loss:
             raise errors.ArgumentTypeError(
