@@ -244,6 +244,8 @@ class _SecondOrder(StandInMode):
             if line is not None and not home.startswith("hoglib."):
                 hook = AMBIENT.examination.examiner.watched_hook(hook, line)
             return func(args[0], hook)
+        if func is Tensor.register_hook:
+            return register_hook(*args, **kwargs)
         result = func(*args, **kwargs)
         if (
             func is torch_internals.set_grad_enabled or _UNSEEN
@@ -252,6 +254,15 @@ class _SecondOrder(StandInMode):
             # what has no graph is a constant of forward mode too, as it is of backward
             follow_grad_mode(args[0])
         return result
+
+
+def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+    """`Tensor.register_hook` with a hook that is examined, where Functions are."""
+    examiner, line = AMBIENT.examination.examiner, torch_call_line()
+    # hoglib's own hooks have no line of the user's
+    if examiner is not None and line is not None:
+        hook = examiner.watched_hook(hook, line)
+    return Tensor.register_hook(tensor, hook)
 
 
 def _overrides_calls(kind: Any) -> bool:

@@ -34,7 +34,11 @@ from hoglib._core.torch_api.function_watch import (
     watching_functions,
 )
 from hoglib._core.torch_api.torch_internals import transforms_active
-from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
+from hoglib._core.torch_api.torch_modes import (
+    needs_linear_backward,
+    value_checks_on,
+    without_stand_ins,
+)
 from hoglib._core.torch_api.torch_private import EXAMINATION, REFUSED, missing
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.stand_ins.mode import on_wrong
@@ -311,12 +315,16 @@ class AppliedFunctions:
     def watched_hook(self, hook: Callable[..., Any], line: object) -> Callable[..., Any]:
         """The hook of a tensor, registered in this line; it notes here that it returns another gradient
         than it gets."""
-        return watched(hook, self._note_hook, 0, f"the hook registered at {line}")
+        return watched(hook, self._noting_hooks(), 0, f"the hook registered at {line}")
 
-    def _note_hook(self, text: str) -> None:
+    def _noting_hooks(self) -> Callable[[str], None]:
+        """What notes hooks; of a matrix of gradients by outputs, one backward pass is enough."""
+        return partial(self._note_hook, 1 if needs_linear_backward() == "KFACOperator" else 2)
+
+    def _note_hook(self, order: int, text: str) -> None:
         # by hand a hook that changes a first derivative does what it is for
         if self.by_hand is None or torch.is_grad_enabled():
-            self.faults[text] = 2
+            self.faults[text] = min(order, self.faults.get(text, order))
             self._report_after_backward()
 
     def record(self, function: type[Function], args: Args) -> Ended | None:
@@ -351,7 +359,7 @@ class AppliedFunctions:
     def _record_torchs(self, name: str, args: Args) -> None:
         """Notes Functions of torch's that harm derivatives."""
         if name == "BackwardHookFunction":  # of a module with hooks
-            watch_module_hooks(self._note_hook)
+            watch_module_hooks(self._noting_hooks())
         elif name == "CompiledFunction":
             self.faults[AOT] = 2
         elif name == "CheckpointFunction" and records_gradients():

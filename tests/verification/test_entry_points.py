@@ -394,7 +394,8 @@ LOOKING_HOOKS = {
 }
 # No backward runs, the first derivative alone is taken, or gradients are the user's own (see `adapt`).
 NO_HOOKS = (
-    "jvp", "jet", "directional", "adapt", "inner_step", "compile without check", *FIRST_ORDER
+    "jvp", "jet", "directional", "adapt", "inner_step", "compile without check", "JacobianOperator",
+    "MAML, first order", "Reptile", "adapt, first order",
 )  # fmt: skip
 
 
@@ -428,7 +429,7 @@ def test_a_hook_that_changes_a_gradient_is_told_at_every_entry_point(name):
     assert not told_of_hooks(name, LOOKING_HOOKS["looked at"])
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [*WAYS, "KFACOperator"])
 @rows("hook", CHANGING_HOOKS)
 def test_what_changes_a_gradient_is_told_by_its_line(name, hook):
     if name not in NO_HOOKS:
@@ -437,7 +438,7 @@ def test_what_changes_a_gradient_is_told_by_its_line(name, hook):
         assert re.search(r"test_entry_points.py:\d+: `", text)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [*WAYS, "KFACOperator"])
 @rows("hook", LOOKING_HOOKS)
 def test_a_hook_that_changes_nothing_is_not_told(name, hook):
     assert not told_of_hooks(name, LOOKING_HOOKS[hook])

@@ -30,7 +30,7 @@ from hoglib._core.torch_api import torch_library
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_internals import storage_id
 from hoglib.errors import UnsupportedError
-from hoglib.stand_ins.mode import in_module, without_override_check
+from hoglib.stand_ins.mode import in_module, register_hook, without_override_check
 
 
 class Region(NamedTuple):
@@ -220,6 +220,8 @@ class LayerRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            return register_hook(*args, **kwargs)
         self.selects = self.selects or _selects_rows(func, args)
         layer, operator = OPERATORS.get(func) or (LAYERS.get(func), None)
         pointwise = POINTWISE.get(func)
