@@ -253,14 +253,9 @@ class FunctionalLoss:
         with self._swapped(params):
             return self.criterion(self._outputs(params, batch), batch)
 
-    def replaced_parameter(self, params: Tree) -> str:
-        """The name of a parameter that the model has no longer.
-
-        Args:
-            params: Parameters by qualified name; the first one is looked at.
-        Returns:
-            Its name, where the model had it when this loss was made and has another one now; else "".
-        """
+    def _replaced_parameter(self, params: Tree) -> str:
+        """The name of the first of these parameters, if the model had it when this loss was made and
+        has another one now; else ""."""
         if not isinstance(params, dict) or not params:
             return ""
         name, value = next(iter(params.items()))

@@ -153,7 +153,7 @@ def refuse_wrapped_calls(caller: str, func: Callable[..., Any]) -> None:
 
 def warn_if_replaced(caller: str, loss: object, params: Tree) -> None:
     """Warns of parameters that were those of a functional loss's model, and are not any more."""
-    find = getattr(loss, "replaced_parameter", None)
+    find = getattr(loss, "_replaced_parameter", None)
     name = find(params) if find is not None else ""
     if name:
         warn_once(

@@ -46,7 +46,7 @@ from hoglib.errors import HoglibError
 from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of, stand_ins_if
 from hoglib.verification.api import verify
-from hoglib.verification.attribution import detached_copy, is_culprit
+from hoglib.verification.attribution import detached_copy, is_culprit, percent
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.maps import name_of
@@ -429,13 +429,6 @@ def describe_failure(result: CheckResult) -> str:
     if result.error is None or result.error != result.error:
         return "is not finite"
     return f"is off by {percent(result.error)}"
-
-
-def percent(error: float) -> str:
-    """A relative error in words."""
-    if error > 10:
-        return "more than its own size"
-    return f"{error:.0%}" if error >= 0.01 else f"{100 * error:.1g}%"
 
 
 @final

@@ -665,7 +665,10 @@ def _slot_text(slot: Slot) -> str:
 
 
 def percent(share: float) -> str:
-    return "less than 1 %" if share < 0.005 else f"{100 * share:.0f} %"
+    """A share, or a relative error, in words."""
+    if share > 10:
+        return "more than its own size"
+    return f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
 
 
 def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:

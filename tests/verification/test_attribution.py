@@ -58,7 +58,7 @@ class Kept(Function):
 def test_what_is_kept_outside_of_ctx_is_asked_for():
     row = hog.verify(Kept, x)["detached: unseen"]
     assert row.status == "fail"
-    assert "loses 100 % of the missing second-order term" in row.text
+    assert "loses 100% of the missing second-order term" in row.text
     assert "ctx shows no reason. Does it" in row.text
 
 

@@ -192,7 +192,7 @@ class SmoothedIfAsked(Function):
 
 
 EXHIBITS = [
-    Exhibit("an intermediate saved where the input requires grad", wrong=SmoothedIfAsked, right=Smoothed, inputs=normal((3, 4)), says=("saved: ctx.saved_tensors[0]", "100 %")),
+    Exhibit("an intermediate saved where the input requires grad", wrong=SmoothedIfAsked, right=Smoothed, inputs=normal((3, 4)), says=("saved: ctx.saved_tensors[0]", "100%")),
     Exhibit("an intermediate kept on ctx", wrong=SwishSigmoidOnCtx, right=Swish, inputs=normal((3, 4)), says=("ctx.s",)),
     Exhibit("an intermediate in a tuple in a dict on ctx", wrong=SwishNestedOnCtx, right=Swish, inputs=normal((3, 4)), says=("saved: ctx.cache['kept'][1]", "`s`")),
     Exhibit("an intermediate computed in setup_context", wrong=SwishSavesSigmoid, right=SwishNew, inputs=normal((3, 4)), says=("saved_tensors[1]",)),
