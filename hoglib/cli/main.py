@@ -13,6 +13,7 @@ Each command has its own help: hoglib verify --help
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -151,7 +152,8 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, list[str]]]:
     check = command("check", "is this installation fine? in seconds; a minute at first")
     for one in (env, check):
         _add_switch(one, "print JSON", "--json")
-    return parser, {n: [*one._option_string_actions] for n, one in subparsers.choices.items()}
+    usages = {name: one.format_usage() for name, one in subparsers.choices.items()}
+    return parser, {n: re.findall(r"--[a-z][-a-z]*", text) for n, text in usages.items()}
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, made: str) -> None:
