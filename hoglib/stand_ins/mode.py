@@ -237,13 +237,6 @@ class _SecondOrder(StandInMode):
         if func in HIGHER_ORDER:
             with self:  # for the torch calls of the functions that it calls
                 return HIGHER_ORDER[func](*args, **kwargs)
-        if func is Tensor.register_hook and AMBIENT.examination.examiner is not None:
-            hook, line = (args[1:] or [*kwargs.values()])[0], torch_call_line()
-            # hoglib's own hooks have no line of the user's, but for that of a user's mode between
-            home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-            if line is not None and not home.startswith("hoglib."):
-                hook = AMBIENT.examination.examiner.watched_hook(hook, line)
-            return func(args[0], hook)
         if func is Tensor.register_hook:
             return register_hook(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -256,13 +249,16 @@ class _SecondOrder(StandInMode):
         return result
 
 
-def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+def register_hook(*args: Any, **kwargs: Any) -> Any:
     """`Tensor.register_hook` with a hook that is examined, where Functions are."""
-    examiner, line = AMBIENT.examination.examiner, torch_call_line()
-    # hoglib's own hooks have no line of the user's
-    if examiner is not None and line is not None:
-        hook = examiner.watched_hook(hook, line)
-    return Tensor.register_hook(tensor, hook)
+    if AMBIENT.examination.examiner is None:
+        return Tensor.register_hook(*args, **kwargs)
+    hook, line = (args[1:] or [*kwargs.values()])[0], torch_call_line()
+    # hoglib's own hooks have no line of the user's, but for that of a user's mode between
+    home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    if line is not None and not home.startswith("hoglib."):
+        hook = AMBIENT.examination.examiner.watched_hook(hook, line)
+    return Tensor.register_hook(args[0], hook)
 
 
 def _overrides_calls(kind: Any) -> bool:

@@ -34,7 +34,7 @@ from hoglib.curvature.algebra.vector_space import Space, Tree
 from hoglib.curvature.batches.data import as_dict, constants_of, in_fixed_order, is_batch, to_device
 from hoglib.curvature.batches.single_examples import by_vmap_or_loop, number_of_examples
 from hoglib.curvature.kronecker.kfac_operator import KFACOperator
-from hoglib.curvature.kronecker.layer_comparison import checked_run
+from hoglib.curvature.kronecker.layer_comparison import checked_run, with_selected_rows
 from hoglib.curvature.kronecker.model_run import (
     AT_ONCE,
     FactorOptions,
@@ -46,7 +46,6 @@ from hoglib.curvature.kronecker.model_run import (
     by_example,
     is_embedding,
     layer_gradients,
-    with_selected_rows,
 )
 from hoglib.curvature.maps.fisher_metric import FisherMetric
 from hoglib.curvature.maps.jacobian_product import jvp
