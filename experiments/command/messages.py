@@ -15,11 +15,6 @@ CONFIGS = (
     "`python -m experiments fit --config configs/maml/sinusoid.yaml`."
 )
 A_LOGGER = "expected false or a class, such as lightning.pytorch.loggers.TensorBoardLogger"
-LOGGERS = (
-    "trainer.logger: expected a class, got {!r}; for instance `--trainer.logger TensorBoardLogger "
-    "--trainer.logger.save_dir runs/tensorboard`, or CSVLogger, or another one of "
-    "lightning.pytorch.loggers."
-)
 NO_CONFIG = (
     r"are required: \w+\.model$|^config: File does not exist|subcommand|Unexpected config|"
     r"unrecognized arguments: \S+\.ya?ml"
@@ -55,8 +50,6 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
     if re.search(NO_CONFIG, text):
         return f"{text.rstrip('.: ')}. {CONFIGS}"
-    if logger := re.search(r"^trainer\.logger: .*dot import path string: (\w+)", text):
-        return LOGGERS.format(logger[1])
     text = re.sub(r"\. Got value: (.*?)(?= Expected|\.?$)", r", got '\1'", text)
     text = re.sub(r"Expected an? <class '([^']+)'>", r"expected \1", text)
     if text.startswith("trainer.logger:"):  # which may be a class, some, or a bool
@@ -72,8 +65,7 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
 
 
 def _suggest(name: str, options: Sequence[str]) -> str:
-    """The end of a sentence: the option near a name, or near the first part of a dotted one that is
-    none, if any."""
+    """The end of a sentence: the option near the first part of a dotted name that is none, if any."""
     if "." not in name:
         last = {x.rpartition(".")[2]: x for x in reversed(options)}
         near = [x for part, x in last.items() if part.startswith(name)]

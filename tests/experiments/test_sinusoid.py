@@ -162,7 +162,6 @@ BAD = {
     "an option of the model by its own name": (["--inner_steps", "3"], "did you mean 'model.inner_steps' or 'data.inner_steps'"),
     "an abbreviated option of the trainer": (["--trainer.max_step", "3"], "did you mean 'trainer.max_steps'"),
     "an abbreviated option": (["--seed", "3"], "did you mean 'seed_everything'"),
-    "a logger by its word": (["--trainer.logger", "tensorboard"], "expected a class, got 'tensorboard'; for instance `--trainer.logger TensorBoardLogger"),
     "unknown part of a config": (["--config", "trianer: {devices: 1}"], "'trianer.devices'. did you mean 'trainer'"),
     "unknown key in a config": (["--config", "trainer: {max_epoch: 1}"], "did you mean 'trainer.max_epochs'"),
     "unknown key of a class": (["--config", "data: {class_path: experiments.few_shot.SinusoidTasks, init_arg: {shots: 1}}"], "did you mean 'init_args'"),

@@ -99,7 +99,17 @@ AMBIENT = _Ambient()
 
 
 Items = Sequence[tuple[Any, str, Any]]  # (dict or other object, key or attribute, value)
-_MAPPINGS = (dict, type(os.environ))
+
+
+def _has_keys(holder: object) -> bool:
+    # a dict, os.environ, or the parameters of a scripted module
+    return isinstance(holder, dict) or hasattr(holder, "__setitem__")
+
+
+def _item(holder: Any, name: str) -> Any:
+    return holder[name] if name in holder else _NONE  # noqa: SIM401 some have no `get`
+
+
 _NONE = object()
 
 
@@ -114,10 +124,8 @@ class replaced:  # noqa: N801 a context manager
 
     def __enter__(self) -> None:
         self._before = [
-            (to, name, to.get(name, _NONE) if isinstance(to, _MAPPINGS) else getattr(to, name))
+            (to, name, _item(to, name) if _has_keys(to) else getattr(to, name))
             for to, name, _ in self._items
-            (holder, name, _item(holder, name) if _has_keys(holder) else getattr(holder, name))
-            for holder, name, _ in self._items
         ]
         try:
             _set_attributes(self._items)
@@ -127,19 +135,6 @@ class replaced:  # noqa: N801 a context manager
 
     def __exit__(self, *raised: object) -> None:
         _set_attributes(self._before)
-
-
-def _set_attributes(items: Items) -> None:
-    for holder, name, value in items:
-        if not isinstance(holder, _MAPPINGS):
-def _has_keys(holder: object) -> bool:
-    return hasattr(
-        holder, "__setitem__"
-    )  # also os.environ, and the parameters of a scripted module
-
-
-def _item(holder: Any, name: str) -> Any:
-    return holder[name] if name in holder else _NONE  # noqa: SIM401 some have no `get`
 
 
 def _set_attributes(items: Items) -> None:

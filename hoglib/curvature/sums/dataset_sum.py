@@ -342,13 +342,10 @@ class DatasetSum:
                 else:
                     totals = own()
             except Exception as error:
+                self.batches.explain(error)
                 if not self.alone:
                     self._add_up(total, rows, PassTotals(), error)  # raises in all processes
                 raise
-            else:
-                totals = own()
-        except Exception as error:
-            self.batches.explain(error)
             if not self.alone:
                 totals = self._add_up(total, rows, totals, None)
             elif totals is self.last:  # from a kept graph: nothing new to check
