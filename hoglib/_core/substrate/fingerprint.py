@@ -267,6 +267,6 @@ def _call_part(x: Any) -> object:
         own = {k: v for k, v in vars(x).items() if type(v) in _SETTINGS and k != "training"}
     elif hasattr(
         x, "_criterion"
-    ):  # a functional loss; values of its model are compared by themselves
+    ):  # a functional loss: tensors of its model have their own checksum
         own = x._criterion
     return type(x).__qualname__, _call_part(own)

@@ -61,7 +61,7 @@ ADVICE = {
     "kind": SAME_CALL,
     "options": SAME_CALL,
     "criterion": f"{SAME_CALL}, and the same loss",
-    "shapes": f"of parameters or vectors; {SAME_CALL}, such as as many samples",
+    "shapes": "parameters and vectors need the same shapes in all, and estimates as many samples",
     "seed": "the samples of kind='mc' need a generator with the same seed in each: "
     "generator=torch.Generator().manual_seed(0)",
     "params": "broadcast them from one process, as DistributedDataParallel does: "
