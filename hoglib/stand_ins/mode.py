@@ -181,7 +181,10 @@ class _SecondOrder(StandInMode):
     def run_script(self, script: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of scripted code, whose torch calls come from Python, to be replaced."""
         if id(script) not in self._scripts:
-            self._scripts[id(script)] = script, program(script)  # kept, for its id
+            run = program(script)
+            if run is None:
+                return call(script, *args, **kwargs)
+            self._scripts[id(script)] = script, run  # kept, for its id
         run = self._scripts[id(script)][1]
         if not isinstance(run, str):
             return run(*args, **kwargs)

@@ -26,10 +26,13 @@ class _Unknown(Exception):
     """Code that has no form in Python here."""
 
 
-def program(script: Any) -> Callable[..., Any] | str:
-    """A function of the arguments of a scripted function or method, or the kind of a part that it
-    cannot run, such as prim::fork."""
-    graph = script.inlined_graph
+def program(script: Any) -> Callable[..., Any] | str | None:
+    """A function of the arguments of a scripted function or method; the kind of a part that it cannot
+    run, such as prim::fork; or None for a method of a class in C++, such as distributed work."""
+    try:
+        graph = script.inlined_graph
+    except RuntimeError:
+        return None
     try:
         steps, (output,) = _steps(graph), _names(graph.outputs())
     except _Unknown as error:

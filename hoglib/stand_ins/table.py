@@ -82,8 +82,11 @@ def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     name="scan, map, while_loop",
     lacks=f"tensors that their functions close over are constants{SILENT}; no double backward",
 )
-def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> Any:
-    """The steps of a scan; the function of a graph returns one list, a user's a carry and a row."""
+def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = (), **_: Any) -> Any:
+    """The steps of a scan; the function of a graph returns one list, a user's a carry and a row.
+
+    Of this and of other loops torch 2.15 says which arguments they change, too.
+    """
     carry, rows = init, []
     for i in range(len(xs[0])):
         found = combine_fn(*carry, *(x[i] for x in xs), *additional_inputs)
@@ -95,12 +98,14 @@ def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = ()) -> An
     return (own, stacked) if nested else [*carry, *stacked]
 
 
-def map_rows(f: Any, xs: Any, pos_args: Any = ()) -> Any:
+def map_rows(f: Any, xs: Any, pos_args: Any = (), **_: Any) -> Any:
     """The function of each row, stacked."""
     return _stacked([f(*(x[i] for x in xs), *pos_args) for i in range(len(xs[0]))])
 
 
-def while_loop(cond_fn: Any, body_fn: Any, carried: Any, additional_inputs: Any = ()) -> Any:
+def while_loop(
+    cond_fn: Any, body_fn: Any, carried: Any, additional_inputs: Any = (), **_: Any
+) -> Any:
     """The loop."""
     while cond_fn(*carried, *additional_inputs):
         carried = body_fn(*carried, *additional_inputs)

@@ -241,7 +241,7 @@ ERRORS = {
     "no rule": (lambda: hypergradient(rule=None), ValueError, "rule: expected an update rule for 6 inner steps, got None"),
     "a rule by name": (lambda: hypergradient(rule="sgd"), TypeError, "rule: expected a rule with its rate, got str 'sgd'"),
     "an optimizer": (lambda: hypergradient(rule=torch.optim.SGD([torch.ones(2)])), TypeError, r"got SGD .*`rule=hoglib\.meta\.sgd\(0\.1\)`"),
-    "a module in the place of its parameters": (lambda: hog.meta.hypergradient(outer, inner, torch.nn.Linear(2, 1), HYPER), TypeError, r"params: expected a torch\.Tensor, got Linear"),
+    "a module in the place of its parameters": (lambda: hog.meta.hypergradient(outer, inner, torch.nn.Linear(2, 1), HYPER), TypeError, r"params: expected a dict of tensors by qualified name, got Linear"),
     "an outer loss of params alone": (lambda: hog.meta.hypergradient(lambda p: 0, inner, {"w": HYPER["start"]}, HYPER, method="cg"), TypeError, r"outer: expected a function of \(params, hyper\), got <lambda> \(too many"),
     "no steps": (lambda: hypergradient(steps=0), ValueError, "steps: expected an integer of at least 1"),
     "fewer batches than steps": (lambda: hypergradient(batches=BATCHES[:2]), ValueError, "one for each of 6 steps, got 2"),

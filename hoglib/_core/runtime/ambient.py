@@ -101,15 +101,6 @@ AMBIENT = _Ambient()
 Items = Sequence[tuple[Any, str, Any]]  # (dict or other object, key or attribute, value)
 
 
-def _has_keys(holder: object) -> bool:
-    # a dict, os.environ, or the parameters of a scripted module
-    return isinstance(holder, dict) or hasattr(holder, "__setitem__")
-
-
-def _item(holder: Any, name: str) -> Any:
-    return holder[name] if name in holder else _NONE  # noqa: SIM401 some have no `get`
-
-
 _NONE = object()
 
 
@@ -123,10 +114,14 @@ class replaced:  # noqa: N801 a context manager
         self._items = items
 
     def __enter__(self) -> None:
-        self._before = [
-            (to, name, _item(to, name) if _has_keys(to) else getattr(to, name))
-            for to, name, _ in self._items
-        ]
+        before: list[tuple[Any, str, Any]] = []
+        for to, name, _ in self._items:  # without a function for each, as below
+            if isinstance(to, dict) or hasattr(to, "__setitem__"):
+                value = to[name] if name in to else _NONE  # noqa: SIM401 some have no `get`
+            else:
+                value = getattr(to, name)
+            before.append((to, name, value))
+        self._before = before
         try:
             _set_attributes(self._items)
         except BaseException:
@@ -139,7 +134,8 @@ class replaced:  # noqa: N801 a context manager
 
 def _set_attributes(items: Items) -> None:
     for holder, name, value in items:
-        if not _has_keys(holder):
+        # a dict, os.environ, or the parameters of a scripted module
+        if not (isinstance(holder, dict) or hasattr(holder, "__setitem__")):
             setattr(holder, name, value)
         elif value is _NONE:
             holder.pop(name, None)

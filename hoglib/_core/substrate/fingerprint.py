@@ -48,6 +48,10 @@ class StateFingerprint:
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
         self.roots = [x for x in reached if isinstance(x, nn.Module)]
 
+    def on_cpu(self) -> bool:
+        """Whether the parameters are on the CPU."""
+        return self._leaves()[0].is_cpu
+
     def now(self, values: bool = True) -> list[Any]:
         """Autocast, attributes of modules, pointers and versions; with values, at the end, also sums
         and norms of all tensors."""
@@ -124,10 +128,11 @@ class ComparedState:
         """Take the fingerprint again after a pass, because forward may change the state (counters).
 
         With sums and norms after passes 1, 2, 4, 8, ... of an unchanged state, and where pointers,
-        versions or attributes have changed.
+        versions or attributes have changed; on a device after each pass, which they do not hold up: the
+        next one reads its losses while they are computed.
         """
         self._passes += 1
-        often = self._passes & (self._passes - 1)
+        often = self._passes & (self._passes - 1) and self._fingerprint.on_cpu()
         if not often or self._fingerprint.now(values=False) != self._seen[:-1]:
             self._seen = self._fingerprint.now()
 

@@ -456,10 +456,10 @@ def _product(
         return None
     stored, of_x, of_y = labels[w], labels[1 - w], labels[2]
     stored = stored[::-1] if use and use.transposed else stored
-    groups = "".join(i for i in stored if i in of_x and i in of_y)
-    into = "".join(i for i in stored if i in of_x and i not in of_y)
-    out = "".join(i for i in stored if i not in of_x)
-    rows = "".join(i for i in of_x if i not in stored)
+    groups = "".join([i for i in stored if i in of_x and i in of_y])
+    into = "".join([i for i in stored if i in of_x and i not in of_y])
+    out = "".join([i for i in stored if i not in of_x])
+    rows = "".join([i for i in of_x if i not in stored])
     transposed = stored == groups + into + out != groups + out + into
     alike = sorted(of_y) == sorted(groups + rows + out) and sorted(of_x) == sorted(
         groups + rows + into
@@ -471,10 +471,10 @@ def _product(
 
     def as_rows(of: str, features: str) -> Callable[[Tensor], Tensor]:
         order = [of.index(i) for i in groups + rows + features]
-        shape = prod(sizes[i] for i in groups), -1, prod(sizes[i] for i in features)
+        shape = prod(map(sizes.__getitem__, groups)), -1, prod(map(sizes.__getitem__, features))
         return lambda t: t.permute(order).reshape(shape)
 
-    counts = [prod(sizes[i] for i in part) for part in (groups, out, into)]
+    counts = [prod(map(sizes.__getitem__, part)) for part in (groups, out, into)]
     role = Role(name, "kronecker", counts[0], counts[1], counts[2], transposed)
     both = as_rows(of_x, into), as_rows(of_y, out)
     region = use.region if use else None
