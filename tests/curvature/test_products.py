@@ -213,6 +213,19 @@ def test_modes_agree_where_v_is_zero_at_a_padding_row():
     assert relative(*products()) < 1e-12
 
 
+@rows("moved", [range(1, 6), [3]], ids=["at each call", "at the third alone"])
+def test_auto_is_reverse_at_each_call_whose_tangents_move_a_padding_row(moved):
+    model = nn.Sequential(nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 2), nn.Tanh()).double()
+    ids = torch.tensor([[0, 1, 2], [3, 0, 1]])
+    loss = hog.functional_loss(model, lambda y, x: y.pow(3).mean())
+    params = hog.trainable_params(model)
+    for call in range(1, 6):
+        v = random_like(params)
+        v["0.weight"][0] *= call in moved
+        expected = hog.ggn_vp(loss, params, v, (ids, ids), mode="reverse")[1]
+        assert relative(hog.ggn_vp(loss, params, v, (ids, ids))[1], expected) < 1e-12
+
+
 def _own_gradient(params):
     (w,) = params
     loss = (w.sin() * w).sum()

@@ -507,7 +507,8 @@ LOOKED_AT = {
     "batches whose loss differs": (
         "curvature.sums.watchers.fingerprint", hog.HessianOperator, shuffled, 8 * 2),
     "adjoint: calls 1, 2, 4, 8 and 16 of two batches a product": (
-        "curvature.maps.jacobian_product._are_adjoint", hog.GGNOperator, lambda: PAIRS, 5),
+        "curvature.maps.jacobian_product._are_adjoint",
+        partial(hog.GGNOperator, mode="reverse"), lambda: PAIRS, 5),
 }  # fmt: skip
 
 

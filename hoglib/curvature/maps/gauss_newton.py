@@ -34,6 +34,7 @@ from hoglib._core.substrate.autograd import (
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.torch_api import pytree, torch_forward_mode, torch_internals
 from hoglib.curvature.maps.jacobian_product import (
+    FORWARD,
     TransposedJacobian,
     are_adjoint,
     detached,
@@ -319,7 +320,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
                 "mode='reverse'."
             ) from error
         sides = (vector, product), (tangents, weighted)
-        if not are_adjoint(loss, *sides, with_graph(outputs), placement):
+        if not are_adjoint(loss, *sides, with_graph(outputs), placement, FORWARD):
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected tangents and gradients that agree, <w, J v> = "
                 "<J^T w, v>, got others: scripted code loses tangents, a Function has a wrong jvp, or "

@@ -341,23 +341,30 @@ Pair = tuple[Vector, Vector]  # of an inner product
 
 
 def are_adjoint(
-    func: Any, inputs: Pair, outputs: Pair, graphs: Iterable[Tensor], placement: Placement = WHOLE
+    func: Any,
+    inputs: Pair,
+    outputs: Pair,
+    graphs: Iterable[Tensor],
+    placement: Placement = WHOLE,
+    mode: str = REVERSE,
 ) -> bool:
     """<v, J^T w> = <J v, w>, unless either lacks a part; this costs inner products of all leaves, and a
     device has to wait for them. Checked are calls 1, 2, 4, 8, ... of a function at these shapes; on a
-    device the first; each one where processes share v.
+    device the first; each one where processes share v, and in forward mode on a CPU: a tangent that is
+    no derivative of the gradient (padding_idx) shows for some vectors and batches only.
 
     inputs, outputs: the pairs (v, J^T w) and (J v, w).
     graphs: tensors whose graph shows the dtypes that J and J^T are computed in.
     placement: of v and J^T w over processes, which all come to the same answer.
+    mode: how J v was computed; each mode has its own calls.
     """
     if not value_checks_on():
         return True
     sides, (v, Jv) = (inputs, outputs), (inputs[0], outputs[0])
     on_cpu = all(x.device.type == "cpu" for x in Jv)
-    if on_cpu and placement.is_sharded:
+    if on_cpu and (placement.is_sharded or mode == FORWARD):
         return _are_adjoint(sides, placement, graphs)
-    key = ("adjoint", *(x.shape for x in (*v, *Jv)))
+    key = ("adjoint", mode, *(x.shape for x in (*v, *Jv)))
     before = found_once(func, key, lambda: [0]) or [0]  # calls that agreed, or were not checked
     skipped = before[0] & (before[0] + 1) if on_cpu else before[0]
     agreed = bool(skipped) or _are_adjoint(sides, placement, graphs)
