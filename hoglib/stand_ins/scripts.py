@@ -121,6 +121,13 @@ def _slice(own: Any, start: int | None, stop: int | None, step: int) -> Any:
     return own[start:stop:step]
 
 
+def _tensor(data: Any, dtype: int | None, device: Any, requires_grad: bool = False) -> Tensor:
+    """`torch.tensor` or `as_tensor`, whose operators take no lists. dtype: its number in scripts."""
+    kind = None if dtype is None else torch.ops.aten.to.dtype(torch.empty(0), dtype).dtype
+    made = torch.as_tensor(data, dtype=kind, device=device)
+    return made.requires_grad_() if requires_grad else made
+
+
 _PLAIN: dict[str, Callable[..., Any]] = {
     "prim::ListConstruct": lambda *parts: list(parts),
     "prim::TupleConstruct": lambda *parts: parts,
@@ -137,12 +144,26 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "aten::__not__": operator.not_,
     "aten::_set_item": operator.setitem,
     "aten::len": len,
+    "aten::tensor": _tensor,
+    "aten::as_tensor": _tensor,
     "aten::list": list,
     "aten::keys": lambda own: list(own.keys()),
     "aten::values": lambda own: list(own.values()),
     "aten::items": lambda own: list(own.items()),
     "aten::warn": lambda message, _: warnings.warn(message, stacklevel=2),
     "aten::dim": Tensor.dim,  # as an operator it has no rule for vmap
+}
+
+
+# of numbers, strings and containers alone
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "slice": _slice,
+    "sort": lambda own, reverse=False: own.sort(reverse=reverse),
+    "sorted": sorted,
+    "Delete": operator.delitem,
+    "add_": operator.iadd,
+    "mul_": operator.imul,
+    "percentFormat": operator.mod,
 }
 
 
@@ -175,8 +196,8 @@ def _function(node: Any) -> Callable[..., Any]:
 
 def _of_numbers(kind: str, name: str, own: Any) -> Callable[..., Any]:
     """A call on numbers, strings and containers."""
-    if name == "slice":
-        return _slice
+    if name in _BY_NAME:
+        return _BY_NAME[name]
     kinds = [own for own in (list, dict, str) if hasattr(own, name)]
     plain = getattr(operator, name, own)
     if plain is None and not kinds:

@@ -281,3 +281,18 @@ def test_a_loss_of_force_constants_is_trained(stand_ins):
     expected = by_rows(plain, X[0, :2], create_graph=True)
     assert_close(H, expected)
     assert_close(g, torch.autograd.grad(expected.square().sum(), weight)[0])
+
+
+@rows("call", [
+    lambda f, x: hog.hessian(f, x),
+    lambda f, x: hog.hvp(f, x, x, mode="forward-over-reverse"),
+    lambda f, x: hog.jvp(f, x, x),
+    lambda f, x: hog.laplacian(f, x),
+], ids=["hessian", "hvp", "jvp", "laplacian"])  # fmt: skip
+def test_functions_that_close_over_a_variable_without_a_value(call):
+    def loss(x):
+        return later(x) if x.numel() > 3 else x.pow(3).sum()
+
+    call(loss, torch.ones(3))
+    later = torch.sum
+    assert loss(torch.ones(4)) == 4

@@ -72,6 +72,21 @@ class Flow(nn.Module):
         return (both[0] * last * half).pow(2).sum() + x.softmax(-1).square().sum() + x.shape[1] // 3
 
 
+class Lists(nn.Module):
+    """What TorchScript has operators for that take no list from Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = sorted([3.0, 1.0, 2.0])
+        numbers.sort(reverse=True)
+        del numbers[1]
+        parts = [x.sin()]
+        parts += [x.exp()] * 2
+        size = float(len("%d rows" % len(parts)))  # noqa: UP031 as scripts have it
+        weight = torch.tensor([numbers, numbers], dtype=x.dtype) + torch.tensor(0.1)
+        steps = torch.as_tensor([1, 2]) + torch.as_tensor(x).sum()
+        return (torch.cat(parts).pow(3)[:, :2] @ weight).sum() * size + (x[0, :2] * steps).sum()
+
+
 class Layers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,7 +141,7 @@ def derivatives(f):
 
 
 @pytest.mark.parametrize("made", MADE)
-@rows("kind", [Normed, Weighted, Distances, Flow, Layers, Ignoring])
+@rows("kind", [Normed, Weighted, Distances, Flow, Lists, Layers, Ignoring])
 def test_scripted_code_has_the_derivatives_of_its_python(made, kind):
     torch.manual_seed(0)
     model = kind().to(F64)

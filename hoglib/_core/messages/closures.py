@@ -617,11 +617,7 @@ def _is_users_module(module: ModuleType) -> bool:
 
 def is_filled(cell: CellType) -> bool:
     """Whether the variable of a closure has been assigned."""
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+    return cell != CellType()
 
 
 # Steps from a holder to what it holds, which guards keep and run again at each call.

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, partialmethod
+from types import CellType
 from typing import Any, Self, final
 
 import torch
@@ -148,11 +149,17 @@ def set_data(x: Tensor, value: Any) -> None:
     x.data = value
 
 
+def closed_over(func: object) -> list[Any]:
+    """The variables that a function closes over, without those that are not assigned yet."""
+    cells, empty = getattr(func, "__closure__", None) or (), CellType()
+    return [cell.cell_contents for cell in cells if cell != empty]
+
+
 def unwrap_kept(func: Callable[..., Any]) -> None:
     """Takes the wrappers of transforms that have ended off the tensors that the modules of a function
     keep, such as tables that are filled in the first call: torch fails at them in the next one."""
-    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
-    models = [m for m in (getattr(func, "model", func), *cells) if isinstance(m, torch.nn.Module)]
+    reached = getattr(func, "model", func), *closed_over(func)
+    models = [m for m in reached if isinstance(m, torch.nn.Module)]
     for module in [part for model in models for part in model.modules()]:
         own = vars(module)
         for held in (own, *(x for x in own.values() if type(x) in (dict, list) and x)):

@@ -145,6 +145,8 @@ class Rows(NamedTuple):
 def _given(problem: Problem) -> list[Tensor]:
     """The tensors that a function is called with, and those in its closure, which size the graph."""
     func = problem.loss
-    cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
     bound = (func.args, func.keywords) if isinstance(func, partial) else ()
-    return [*problem.leaves, *pytree.tensors((problem.args, cells, bound))]
+    return [
+        *problem.leaves,
+        *pytree.tensors((problem.args, torch_internals.closed_over(func), bound)),
+    ]

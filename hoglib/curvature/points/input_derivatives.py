@@ -264,8 +264,8 @@ class _MixingCheck:
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self._owner = owner_of(func)
-        cells = [cell.cell_contents for cell in getattr(func, "__closure__", None) or ()]
-        held = [x for x in (func, *cells) if isinstance(x, nn.Module)]
+        reached = func, *torch_internals.closed_over(func)
+        held = [x for x in reached if isinstance(x, nn.Module)]
         self._modules = tuple((id(module), module.training) for module in held)
 
     def __call__(self, value: Tensor, points: Tensor) -> None:
