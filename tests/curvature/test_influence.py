@@ -95,6 +95,19 @@ def test_layers_are_compared_at_every_power_of_two(weighted, monkeypatch):
         assert len(compared) == call.bit_length()
 
 
+def test_layers_are_compared_where_the_data_decides_for_other_operations():
+    def run(net, x):
+        y = net.first(x)
+        return net.last(y if x[0, 0] > 0 else y * y.mean(0))
+
+    model = Fn(run, first=nn.Linear(3, 4), last=nn.Linear(4, 2)).double()
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    for sign in (1, 1, -1, 1, -1):
+        batch = sign * draw(5, 3).abs(), draw(5, 2)
+        expected = rows_of(loss, params, batch).norm(dim=1)
+        assert_close(hog.curvature.per_example_gradient_norms(loss, params, batch), expected)
+
+
 def test_clipped_gradients_are_taken_as_they_are():
     def run(net, x):
         return net.last(hog.ops.clip_gradient(net.first(x).tanh(), bound=0.05))

@@ -28,6 +28,7 @@ from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import Vector, materialize_grads, without_graph
 from hoglib._core.substrate.fingerprint import sums_and_norms
+from hoglib._core.substrate.gradient_graph import walk
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
 from hoglib.curvature.algebra.vector_space import Space, Tree
@@ -333,10 +334,11 @@ def _layer_by_layer(
 @dataclass
 class _Compared:
     """What calls at a loss have found, for batches of some shapes; found again at the first call, the
-    second, the fourth, and so on."""
+    second, the fourth, and so on, and where the data decides for other operations."""
 
     calls: int = 0
     order: RowOrder | None = None  # how the layers are read, which have the gradients of autograd
+    operations: tuple[str, ...] = ()  # those that were compared
     is_mean: bool = False  # gradients by the outputs are N times those of the loss of the batch
 
     @staticmethod
@@ -373,11 +375,16 @@ def _run_of_layers(known: _Compared, problem: Problem, space: Space) -> ModelRun
     """The run of a model, whose layers have been compared with autograd."""
     if known.order is not None:
         run = ModelRun.of(problem, space, _OPTIONS, known.order)
-        if not run.has_new_layers():
+        if not run.has_new_layers() and _operations(run) == known.operations:
             return with_selected_rows(run, True)
     run = checked_run(ModelRun.of(problem, space, _OPTIONS), True)
-    known.order = run.order_of_all(None)
+    known.order, known.operations = run.order_of_all(None), _operations(run)
     return run
+
+
+def _operations(run: ModelRun) -> tuple[str, ...]:
+    """The operations between the parameters and the outputs."""
+    return tuple(type(node).__name__ for node, _ in walk(run.recording.outputs))
 
 
 def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
