@@ -645,6 +645,8 @@ CHANGES = {
     },
     "another tensor in the dict": lambda model, params, batch: params.update({"model.0.weight": 2 * params["model.0.weight"].detach()}),
     "another activation": lambda model, params, batch: setattr(model.model, "1", nn.Sigmoid()),
+    "a hook": lambda model, params, batch: model.model[0].register_forward_hook(lambda *given: 2 * given[-1]),
+    "another forward": lambda model, params, batch: setattr(model.model[0], "forward", lambda x, last=model.model[0].forward: 2 * last(x)),
     "eval mode": lambda model, params, batch: model.eval(),
     "data in place": lambda model, params, batch: batch[0].mul_(2),
     "data past autograd": lambda model, params, batch: batch[0].data.mul_(2),

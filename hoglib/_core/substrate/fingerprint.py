@@ -2,12 +2,13 @@
 tensors and of calls that processes compare."""
 
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import zip_longest
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, final
 
 import torch
@@ -53,8 +54,8 @@ class StateFingerprint:
         return self._leaves()[0].is_cpu
 
     def now(self, values: bool = True) -> list[Any]:
-        """Autocast, attributes of modules, pointers and versions; with values, at the end, also sums
-        and norms of all tensors."""
+        """Autocast, attributes and hooks of modules, pointers and versions; with values, at the end,
+        also sums and norms of all tensors."""
         found: list[Any] = [*self._leaves(), *self._tensors]
         found += [t for _, t in tensors_in("", self._data())]
         state: list[Any] = []
@@ -72,6 +73,10 @@ class StateFingerprint:
             for name, value in vars(module).items():
                 if type(value) in _SETTINGS:
                     state += name, value
+                elif type(value) in _FUNCTIONS:  # an activation, or a forward of its own
+                    state += name, id(value)
+                elif type(value) is OrderedDict and value:  # of hooks, by their numbers
+                    state += name, *value
         tensors: list[Tensor] = []
         for t in {id(t): t for t in found if t is not None}.values():  # shared ones once
             # of a DTensor the local shard, without communication
@@ -165,7 +170,9 @@ class ComparedState:
         return {**vars(self), "_seen": [object()]}
 
 
-_SETTINGS = (bool, int, float, str, type(None))  # types of module attributes that are compared
+# types of module attributes that are compared
+_SETTINGS = (bool, int, float, str, type(None))
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
