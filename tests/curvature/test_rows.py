@@ -154,6 +154,24 @@ def test_a_wrong_rule_for_vmap_is_noticed(passes):
     assert passes == [3] + 9 * [-1]
 
 
+class ByNumber(Mapped):
+    """A rule that is wrong for two vectors, and for the last of more than four."""
+
+    @staticmethod
+    def vmap(info, in_dims, g, x):
+        found, size = 3 * g * x**2, info.batch_size
+        return torch.cat([found[:-1], found[-1:] * (2 if size == 2 or size > 4 else 1)]), 0
+
+
+@pytest.mark.parametrize("size", [4, 6], ids=["the last ones are fewer", "more than before"])
+def test_a_rule_that_is_wrong_for_other_numbers_of_vectors_is_noticed(size):
+    func = lambda p: cube_by(ByNumber)(p).sin().sum()  # noqa: E731
+    p = torch.linspace(-1, 1, 6).double()
+    for call in range(3):
+        found = hog.hessian(func, p, chunk_size=size if call == 2 or size == 4 else 3)
+        assert_close(found, by_rows(CUBE, p))
+
+
 def test_numbers_that_are_not_finite_do_not_count_against_vmap(passes):
     func = lambda p: p.sqrt().sum()  # noqa: E731
     with pytest.warns(UserWarning, match="infinite or NaN"):

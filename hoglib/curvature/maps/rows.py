@@ -7,7 +7,7 @@ vmap maps over the vectors alone: the graph that they are multiplied by was reco
 layer norms are right, which `torch.func.hessian` differentiates wrongly. What has no rule for vmap
 raises, and runs one vector after another from then on. A rule that is wrong shows in a linear
 combination of the products, which is computed once more by itself: at the first call of a function at
-these shapes, and on a CPU the second, the fourth, and so on.
+these shapes and with as many vectors, and on a CPU the second, the fourth, and so on.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -58,8 +58,9 @@ class Rows(NamedTuple):
     held_bytes: Callable[[], int]
     single: Callable[[Vector], Vector]
 
-    def _known(self) -> _Known | None:
-        """What is known of this map; None where vectors are multiplied one after another."""
+    def _known(self, *numbers: int | None) -> _Known | None:
+        """What is known of this map, for these numbers of vectors; None where they are multiplied one
+        after another."""
         problem, policy = self.problem, self.problem.policy
         if (
             torch_internals.transforms_active()
@@ -72,13 +73,13 @@ class Rows(NamedTuple):
         ):
             return None
         shapes = tuple((x.shape, x.dtype) for x in _given(problem))
-        key = policy.caller, self.name, shapes
+        key = policy.caller, self.name, shapes, numbers
         known = found_once(owner_of(problem.loss), key, _Known)
         return known if known is not None and known.side_by_side else None
 
     def map(self, chunk: Chunk, count: int, chunk_size: int | None = None) -> Vector:
         """The products with `count` vectors, [count, *shape]; chunk_size: how many at once."""
-        known = self._known() if count > 1 else None
+        known = self._known(count, chunk_size) if count > 1 else None
         size, looks = 1, False
         if known is not None:
             known.calls += 1
@@ -91,7 +92,9 @@ class Rows(NamedTuple):
             vectors = chunk(start, min(start + size, count))
             found = None
             if size > 1 and known is not None and known.side_by_side:
-                found = self._side_by_side(vectors, known, looks and not start)
+                # the first ones, and the last where these are fewer
+                own = looks and (not start or start + size > count)
+                found = self._side_by_side(vectors, known, own)
             products.append(found or self._one_by_one(vectors))
         return [
             parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
