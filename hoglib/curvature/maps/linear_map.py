@@ -106,15 +106,20 @@ class CurvatureKind(ABC):
 
 
 def apply_rows(
-    linear_map: LinearMap, chunk: Chunk, count: int, keep: bool, chunk_size: int | None = None
+    linear_map: LinearMap,
+    chunk: Chunk,
+    count: int,
+    keep: bool,
+    chunk_size: int | None = None,
+    dim: int = 0,
 ) -> tuple[Tensor, Vector]:
-    """The loss, and the products with `count` vectors, [count, *shape].
+    """The loss, and the products with `count` vectors, which are numbered by a dimension.
 
     chunk: the vectors from one number to another. keep: whether the graph is kept after the last one.
     """
     if linear_map.several is not None and count > 1:
         value, rows = linear_map.several
-        return value, rows.map(chunk, count, chunk_size)
+        return value, rows.map(chunk, count, chunk_size, dim)
     values, products = [], []
     for j in range(count):
         # contiguous: matrix products with strided vectors take half as long again
@@ -122,7 +127,7 @@ def apply_rows(
         value, product = linear_map.apply(vector, keep or j + 1 < count)
         values.append(value)
         products.append(product)
-    return values[0], [torch.stack(parts) for parts in zip(*products, strict=True)]
+    return values[0], [torch.stack(parts, dim) for parts in zip(*products, strict=True)]
 
 
 def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Tensor, Vector]:
@@ -130,8 +135,7 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
     if not block:
         return linear_map.apply(vectors, False)
     rows, count = [leaf.movedim(-1, 0) for leaf in vectors], vectors[0].shape[-1]
-    value, found = apply_rows(linear_map, lambda i, j: [x[i:j] for x in rows], count, False)
-    return value, [x.movedim(0, -1).contiguous() for x in found]
+    return apply_rows(linear_map, lambda i, j: [x[i:j] for x in rows], count, False, dim=-1)
 
 
 def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:

@@ -10,7 +10,7 @@ combination of the products, which is computed once more by itself: at the first
 these shapes and with as many vectors, and on a CPU the second, the fourth, and so on.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -77,8 +77,8 @@ class Rows(NamedTuple):
         known = found_once(owner_of(problem.loss), key, _Known)
         return known if known is not None and known.side_by_side else None
 
-    def map(self, chunk: Chunk, count: int, chunk_size: int | None = None) -> Vector:
-        """The products with `count` vectors, [count, *shape]; chunk_size: how many at once."""
+    def map(self, chunk: Chunk, count: int, chunk_size: int | None = None, dim: int = 0) -> Vector:
+        """The products with `count` vectors, numbered by a dimension; chunk_size: how many at once."""
         known = self._known(count, chunk_size) if count > 1 else None
         size, looks = 1, False
         if known is not None:
@@ -89,17 +89,15 @@ class Rows(NamedTuple):
             size = chunk_size or self._size(known, looks)
         products = []
         for start in range(0, count, size):
-            vectors = chunk(start, min(start + size, count))
+            # matrix products with strided vectors take half as long again
+            vectors = [x.contiguous() for x in chunk(start, min(start + size, count))]
             found = None
             if size > 1 and known is not None and known.side_by_side:
                 # the first ones, and the last where these are fewer
                 own = looks and (not start or start + size > count)
                 found = self._side_by_side(vectors, known, own)
             products.append(found or self._one_by_one(vectors))
-        return [
-            parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
-            for parts in zip(*products, strict=True)
-        ]
+        return [_joined(parts, dim) for parts in zip(*products, strict=True)]
 
     def _size(self, known: _Known, looks: bool) -> int:
         """As many as memory holds."""
@@ -111,7 +109,10 @@ class Rows(NamedTuple):
 
     def _one_by_one(self, vectors: Vector) -> Vector:
         found = [self.single([*v]) for v in zip(*vectors, strict=True)]
-        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+        return [
+            parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+            for parts in zip(*found, strict=True)
+        ]
 
     def _side_by_side(self, vectors: Vector, known: _Known, looks: bool) -> Vector | None:
         """The products by vmap; None where it cannot, or is wrong."""
@@ -143,6 +144,11 @@ class Rows(NamedTuple):
             known.side_by_side = not all(bool(a.isfinite().all()) for a in alone)
             LOGGER.debug("products one after another: those side by side are not the same")
         return right
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    moved = [x.movedim(0, dim) for x in parts]
+    return moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, dim)
 
 
 def _given(problem: Problem) -> list[Tensor]:
