@@ -14,7 +14,7 @@ from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture.within import when_compiled, within_compile
-from hoglib.curvature.maps.rows import Chunk, Rows
+from hoglib.curvature.maps.rows import Chunk, Rows, unit_rows
 from hoglib.errors import ArgumentValueError
 from hoglib.penalties.distributed import averaged
 from hoglib.penalties.evaluation import captures, run_as_graph
@@ -228,9 +228,7 @@ def _hessian_blocks(
     count = shape.numel()
 
     def units(start: int, stop: int) -> Vector:
-        chosen = x.new_zeros(stop - start, count)
-        chosen.diagonal(start).fill_(1)
-        each = chosen.view(stop - start, *[1] * batched, *shape)
+        each = unit_rows(x, shape, start, stop).view(stop - start, *[1] * batched, *shape)
         return [each.expand(stop - start, *x.shape)]
 
     whole = _products_with(at, g, at.leaves, units, count, chunk_size)

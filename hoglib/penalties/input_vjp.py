@@ -207,7 +207,7 @@ class InputVJP:
                 translate_errors(self.options.name).explain(error)
                 raise
         self._gathered.until_backward_of(grads)
-        if self.create_graph and {*map(type, grads)} <= {NoneType}:
+        if self.create_graph and {*map(type, grads)} <= {NoneType}:  # as in `autograd`
             raise self.no_gradient_flow(NOT_OF_POINTS)
         return materialize_grads(grads, self.leaves)
 

@@ -204,7 +204,7 @@ def output_rows(at: InputVJP) -> Tensor:
 
 def _of_one(at: InputVJP) -> str:
     """The hint for points [D] that are one sample."""
-    return validation.OF_ONE if any(x.dim() == 1 for x in at.leaves) else ""
+    return validation.OF_ONE.format("example") if any(x.dim() == 1 for x in at.leaves) else ""
 
 
 def check_batch_dependence(at: InputVJP) -> None:

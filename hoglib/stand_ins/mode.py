@@ -149,11 +149,6 @@ def active() -> bool:
     return AMBIENT.stand_ins is not None
 
 
-def on_wrong() -> str:
-    """What is done about a wrong Function here: "warn", "raise" or "ignore"."""
-    return AMBIENT.examination.on_wrong or "warn"
-
-
 def stand_in_table() -> tuple[StandIn, ...]:
     """The torch operations that are replaced, or refused, with the installed version of torch.
 

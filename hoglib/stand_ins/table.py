@@ -83,10 +83,8 @@ def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     lacks=f"tensors that their functions close over are constants{SILENT}; no double backward",
 )
 def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = (), **_: Any) -> Any:
-    """The steps of a scan; the function of a graph returns one list, a user's a carry and a row.
-
-    Of this and of other loops torch 2.15 says which arguments they change, too.
-    """
+    """The steps of a scan; the function of a graph returns one list, a user's a carry and a row."""
+    # torch 2.15 passes `mutated_arg_indices` to loops, too
     carry, rows = init, []
     for i in range(len(xs[0])):
         found = combine_fn(*carry, *(x[i] for x in xs), *additional_inputs)

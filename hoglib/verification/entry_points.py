@@ -41,7 +41,6 @@ from hoglib._core.torch_api.torch_modes import (
 )
 from hoglib._core.torch_api.torch_private import EXAMINATION, REFUSED, missing
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
-from hoglib.stand_ins.mode import on_wrong
 from hoglib.verification import function_rules
 from hoglib.verification.contract import Snapshot, in_place
 from hoglib.verification.examination import (
@@ -272,9 +271,7 @@ class AppliedFunctions:
         self.gradient_has_no_graph = False
         self.in_cpp: set[str] = set()
         self.met: set[Any] = set()  # Functions that were applied, by whomever
-        self.outside: set[Any] = (
-            set()
-        )  # Functions that were not, in graphs that are differentiated twice
+        self.outside: set[Any] = set()  # those that were not, in graphs with a second derivative
         # texts about hooks and checkpoints, and the order of the derivative that each makes wrong
         self.faults: dict[str, int] = {}
         # those that change in place, undeclared, an argument of which the gradient is not theirs
@@ -336,7 +333,7 @@ class AppliedFunctions:
         if function.__module__.startswith("hoglib.") or not records_gradients():
             return None
         if self.by_hand is not None and (
-            AMBIENT.examination.by_entry_point or on_wrong() == "ignore"
+            AMBIENT.examination.by_entry_point or AMBIENT.examination.on_wrong == "ignore"
         ):
             return None  # that is what is inside asked for, or reports
         if torch_internals.tracing():

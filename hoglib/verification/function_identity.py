@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from hoglib._core.messages.closures import is_filled
+from hoglib._core.torch_api import torch_internals
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 MAX_DEPTH = 5  # of functions and containers in closures
@@ -82,8 +82,8 @@ def _key(x: object, codes: list[Any], objects: list[Any], depth: int) -> Hashabl
         return inner(x.__func__)
     if depth and isinstance(x, FunctionType):
         codes.append(x.__code__)
-        held = [cell.cell_contents for cell in x.__closure__ or () if is_filled(cell)]
-        return id(x.__code__), *map(inner, (*held, *(x.__defaults__ or ())))
+        held = *torch_internals.closed_over(x), *(x.__defaults__ or ())
+        return id(x.__code__), *map(inner, held)
     if depth and isinstance(x, tuple | list):
         return type(x), *map(inner, x)
     if depth and isinstance(x, dict):

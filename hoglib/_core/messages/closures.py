@@ -617,7 +617,7 @@ def _is_users_module(module: ModuleType) -> bool:
 
 def is_filled(cell: CellType) -> bool:
     """Whether the variable of a closure has been assigned."""
-    return cell != CellType()
+    return cell != CellType()  # an empty one, which equals empty ones alone
 
 
 # Steps from a holder to what it holds, which guards keep and run again at each call.

@@ -472,8 +472,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
-# of one sample where a batch is expected
-OF_ONE = "; a single example is a batch of one: `x[None]`"
+OF_ONE = "; a single {} is a batch of one: `x[None]`"  # where a batch is expected
 OF_PARTS = ("inputs", "batch", "data", "query")  # arguments that may be tuples of tensors
 
 

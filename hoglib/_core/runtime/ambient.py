@@ -99,8 +99,6 @@ AMBIENT = _Ambient()
 
 
 Items = Sequence[tuple[Any, str, Any]]  # (dict or other object, key or attribute, value)
-
-
 _NONE = object()
 
 

@@ -86,7 +86,7 @@ def gradient_with_graph(
             except Exception as error:
                 translate_errors(what).explain(error)
                 raise
-    if {*map(type, parts)} <= {NoneType}:
+    if {*map(type, parts)} <= {NoneType}:  # asked without a generator, which calls for each part
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
             "Look for .detach(), .item(), .data or torch.no_grad() in func, and for a func that uses "

@@ -45,13 +45,10 @@ class StateFingerprint:
         self, loss: object, leaves: Callable[[], list[Tensor]], data: Callable[[], Any]
     ) -> None:
         self._leaves, self._data = leaves, data
+        self.on_cpu = leaves()[0].is_cpu
         reached = ClosureWalker(loss, STATE).objects
         self._tensors = [x for x in reached if isinstance(x, Tensor)]
         self.roots = [x for x in reached if isinstance(x, nn.Module)]
-
-    def on_cpu(self) -> bool:
-        """Whether the parameters are on the CPU."""
-        return self._leaves()[0].is_cpu
 
     def now(self, values: bool = True) -> list[Any]:
         """Autocast, attributes and hooks of modules, pointers and versions; with values, at the end,
@@ -137,7 +134,7 @@ class ComparedState:
         next one reads its losses while they are computed.
         """
         self._passes += 1
-        often = self._passes & (self._passes - 1) and self._fingerprint.on_cpu()
+        often = self._passes & (self._passes - 1) and self._fingerprint.on_cpu
         if not often or self._fingerprint.now(values=False) != self._seen[:-1]:
             self._seen = self._fingerprint.now()
 
@@ -277,8 +274,6 @@ def _call_part(x: Any) -> object:
         own = [getattr(x, f.name) for f in fields(x) if f.compare]
     elif isinstance(x, nn.Module):  # a criterion
         own = {k: v for k, v in vars(x).items() if type(v) in _SETTINGS and k != "training"}
-    elif hasattr(
-        x, "_criterion"
-    ):  # a functional loss: tensors of its model have their own checksum
+    elif hasattr(x, "_criterion"):  # of a functional loss, whose tensors have their own checksum
         own = x._criterion
     return type(x).__qualname__, _call_part(own)

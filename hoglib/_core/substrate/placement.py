@@ -204,15 +204,7 @@ class Whole:
     def size(self, tensors: Vector) -> int:
         return pytree.size(tensors)
 
-    def check_agreement(
-        self,
-        caller: str,
-        call: object,
-        columns: int,
-        vector: Vector,
-        leaves: Vector,
-        changed: bool = False,
-    ) -> bool:
+    def check_agreement(self, *given: object) -> bool:
         return False
 
     def norm(self, a: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,5 @@
 """Vectors on the parameters, given in each form or drawn, and the matrices that act on them."""
 
-import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core.messages import validation
+from hoglib._core.substrate.fingerprint import checksum_of_call
 from hoglib._core.substrate.placement import (
     Sharding,
     is_sharded,
@@ -342,7 +342,7 @@ class Space:
         """Raise in all processes that hold parts of the vectors where they call other algorithms, or
         with other options, from which other numbers of messages follow."""
         if isinstance(self.placement, Sharding):
-            numbers = [float(zlib.crc32(f"{algorithm}{options}".encode()))]
+            numbers = [checksum_of_call(algorithm, options)]
             # before the first message of an algorithm
             with self.placement.translate_errors(algorithm):
                 self.placement.check_same(algorithm, [what], numbers, self.device)

@@ -233,12 +233,13 @@ def compare_examples(
     layer, call = refused[0]
     leaves = [r.leaf for one, _ in refused for r in one.layout.regions]
     name = pytree.paths(run.space.params)[layer.layout.first.leaf]
+    one = validation.OF_ONE.format("example") if len(call.shape) == 1 else ""
     return found, run.refusal(
         f"expected layers that treat the {run.examples} examples apart, in the rows of their leading "
         f"dimension, got {layer.layout.role.name} with {name} with outputs {tuple(call.shape)}. Batch "
         "norm in train mode mixes examples, and dropout hides which belong to a row: call "
         "model.eval(). What is called once for all examples, as position embeddings are, or for some "
-        f"of them, has no gradients of each{validation.OF_ONE if len(call.shape) == 1 else ''}: ",
+        f"of them, has no gradients of each{one}: ",
         leaves,
     )
 

@@ -3,8 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import compress, count, repeat
-from operator import is_
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -213,7 +211,7 @@ def reverse_over_reverse(problem: Problem) -> LinearMap:
         return graph_bytes([g for g in grads if g is not None and g.requires_grad])
 
     def unused() -> tuple[int, ...]:
-        return tuple(compress(count(), map(is_, grads, repeat(None))))
+        return tuple([i for i, g in enumerate(grads) if g is None])
 
     several = value, Rows(problem, graph.names, product, held_bytes, product)
     return LinearMap(apply, held_bytes, unused, gradient, several)

@@ -34,7 +34,7 @@ from hoglib.curvature.maps.linear_map import (
     apply_block,
     apply_rows,
 )
-from hoglib.curvature.maps.rows import Rows
+from hoglib.curvature.maps.rows import Rows, unit_rows
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 
@@ -446,8 +446,7 @@ def _matrix(
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
             # vmap of reverse over reverse is silently wrong through normalization layers
             numbers = tuple(range(len(entered.leaves)))
-            gradient = torch.func.grad(entered, numbers)
-            full = torch.func.jacfwd(gradient, numbers)(*entered.leaves)
+            full = torch.func.jacfwd(torch.func.grad(entered, numbers), numbers)(*entered.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
         else:
             point = linearizer(kind, around.captures)(entered, True)
@@ -497,6 +496,10 @@ def _by_rows(
     return entries
 
 
+def _units(leaf: Tensor, start: int, stop: int) -> Vector:
+    return [unit_rows(leaf, leaf.shape, start, stop)]
+
+
 def _row(
     part: Tensor, columns: Vector, policy: Policy, graph: GraphSummary, unit: Vector
 ) -> Vector:
@@ -527,10 +530,3 @@ def _by_products(
                 block = products[a].movedim(0, -1)
                 entries[a, b] = block.reshape(leaves[a].shape + leaves[b].shape).detach()
     return entries
-
-
-def _units(leaf: Tensor, start: int, stop: int) -> Vector:
-    """The unit vectors like a leaf, from one number to another."""
-    units = leaf.new_zeros(stop - start, leaf.numel())
-    units.diagonal(start).fill_(1)
-    return [units.view(stop - start, *leaf.shape)]

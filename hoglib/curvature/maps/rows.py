@@ -146,6 +146,13 @@ class Rows(NamedTuple):
         return right
 
 
+def unit_rows(like: Tensor, shape: torch.Size, start: int, stop: int) -> Tensor:
+    """The unit vectors of a shape from one number to another, [stop - start, *shape]."""
+    rows = like.new_zeros(stop - start, shape.numel())
+    rows.diagonal(start).fill_(1)
+    return rows.view(stop - start, *shape)
+
+
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     moved = [x.movedim(0, dim) for x in parts]
     return moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, dim)

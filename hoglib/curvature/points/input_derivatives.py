@@ -336,6 +336,6 @@ def check_value(value: Any, x: Tensor) -> Tensor:
             f"func(x, *args): expected one value for each point, [{len(x) if x.dim() else 'N'}, ...], "
             f"or a scalar for one point, got {validation.describe(value)} for x of shape "
             f"{tuple(x.shape)}; the points are the first dimension of x, `x[:, None]` for numbers"
-            f"{validation.OF_ONE.replace('example', 'point') if x.dim() == 1 else ''}."
+            f"{validation.OF_ONE.format('point') if x.dim() == 1 else ''}."
         )
     return value
