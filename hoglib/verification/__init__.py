@@ -1,4 +1,4 @@
-"""Verification: whether the derivatives of a function are right, and what is at fault if not."""
+"""Verification: check the derivatives of a function, and name the cause of a wrong one."""
 
 from hoglib.errors import VerificationError
 from hoglib.verification.api import verify

@@ -1,12 +1,12 @@
-"""Wherever hoglib differentiates a user's function, the custom Functions in it are examined.
+"""Examine the custom Functions in a user's function wherever hoglib differentiates it.
 
     with examined_functions("hvp"):
-        value = func(params)        # a Function of the user's is applied: its arguments are noted
-        ...                         # the derivatives that the entry point is for
-                                    # at the end it is examined by itself, and a wrong one is reported
+        value = func(params)        # func applies a custom Function: its arguments are recorded
+        ...                         # hvp differentiates value
+                                    # on exit: the Function is examined, and reported if it is wrong
 
-A Function is examined once for each kind of arguments, at the values that it is applied to and next to
-them, and again when later values are far from these. The verdict is kept for the process.
+A Function is examined once for each kind of arguments, at and near the recorded values, and once more
+if later values are far away. The verdict holds for the rest of the process.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -60,10 +60,11 @@ from hoglib.verification.layouts import layout_of
 from hoglib.verification.subject import Application, application, is_users
 
 Known = Identity | type[Function]
+# The verdicts of all entry points, by Function and by the kinds of its arguments.
 _VERDICTS: WeakKeyDictionary[Known, dict[Any, Verdict]] = WeakKeyDictionary()
 Key = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
 Args = tuple[Any, ...]
-# What to use instead of Functions that their users cannot change, by module.
+# Advice for Functions of libraries, which users cannot change, by the start of the module's name.
 INSTEAD = {
     "gpytorch.functions.": "Inside `gpytorch.settings.trace_mode(True)` the kernels of GPyTorch are "
     "made of operations of torch, which have all derivatives.",
@@ -85,18 +86,18 @@ OUTSIDE = (
     "{name} was not examined: it was applied before the context was entered. Whether its derivatives "
     "are right is not known. Apply it inside, or check it by `hoglib.verify({name}, inputs)`."
 )
-# A private name of torch that the examination needs and torch does not have; "" if it has all.
+# The first private name that the examination needs and this torch lacks; "" if torch has all of them.
 _LACKING = missing(EXAMINATION) or "_backward_cls" * (not sees_applications())
 NOT_EXAMINED = (
     f"custom Functions are not examined on torch {torch.__version__}, which has no `{{}}`: whether "
     "their derivatives are right is not known. `hoglib check` lists what does not hold."
 )
 THIRD = "where a third derivative is taken, such as the gradient of this result, "
-# Torch's errors about tensors of another call or of a transform that is over.
+# Parts of torch's errors about a tensor that belongs to another call, or to a transform that has ended.
 OF_ANOTHER_CALL = ("INTERNAL ASSERT", "escaped from inside", "through the graph a second time")
 STALE = "Look for a module or global that keeps a result (`self.x = y`), or a nested `.backward()`."
 CHANGED = "It may be in the backward of {}, which `hoglib.verify` checks."
-# What a Function changes in place that others read.
+# Messages about in-place changes, by the object that a Function changes.
 MUTATES = {
     "inputs": "{name} modifies an argument in place without ctx.mark_dirty: the derivative by it is "
     "wrong. {changes} `hoglib.verify({name}, inputs)` shows all checks.",
@@ -115,35 +116,36 @@ KEPT = (
     "the derivative of {name} is wrong: {kept} was changed in place after forward had put it there. "
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
 )
-FURTHER_POINTS = 4  # of one Function in one call, at values far from those of the others
-# The entry points, and what they reported.
+FURTHER_POINTS = 4  # values, far from one another, at which one entry point examines a Function
+# What was reported already: (entry point, status or text) by Function.
 _REPORTED: WeakKeyDictionary[Known, set[tuple[str, str]]] = WeakKeyDictionary()
-# Those that were seen to change an argument in place, undeclared, or the incoming gradient: each
-# application is watched.
+# Functions seen to change an argument (without mark_dirty) or grad_output in place. A correct verdict
+# does not end the watch over them: whether the change does harm depends on who else reads the tensor.
 _MUTATING: WeakSet[Known] = WeakSet()
-# Those that keep an argument or an output on ctx, unsaved: each application is watched, too.
+# Functions that keep an argument or output as an attribute of ctx, without a version check.
 _KEEPING: WeakSet[Known] = WeakSet()
 
 
 @final
 class examined_functions:  # noqa: N801 a context manager
-    """Examines the custom Functions of the user that are applied inside, and reports which are wrong.
+    """Examines the user's custom Functions that are applied inside, and reports the wrong ones.
 
-    Within another one it does nothing: the outermost entry point reports. A class, as it stands around
-    each derivative: generators of contextlib take several times as long to enter and to leave.
+    Nested contexts do nothing: the outermost entry point reports. This is a class and not a generator,
+    because every derivative enters it, and contextlib's generators cost several times as much.
 
     Args:
-        caller: The entry point, as messages name it.
-        first_order: It takes first derivatives only, so that a wrong second one does no harm. Default:
-            by whether backward runs with a graph, which inside of torch.func is not known.
-        by_hand: It is no derivative, but what the user's own are taken inside of; entry points in it
-            report by themselves.
+        caller: Name of the entry point in messages.
+        first_order: The entry point takes first derivatives only, so a wrong second derivative does no
+            harm. Default: decided by whether backward runs with a graph; inside a torch.func transform,
+            where this is unknown, a second derivative is assumed.
+        by_hand: The context (`second_order()`) takes no derivative itself: the user's code inside does.
+            Entry points inside report for themselves.
     Returns:
-        From entering, the Functions that are applied; None where nothing is examined.
+        On entering, the record of applied Functions; None if nothing is examined.
     Raises:
-        VerificationError: at the end, for a wrong Function, inside `second_order(on_wrong="raise")`.
-        NoSecondDerivative: at the end, for a Function whose second derivative is wrong, where nothing
-            of the gradient can be differentiated.
+        VerificationError: on exit, for a wrong Function, inside `second_order(on_wrong="raise")`.
+        NoSecondDerivative: on exit, if a Function's second derivative is wrong and the gradient has no
+            graph at all.
     """
 
     def __init__(self, caller: str, *, first_order: bool = False, by_hand: bool = False) -> None:
@@ -173,20 +175,24 @@ class examined_functions:  # noqa: N801 a context manager
             return
         try:
             self._watching.__exit__()
-            del self._watching  # a cycle: what was noted is freed with the graph
+            del self._watching  # breaks a reference cycle, so that the arguments die with the graph
             if isinstance(error, Exception):
                 _explain_backward_error(self._caller, error, functions)
             elif error is None:
                 self._report_wrong(functions)
-                # of what was not differentiated here, but is by the user's backward through the result
+                # the user may still call backward() on the result: report that derivative, too
                 functions.by_hand = self._report_by_hand
         finally:
             AMBIENT.examination = self._outside
 
     def _report_by_hand(self, functions: "AppliedFunctions", of: Sequence[Tensor] = ()) -> None:
-        """After a derivative by the user's own call. of: of what, if with a graph."""
+        """Report after the user's own call of backward() or grad().
+
+        of: the tensors that were differentiated, if with a graph; Functions in their graphs that were
+        applied outside of the context are reported as not examined.
+        """
         if value_checks_on():
-            graph = graph_summary(of)  # which notes the Functions in C++ that it meets
+            graph = graph_summary(of)  # also calls note_cpp() for Functions written in C++
             functions.outside |= {f for _, f in graph.user_functions if f not in functions.met}
             with no_examination():
                 self._report_wrong(functions)
@@ -216,7 +222,7 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_verdict(
         self, function: type[Function], verdict: Verdict, *, nothing_is_left: bool = False
     ) -> None:
-        """Raises, or warns once for a Function and an entry point."""
+        """Raise, or warn once for each pair of Function and entry point."""
         text = f"{self._caller}: {verdict.text}"
         for module, instead in INSTEAD.items():
             text += f" {instead}" * function.__module__.startswith(module)
@@ -228,7 +234,7 @@ class examined_functions:  # noqa: N801 a context manager
                 "would be differentiated has no graph. `hvp(mode='finite-differences')` needs none."
             )
         reported = _REPORTED.setdefault(identity_of(function), set())
-        # those in C++ have no class of their own, so that their text tells them apart
+        # all Functions in C++ are reported as torch's base class: only the text tells them apart
         what = verdict.text if function is Function else verdict.status
         if (self._caller, what) not in reported:
             reported.add((self._caller, what))
@@ -239,53 +245,54 @@ provide("examine_users_derivatives", partial(examined_functions, "second_order",
 
 
 def no_examination() -> inside:
-    """Inside, entry points examine and report nothing: for what judges Functions by itself."""
+    """Inside, entry points examine and report nothing: for code that judges Functions itself."""
     return inside(examination=Examination(AMBIENT.examination.on_wrong, by_entry_point=True))
 
 
 def forget_verdicts() -> None:
-    """Forgets what is known of Functions, and what was reported."""
+    """Forget all verdicts and reports."""
     _VERDICTS.clear()
     forget_reports()
 
 
 def forget_reports() -> None:
-    """Forgets what was reported, so that it is reported again."""
+    """Forget the reports, so that wrong Functions are reported again."""
     _REPORTED.clear()
 
 
 @final
 class AppliedFunctions:
-    """The Functions that are applied within one entry point, but for those that are known to be right.
+    """The custom Functions that are applied within one entry point and may be wrong.
 
-    unjudged: those without a verdict. differentiated: those whose backward ran, or may have run:
-    once, or twice, if it ran with a graph. by_hand: what is called after a derivative by the user's own
-    call, with what it was taken of if with a graph; of an entry point, after it was left.
+    Functions with a verdict "right" are left out, unless their values moved or they are watched for
+    in-place changes. A key is a Function with the kinds of its arguments.
     """
 
+    # Called after each backward pass outside of an entry point: inside `second_order()`, or after the
+    # entry point has returned. Gets this record, and the differentiated tensors if there is a graph.
     by_hand: Callable[..., None] | None = None
 
     def __init__(self) -> None:
-        self.unjudged: dict[Key, Applied] = {}
-        self.differentiated: dict[Key, int] = {}
-        self.gradient_has_no_graph = False
-        self.in_cpp: set[str] = set()
-        self.met: set[Any] = set()  # Functions that were applied, by whomever
-        self.outside: set[Any] = set()  # those that were not, in graphs with a second derivative
-        # texts about hooks and checkpoints, and the order of the derivative that each makes wrong
+        self.unjudged: dict[Key, Applied] = {}  # recorded applications, for the examination on exit
+        self.differentiated: dict[Key, int] = {}  # 1; 2 if backward ran, or may run, with a graph
+        self.gradient_has_no_graph = False  # nothing of the gradient can be differentiated
+        self.in_cpp: set[str] = set()  # names of Functions whose backward is written in C++
+        self.met: set[Any] = set()  # all Functions applied inside, also by torch and by hoglib
+        self.outside: set[Any] = set()  # in a differentiated graph, but applied before
+        # message about a hook or a checkpoint -> order of the derivative that it makes wrong
         self.faults: dict[str, int] = {}
-        # those that change in place, undeclared, an argument of which the gradient is not theirs
-        # alone, or an incoming gradient that others get, too: what, by MUTATES
+        # "inputs" or "grad_output": the Function changes this in place without declaring it, and other
+        # nodes use the tensor. Otherwise the labels of tensors on ctx that were changed after forward.
         self._mutates: dict[Key, str] = {}
-        self._mutating: dict[Key, Application] = {}
-        self._traced: set[type[Function]] = set()
-        self._moved: set[Key] = set()  # known as right, at other values
-        self.parts: set[Key] = set()  # of backwards alone, differentiated twice
-        self._unused: dict[Key, frozenset[int]] = {}  # outputs that no gradient has arrived for
+        self._mutating: dict[Key, Application] = {}  # applications for the message about the change
+        self._traced: set[type[Function]] = set()  # applied to fake tensors, under torch.compile
+        self._moved: set[Key] = set()  # right at the examined values; the present ones are far away
+        self.parts: set[Key] = set()  # applied only in other backwards, and differentiated twice
+        self._unused: dict[Key, frozenset[int]] = {}  # outputs that never received a gradient
 
     @property
     def only_traced(self) -> bool:
-        """Whether one that is not known as right was applied only where tensors have no values."""
+        """Whether a Function not known to be right was applied only during tracing, without values."""
         others = {function for function, _ in self.differentiated}
         return any(
             not (verdicts := _VERDICTS.get(identity_of(function)))
@@ -295,39 +302,41 @@ class AppliedFunctions:
         )
 
     def note_once(self, before: Mapping[Key, int]) -> None:
-        """Notes that Functions applied since `before` are differentiated once: no graph is left."""
+        """Lower the order of keys added since `before` to 1: the result has no graph."""
         self.differentiated = {key: before.get(key, 1) for key in self.differentiated}
 
     def note_gradient(self, gradient: Gradient) -> None:
-        """Notes whether nothing of a gradient can be differentiated, so that its product is zero. That
-        is right for a linear loss, but not with a Function that has a wrong second derivative."""
+        """Note a gradient without any graph: its product is zero. A linear loss has such a gradient;
+        but if a Function's second derivative is wrong, the zero is wrong, too."""
         if self.differentiated and gradient.graph.user_functions:
             with without_stand_ins():
                 self.gradient_has_no_graph |= gradient.has_no_graph
 
     def note_cpp(self, names: Set[str]) -> None:
-        """Notes Functions in C++, which are reported as not examined."""
+        """Note Functions written in C++; they are reported as not examined."""
         self.in_cpp |= names
 
     def watched_hook(self, hook: Callable[..., Any], line: object) -> Callable[..., Any]:
-        """The hook of a tensor, registered in this line; it notes here that it returns another gradient
-        than it gets."""
+        """Wrap a tensor hook that was registered in this line, to note here if it changes a
+        gradient."""
         return watched(hook, self._noting_hooks(), 0, f"the hook registered at {line}")
 
     def _noting_hooks(self) -> Callable[[str], None]:
-        """What notes hooks; of a matrix of gradients by outputs, one backward pass is enough."""
+        """A callback for a hook that changes a gradient. KFACOperator is wrong with such a hook after a
+        single backward pass (order 1), because it multiplies by the Jacobian of the outputs."""
         return partial(self._note_hook, 1 if needs_linear_backward() == "KFACOperator" else 2)
 
     def _note_hook(self, order: int, text: str) -> None:
-        # by hand a hook that changes a first derivative does what it is for
+        # first derivatives by hand: the user registered the hook in order to change the gradient
         if self.by_hand is None or torch.is_grad_enabled():
             self.faults[text] = min(order, self.faults.get(text, order))
             self._report_after_backward()
 
     def record(self, function: type[Function], args: Args) -> Ended | None:
-        """Notes an application; what is returned is called with its node and results."""
+        """Record an application. The returned function is called with its node and its results."""
         self.met.add(function)
         if function.__module__.startswith("torch."):
+            # under torch.func the applied Function is torch's wrapper of the user's one
             self.met.add(torch_internals.outside_transforms(function, ())[0])
             self._record_torchs(function.__name__, args)
         if function.__module__.startswith("hoglib.") or not records_gradients():
@@ -335,13 +344,14 @@ class AppliedFunctions:
         if self.by_hand is not None and (
             AMBIENT.examination.by_entry_point or AMBIENT.examination.on_wrong == "ignore"
         ):
-            return None  # that is what is inside asked for, or reports
+            return None  # an entry point inside `second_order()` reports, or on_wrong="ignore"
         if torch_internals.tracing():
             self._traced |= {function} if is_users(function) else set()
             return None
         if not _is_ours(torch_internals.running_function()):
-            # A part of another one's backward, which is examined as a whole, to the second derivative.
-            # The third one differentiates the part twice; in a transform that is not known.
+            # Applied in the backward of another Function, which is examined as a whole up to its second
+            # derivative. A third derivative differentiates the inner Function twice. In a recomputation
+            # or a transform it is unknown whether we are inside a backward.
             known = is_users(function) and not (inside_recomputation() or transforms_active())
             return partial(self._watch_part, function, args) if known else None
         noted = self._noted(function, args)
@@ -349,25 +359,25 @@ class AppliedFunctions:
             return None
         key, by = noted
         self.parts.discard(key)
-        # before it runs: afterwards a version does not say who raised it
+        # read the versions before forward runs: afterwards its own changes cannot be told apart
         versions = [(i, x, x._version) for i, x in enumerate(args) if by[i] and _counts_changes(x)]
         return partial(self._watch_application, key, args, versions)
 
     def _record_torchs(self, name: str, args: Args) -> None:
-        """Notes Functions of torch's that harm derivatives."""
-        if name == "BackwardHookFunction":  # of a module with hooks
+        """Note torch's own Functions that break derivatives: hooks, AOT-compiled code, checkpoints."""
+        if name == "BackwardHookFunction":  # applied by a module with backward hooks
             watch_module_hooks(self._noting_hooks())
         elif name == "CompiledFunction":
             self.faults[AOT] = 2
         elif name == "CheckpointFunction" and records_gradients():
-            # the user's own `.backward()` reaches parameters, where an input needs a gradient
+            # the user's own `.backward()` does reach the parameters, if an input requires grad
             needed = any(isinstance(x, Tensor) and x.requires_grad for x in args)
             if self.by_hand is None or not needed:
                 self.faults[CHECKPOINT.format(user_line())] = 1
 
     def _noted(self, function: type[Function], given: Args) -> tuple[Key, tuple[bool, ...]] | None:
-        """Notes an application that may be wrong: its key, and which arguments need gradients."""
-        # a mode would see each attribute of a tensor that is read, which takes it a microsecond
+        """Record an application that may be wrong: its key, and which arguments need gradients."""
+        # hide attribute reads from TorchFunctionModes: each would cost a microsecond
         with torch_internals.without_functions_seen():
             made, (function, args, by) = (
                 function,
@@ -376,7 +386,7 @@ class AppliedFunctions:
             if _is_ours(function) or not is_users(function):
                 return None
             if not any(needed and x.numel() for x, needed in zip(args, by, strict=True)):
-                return None  # its derivative has no elements
+                return None  # the derivative has no elements
             mapped = function_rules.offers_vmap(function)
             mapped = mapped and torch_internals.under_vmap(function, made)
             each = [_verdict_key(x, needed, given) for x, needed in zip(args, by, strict=True)]
@@ -385,12 +395,12 @@ class AppliedFunctions:
         forward = _forward_mode()
         kinds: Any = (forward, mapped, torch_internals.autocasts(), *each)
         verdict = verdicts.get(kinds)
-        # right for arguments of a structure, which these have not: they are a kind of their own
+        # right only for arguments with a structure (symmetric, ...) that these lack: another kind
         if verdict is not None and verdict.domain and not _are_within(verdict, given, args):
             kinds = ("other values", *kinds)
             verdict = verdicts.get(kinds)
         key = function, kinds
-        # applied here already, at values that say nothing about these
+        # recorded in this entry point already, but at values far from these: add a further point
         for _ in range(FURTHER_POINTS if key in self.unjudged else 0):
             noted = self.unjudged.get(key)
             if noted is None or _are_near(args, ranges_of(noted.app.args)):
@@ -401,22 +411,24 @@ class AppliedFunctions:
         watched = known in _MUTATING or known in _KEEPING
         if verdict is not None and is_right and self._has_moved(key, verdict, args, given):
             is_right, verdict = False, None
-        # nothing is left to find out: it is right, or was seen to be differentiated twice
+        # nothing left to learn: right and not watched, or known to be differentiated twice
         if (is_right and not watched) or self.differentiated.get(key) == 2:
             return None
         if (verdict is None or verdict.retries) and key not in self.unjudged:
-            # what runs in a recomputation has other graphs than the arguments had
+            # in a recomputation, the arguments' graphs are not those of the first run: ignore them
             graphed = None if _runs_again() else given
             with as_around():
                 self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
         return key, by
 
     def _has_moved(self, key: Key, verdict: Verdict, args: Args, given: Args) -> bool:
-        """Counts an application; says whether its values are far from the examined ones, or its objects
-        hold other tensors: values move in a training, and may reach another branch of a backward.
-        Looking takes time, and a device is waited for: it is done at the first applications, and at
-        the 32nd, 64th, ... of them."""
-        if key in self.differentiated:  # examined in this entry point
+        """Count an application; True if its values are far from the examined ones, or its containers
+        hold other tensors: in training, values may move to another branch of a backward.
+
+        Reading the ranges synchronizes a device, so only the first 31 applications look, and after
+        them the 32nd, 64th, 128th, ...
+        """
+        if key in self.differentiated:  # among those that this entry point judges anyway
             return False
         times = verdict.times + 1
         _VERDICTS[identity_of(key[0])][key[1]] = verdict._replace(times=times)
@@ -426,7 +438,7 @@ class AppliedFunctions:
         return key in self._moved
 
     def _watch_part(self, function: type[Function], args: Args, node: Any, result: object) -> None:
-        """Notes a part of a backward when its own backward runs with a graph."""
+        """Note a Function applied in another backward once its own backward runs with a graph."""
 
         def note(_: object) -> None:
             if torch.is_grad_enabled() and AMBIENT.examination.examiner is self:
@@ -439,8 +451,8 @@ class AppliedFunctions:
             node.register_prehook(note)
 
     def verdict(self, key: Key) -> Verdict:
-        """The verdict on a Function that was applied, of the outputs that are used; it is examined if
-        there is none yet."""
+        """The verdict on an applied Function, examined now if there is none yet; of a wrong Function
+        with unused outputs, the verdict on its used outputs alone."""
         verdict, unused = self._verdict(key), self._unused.get(key)
         if not (verdict.is_reported and unused):
             return verdict
@@ -455,9 +467,9 @@ class AppliedFunctions:
         if verdict is None or verdict.retries or key in self._moved:
             refused = len(REFUSED)
             before, verdict = verdict, examine(self.unjudged[key])
-            if len(REFUSED) > refused:  # which was taken for an error of the Function's
+            if len(REFUSED) > refused:  # torch lacks a name; it looked like the Function's error
                 verdict = Verdict("not examined", NOT_EXAMINED.format(REFUSED[-1]))
-            if before is not None and verdict.retries:  # there may be a next one, at other values
+            if before is not None and verdict.retries:  # unclear again: one retry fewer is left
                 verdict = verdict._replace(retries=max(0, before.retries - 1))
             ranges = ranges_of(self.unjudged[key].app.args)
             if before is not None and key in self._moved:
@@ -470,14 +482,17 @@ class AppliedFunctions:
         return verdict
 
     def must_report(self, key: Key, verdict: Verdict, order: int) -> bool:
-        """Whether a verdict on a Function that was differentiated `order` times is reported. A part of
-        a backward may give to one argument what is due to another: only its second derivative tells."""
+        """Whether a verdict on a Function that was differentiated `order` times is reported.
+
+        Of a Function applied in another backward only a wrong second derivative counts: the outer
+        formula may compensate for its first one, e.g. if it swaps the gradients of two arguments.
+        """
         if key in self.parts:
             return verdict.is_reported and order == 2 and (verdict.of_second or verdict.order == 2)
         return verdict.is_reported and verdict.order <= order
 
     def mutation(self, key: Key) -> str:
-        """What a Function changes in place that others read, and in which line; empty if nothing."""
+        """The message about an in-place change by a Function, with its line; empty if it made none."""
         what = self._mutates.get(key)
         if what is None:
             return ""
@@ -491,6 +506,7 @@ class AppliedFunctions:
     def _watch_application(
         self, key: Key, given: Args, versions: list[Any], node: Any, result: object
     ) -> None:
+        """Runs after forward: compare the versions of arguments, and register hooks on the node."""
         results = result if isinstance(result, tuple) else (result,)
         changed = [(i, x) for i, x, version in versions if x._version != version]
         declared = node.dirty_tensors or ()
@@ -512,9 +528,13 @@ class AppliedFunctions:
         return app is not None
 
     def _watch_changed(self, key: Key, node: Any, position: int, x: Tensor) -> None:
-        """Notes a tensor that the Function of a node changed, if others read it: gradients other than
-        those of that node reach what it was computed by. That is the user's leaf, at worst."""
-        # a view has a chain of nodes down to its base, and at each of them others may join
+        """Note an undeclared in-place change of x if other nodes use x, too.
+
+        If no other node does, the gradient that this node returns for x is all that arrives at the node
+        that computed x. If more arrives, the change reached other users of x. A leaf has no such node:
+        it always counts as used by others, because the user holds it.
+        """
+        # a chain of nodes leads from a view to its base; other gradients may join at each node
         base = x._base if x._is_view() else x
         parent: Any = x.grad_fn
         links = [(node, position, parent, x.output_nr)]
@@ -530,10 +550,11 @@ class AppliedFunctions:
             taker.register_prehook(partial(self._compare_gradients, key, given, output))
 
     def _watch_gradients(self, key: Key, node: Any, given: Args) -> None:
-        """Notes a Function whose backward changes an incoming gradient that others get, too."""
+        """Note a Function whose backward changes grad_output in place while others hold that tensor."""
         seen: list[tuple[Snapshot, bool]] = []
 
         def before(grads: tuple[Tensor | None, ...]) -> None:
+            # inside a transform a gradient is a wrapper without memory: only plain tensors are compared
             own = (g for g in grads if g is not None and torch_internals.unwrap(g) is g)
             held = [(g, torch_internals.is_held_elsewhere(g)) for g in own]
             with torch.no_grad(), without_stand_ins():
@@ -550,7 +571,8 @@ class AppliedFunctions:
         node.register_hook(after)
 
     def _watch_kept(self, key: Key, node: Any, given: Args, results: Args) -> None:
-        """Notes a tensor of those that is on ctx by itself, and changed before the first backward."""
+        """Note an argument or output that sits on ctx as an attribute, and that was changed in place
+        between forward and the first backward."""
         memory = {torch_internals.storage_id(x) for x in pytree.tensors((given, results))}
         own = ((name, x) for name, x in vars(node).items() if isinstance(x, Tensor))
         found = [(f"ctx.{name}", x) for name, x in own if torch_internals.storage_id(x) in memory]
@@ -569,16 +591,18 @@ class AppliedFunctions:
     def _compare_gradients(
         self, key: Key, given: list[Tensor | None], output: int, grads: tuple[Tensor | None, ...]
     ) -> None:
-        """In the first backward pass: in a second one the saved tensors have gradients, too."""
+        """Compare the gradient that one node returned with the total that arrived at the next node.
+
+        Only in the first backward pass: in a second one, gradients of saved tensors arrive as well."""
         if len(given) == 1 and given[0] is not None:
             total = grads[output]
             if total is None or not torch.equal(total.detach(), given[0].detach()):
                 self._mutates[key] = "inputs"
 
     def _note_backward(self, key: Key, node: Any, results: Args) -> None:
-        """Notes it as differentiated when its backward runs; in a transform, of which that is not
-        known, at once."""
-        runs_again = inside_recomputation()  # in a later backward, with a graph
+        """Note a Function as differentiated when its backward runs. Under a transform, where node hooks
+        do not tell, note it at once."""
+        runs_again = inside_recomputation()  # a later backward recomputes this, with a graph
         once = AMBIENT.examination.first_order
 
         def note(grads: Sequence[Tensor | None]) -> None:
@@ -595,39 +619,39 @@ class AppliedFunctions:
             node.register_prehook(note)
 
     def _report_after_backward(self) -> None:
-        """Reports at the end of the backward that runs, after the context."""
+        """Report when the running backward pass ends, if the entry point has been left."""
         if self.by_hand is not None and AMBIENT.examination.examiner is not self:
             torch_internals.after_backward(partial(self.by_hand, self))
 
 
 def _are_near(args: Args, ranges: Sequence[Range]) -> bool:
-    """Whether an examination at values of these ranges is one of arguments too."""
+    """Whether a verdict at values of these ranges also holds for these arguments."""
     pairs = zip(ranges_of(args), ranges, strict=False)
     return all(known.contains(now) for now, known in pairs)
 
 
 def _counts_changes(x: Tensor) -> bool:
-    """Whether a tensor counts what changes it in place: no wrapper of torch.func, nor an inference
-    tensor, does."""
+    """Whether the tensor's version counter is of use: wrappers of torch.func and inference tensors have
+    none."""
     return torch_internals.unwrap(x) is x and not x.is_inference()
 
 
 def _backward_reads(app: Application, name: str) -> bool:
-    """Whether its backward depends on the values of what it keeps on ctx by this name."""
+    """Whether backward depends on the values of the attribute `name` of ctx (tried with values + 1)."""
     with suppress(Exception), torch.no_grad():
         run = app.seeded()
         moved = run.record.with_slots({name: run.record.held()[name] + 1})
         runs = (run, run._replace(record=moved))
         return not all(map(torch.equal, *(pytree.tensors(app.backward(one)) for one in runs)))
-    return True
+    return True  # it raises: assume that it does
 
 
 def _explain_backward_error(caller: str, error: Exception, functions: AppliedFunctions) -> None:
-    """Adds to an error which Function's backward raised it, also within that of another one, or which
-    of those that were differentiated lost the graph, and in which line; raises another one for torch's
-    errors about tensors of another call."""
+    """Add to an error the Function whose backward raised it, with the line, or the Functions that lost
+    the graph. Replaces torch's errors about tensors of another call by UnsupportedError."""
     raw = not isinstance(error, HoglibError) and any(x in str(error) for x in OF_ANOTHER_CALL)
     lines = dict(torch_internals.backward_lines(frames_of(error))).items()
+    # the innermost backward on the stack raised it, possibly called by the backward of another Function
     own = [(function, line) for function, line in lines if not _is_ours(function)]
     texts = [RAISED.format(name=function.__qualname__, line=line) for function, line in own[-1:]]
     if texts and "backward through the graph a second time" in str(error):
@@ -658,14 +682,15 @@ def _explain_backward_error(caller: str, error: Exception, functions: AppliedFun
 
 
 def _runs_again() -> bool:
-    """Whether what runs is computed again later, so that its arguments are not what they were computed
-    by."""
+    """Whether the running code is part of a recomputation, now or later: the graphs of its arguments
+    are then not the ones that the arguments were computed by."""
     return inside_recomputation() or torch_internals.checkpoint_frame() is not None
 
 
 def _are_within(verdict: Verdict, given: Args, args: Args) -> bool:
-    """Whether arguments have the structures in which alone the Function is right, and are no leaves,
-    which need not keep them. given: the arguments with their graph."""
+    """Whether the arguments have the structures for which alone the Function is right, and are
+    computed: an optimizer step may take a leaf out of its structure. given: the arguments with their
+    graph."""
     leaves, graphed = pytree.leaves(args), pytree.leaves(given)
     with torch_internals.without_transforms(), torch.no_grad():
         fit = all(one.fits(leaves[i]) for i, one in verdict.domain)
@@ -677,17 +702,17 @@ def _is_ours(function: type[Function] | None) -> bool:
 
 
 def _forward_mode() -> str:
-    """The mode of second derivatives in which a jvp is used: "fr" or "rf"; empty where none is."""
+    """The second-order mode that uses jvp here: "fr" or "rf"; empty if forward mode is not active."""
     if not torch_internals.forward_mode_active():
         return ""
     return "rf" if torch_internals.innermost_is_forward() else "fr"
 
 
 def _verdict_key(x: object, needs_grad: bool, given: Args) -> Any:
-    """What a verdict depends on, of an argument."""
+    """The properties of an argument that a verdict depends on."""
     if isinstance(x, Tensor):
         return x.dtype, x.layout, layout_of(x), x.device.type, x.dim(), needs_grad
     if x is None or isinstance(x, bool | str):
         return x
-    # to search other objects takes longer: `_has_moved` does now and then
+    # searching other objects for tensors takes longer: only `_has_moved` does, at a few applications
     return type(x), held_kinds(x, given) if isinstance(x, list | tuple | dict) else ()

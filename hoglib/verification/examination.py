@@ -1,7 +1,7 @@
-"""One application of a custom Function, examined by the derivative checks of `hoglib.verify`.
+"""Examine one application of a custom Function by the derivative checks of `hoglib.verify`.
 
-Its first and second derivative are compared with differences along random directions, at the arguments
-that it was applied to and near them.
+The first and second derivative are compared with finite differences along random directions, at the
+arguments of the application and near them.
 """
 
 import warnings
@@ -51,23 +51,23 @@ from hoglib.verification.subject import (
 
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
-SECONDS = 2.0  # the time that an examination may take; a slow Function is given up after half of it
-MAX_RETRIES = 2  # examinations after one at values that differences do not resolve
-EVALUATIONS = 22  # of a derivative by one tensor
-WRONG = 5  # times as many of a wrong one
-LARGE = 10_000  # elements; fewer rows of smaller inputs would save little
-MAX_HELD = 2**26  # numbers in an object that an examination may copy
+SECONDS = 2.0  # time limit of an examination; a trial run that takes half of it is not continued
+MAX_RETRIES = 2  # further examinations if rounding hid the answer at the values of the first
+EVALUATIONS = 22  # evaluations of a derivative that an examination takes for each input tensor
+WRONG = 5  # a wrong Function takes this many times the estimate
+LARGE = 10_000  # elements; of smaller inputs all rows are examined, as fewer would save little
+MAX_HELD = 2**26  # numbers in a container or object of which an examination makes copies
 
 
 class Range(NamedTuple):
-    """The least and the largest element of a tensor, or a Python number."""
+    """The interval of a tensor's elements, or a Python number."""
 
     low: float
     high: float
-    is_number: bool = False
+    is_number: bool = False  # a Python number: only an equal one is contained
 
     def contains(self, other: "Range") -> bool:
-        """Whether other values leave this range by at most half of its width; a number has none."""
+        """Whether another range exceeds this one by at most half of its width on each side."""
         width = 0.0 if self.is_number else self.high - self.low or abs(self.high)
         return self.low - width / 2 <= other.low and other.high <= self.high + width / 2
 
@@ -75,30 +75,25 @@ class Range(NamedTuple):
         return Range(min(self.low, other.low), max(self.high, other.high), self.is_number)
 
 
-# Of each argument that holds tensors: its position, and the kinds of these.
+# For each argument that holds tensors: its position, and the held_kinds() of these tensors.
 Held = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class Verdict(NamedTuple):
-    """What an examination found.
+    """The result of an examination.
 
-    status: "right", "wrong", "not examined" (in full), or "unknown" (it raises, which the entry point
-    does too, or the point was none of the user's). order: that of the derivative that is wrong, or may
-    be. retries: how many examinations may follow, at other values, because these were no good.
-    of_second: whether the second derivative is wrong, beside the first one or alone. domain: the
-    structures of arguments, by position, in which alone it is right. times: applications that it was
-    given for. ranges, held: the values that were examined, and what arguments held.
+    "unknown": no row passed, because the Function raises. The entry point then raises as well.
     """
 
-    status: str
-    text: str = ""
-    order: int = 1
-    retries: int = 0
-    of_second: bool = False
-    domain: tuple[tuple[int, Structure], ...] = ()
-    times: int = 1
-    ranges: tuple[Range, ...] = ()
-    held: Held = ()
+    status: str  # "right", "wrong", "not examined" (perhaps in full only), or "unknown"
+    text: str = ""  # the message
+    order: int = 1  # the lowest order of a derivative that is, or may be, wrong
+    retries: int = 0  # examinations that may follow at other values: these decided nothing
+    of_second: bool = False  # the second derivative is wrong
+    domain: tuple[tuple[int, Structure], ...] = ()  # right only for leaves with these structures
+    times: int = 1  # applications that relied on this verdict
+    ranges: tuple[Range, ...] = ()  # of the examined values
+    held: Held = ()  # tensors held by the examined arguments
 
     @property
     def is_reported(self) -> bool:
@@ -111,27 +106,29 @@ RIGHT = Verdict("right")
 @final
 @dataclass(frozen=True)
 class Applied:
-    """An application, and the circumstances in which it ran."""
+    """An application of a Function, and the modes in which it ran."""
 
     app: Application
-    by_module: Lifted | None  # if it got a module and its parameters
-    forward: str  # the mode in which its jvp is used too: "fr" or "rf"
-    autocast: AutocastState
-    stand_ins: bool
-    kept: tuple[tuple[int, frozenset[str]], ...]  # structures that arguments are computed to have
-    held: Held  # by containers and objects among the arguments
-    by_vmap: bool  # it ran under vmap, for which it has a rule
+    # the call through a module, if the Function got one and its parameters
+    by_module: Lifted | None
+    forward: str  # second-order mode that also uses its jvp: "fr" or "rf"; "" for none
+    autocast: AutocastState  # where it was applied
+    stand_ins: bool  # stand-ins were active
+    kept: tuple[tuple[int, frozenset[str]], ...]  # names of structures guaranteed by computation
+    held: Held  # tensors in containers and objects among the arguments
+    by_vmap: bool  # applied under vmap, by its own or its generated rule
 
     @property
     def hiding(self) -> tuple[int, ...]:
-        """The arguments that hold tensors with a graph, by which torch gives no gradient."""
+        """Indices of arguments that hold tensors requiring grad: torch ignores those tensors."""
         return tuple(i for i, kinds in self.held if not self.by_module and NO_GRADIENT in kinds)
 
     def applied_by(self, apply: Callable[..., Any]) -> "Applied":
-        """The application of a Function with another `apply`."""
+        """This application with another `apply`."""
         return replace(self, app=self.app._replace(function=_applied_by(self.app.function, apply)))
 
 
+# Kinds of a tensor that is held by an argument, beside the index of an argument that is this tensor.
 NO_GRADIENT, CONSTANT = -1, -2
 
 
@@ -144,10 +141,10 @@ def applied(
     given: tuple[Any, ...] = (),
     by_vmap: bool = False,
 ) -> Applied:
-    """An application with copies of its tensors, which may be changed before it is examined.
+    """Record an application, with copies of its tensors: the user's may change before the examination.
 
-    graphed: the arguments with the graph that they were computed by, where that can be looked at.
-    given: the arguments as the user passed them.
+    graphed: the arguments with their graphs; None in a recomputation, where the graphs are not those
+    that the arguments were computed by. given: the arguments as the user passed them.
     """
     with torch_internals.without_transforms(), torch.no_grad():
         copies = pytree.map_tensors(copied, args)
@@ -162,22 +159,22 @@ def applied(
 
 
 def held_by(given: tuple[Any, ...]) -> Held:
-    """The `held_kinds` of the arguments that hold tensors."""
+    """held_kinds() of each argument that holds tensors, with its position."""
     kinds = ((i, held_kinds(x, given)) for i, x in enumerate(given))
     return tuple((i, found) for i, found in kinds if found)
 
 
 def held_kinds(x: object, given: tuple[Any, ...]) -> tuple[int, ...]:
-    """Of each tensor in an argument that is none: which of the arguments it is too; else NO_GRADIENT if
-    it needs a gradient, which torch does not give it, or CONSTANT."""
+    """The kind of each tensor that a container or object holds: the index of the argument that is the
+    same tensor; otherwise NO_GRADIENT if it requires grad (torch gives it none), or CONSTANT."""
     held = held_tensors(x)
     places = {id(y): i for i, y in enumerate(given if held else ())}
     return tuple(places.get(id(y), NO_GRADIENT if y.requires_grad else CONSTANT) for y in held)
 
 
 def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type[Function]:
-    """The Function, in whose containers and objects the tensors that are arguments too are always
-    these."""
+    """A subclass that keeps aliases: if an argument is also held by a container, its `apply` puts the
+    new argument into the container as well."""
     shared = {i: kinds for i, kinds in held.items() if max(kinds) >= 0}
     if not shared:
         return function
@@ -192,13 +189,13 @@ def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type
 
 
 def _applied_by(function: type[Function], apply: Callable[..., Any]) -> type[Function]:
-    """The Function with another `apply`."""
+    """A subclass of the Function with another `apply`."""
     own = {"apply": staticmethod(apply), "__module__": function.__module__}
     return type(function.__name__, (function,), {**own, "__qualname__": function.__qualname__})
 
 
 def _drawing_again(given: Applied) -> Applied:
-    """The application of a Function whose own generators draw the same numbers in each run."""
+    """The application with its own torch.Generators reset in each run, so that all runs draw alike."""
     function = given.app.function
     own = [x for x in _reached(given.app) if isinstance(x, torch.Generator)]
     states = [(x, x.get_state()) for x in own]
@@ -212,7 +209,7 @@ def _drawing_again(given: Applied) -> Applied:
 
 
 def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
-    """The application of a Function that returns its other outputs alone."""
+    """The application without its unused outputs."""
     function = given.app.function
 
     def apply(*args: Any) -> Any:
@@ -222,19 +219,19 @@ def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
 
 
 def examine(given: Applied) -> Verdict:
-    """Whether the first and second derivative of a Function are right. What it changes is restored."""
+    """Judge the first and second derivative of a Function; restores all state that it changes."""
     app = given.app
     name = app.function.__qualname__
     with (
         warnings.catch_warnings(action="ignore"),
-        # the transforms and the hooks of the caller are of its own graph
+        # transforms and saved-tensor hooks around the entry point concern the user's graph only
         torch_internals.without_transforms(),
         torch_internals.without_saved_tensor_hooks(),
         grad_enabled(),
         keep_swapped(),
         exact_products(),
         preserve_random_state(),
-        # as where the Function was applied, which may have been left since
+        # the modes at the application; the user may have left them before the examination
         given.autocast.restored(),
         stand_ins_if(given.stand_ins),
         _no_communication(),
@@ -247,7 +244,7 @@ def examine(given: Applied) -> Verdict:
                     verdict = Verdict("wrong", text)
         except _NotExamined as reason:
             verdict = _not_examined(name, str(reason))
-        # it refuses copies of its arguments, or values near them; SystemExit must not end the process
+        # it may refuse copies of its arguments or values near them; SystemExit must not end the process
         except (Exception, SystemExit) as error:
             verdict = _not_examined(name, f"it raised {format_error(error)}")
     return verdict
@@ -262,7 +259,7 @@ def _not_examined(name: str, reason: str, extent: str = "") -> Verdict:
 
 
 class _NotExamined(Exception):
-    """The reason why a Function is not run again."""
+    """A Function cannot be run again; the message is the reason."""
 
 
 def _judge(given: Applied) -> Verdict:
@@ -275,15 +272,15 @@ def _judge(given: Applied) -> Verdict:
     subject, stop = subject.prepared()
     if stop is not None:
         raise _NotExamined(stop.text.rstrip("."))
-    # one point alone where there is no time for two: the one that the user's run was at
+    # two points if there is time; with one, the point of the user's run
     here = [subject.x, subject.perturbed_point()] if several else [subject.x]
     jvp = given.forward if function_rules.offers_jvp(function) else ""
     modes = ("rr", jvp) if jvp else ("rr",)
     surrogate = function_rules.is_surrogate(function)
     options = Options(modes=modes, surrogate=surrogate, bounds=Bounds(natural=NATURAL))
     options = options.in_dtype(subject.dtype)
-    # what is found wrong along all directions may be right along those that arguments can take, or
-    # for a value that is computed elsewhere
+    # a failure need not be the Function's: try directions that the arguments can actually take, and
+    # values that are computed elsewhere
     found = _compare_derivatives(function, subject, here, options)
     if found.is_reported:
         found, subject = _restricted_verdict(given, subject, here, options, found)
@@ -296,7 +293,7 @@ def _judge(given: Applied) -> Verdict:
             text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
             return Verdict("wrong", text, order=1)
     if found.status == "right" and given.by_vmap and not subject.draws:
-        with suppress(Exception):  # the entry point raises it too
+        with suppress(Exception):  # vmap raises at the entry point, too
             base = baseline(subject, subject.x, options)
             if fault := vmap_fault(base, [subject.perturbed_point()]):
                 text = f"the derivative of {function.__qualname__} is wrong by its vmap rule: "
@@ -305,7 +302,7 @@ def _judge(given: Applied) -> Verdict:
 
 
 def ranges_of(args: Sequence[Any]) -> tuple[Range, ...]:
-    """The range of each strided tensor of real or complex numbers, and of each Python number."""
+    """The ranges of strided real or complex tensors and of Python numbers among the arguments."""
     with torch_internals.without_transforms(), torch.no_grad(), without_stand_ins():
         return tuple(
             Range(x, x, is_number=True) if type(x) in (int, float) else _range_of(x)
@@ -331,7 +328,7 @@ def _moved(x: Tensor, step: float) -> Tensor:
 
 
 def _depends_on(app: Application, i: int) -> bool:
-    """Whether its values change with the tensors that an argument holds."""
+    """Whether the values of the Function change with the tensors that argument i holds."""
 
     def values(step: float) -> list[Tensor]:
         args = list(app.fresh())
@@ -348,9 +345,12 @@ def _depends_on(app: Application, i: int) -> bool:
 def _restricted_verdict(
     given: Applied, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
 ) -> tuple[Verdict, Subject]:
-    """RIGHT, and the subject restricted, if the derivatives are right along the directions that keep a
-    structure which the arguments are computed to have, or up to signs or phases of the outputs, which
-    are arbitrary; else the verdict that was found, and the subject."""
+    """Judge a wrong Function once more on smaller spaces of directions and outputs.
+
+    RIGHT, with the restricted subject, if the derivatives are right along directions that keep the
+    structures which the arguments are computed to have, or if they are right once the arbitrary signs
+    or phases of the outputs are fixed. Otherwise the given verdict and subject.
+    """
     kept, f = dict(given.kept), subject.map
     place_of = {j: one.slot for j, one in enumerate(f.variables[: f.num_inputs])}
 
@@ -367,12 +367,12 @@ def _restricted_verdict(
     return found, subject
 
 
-# A value that is computed elsewhere, and gets its derivative here.
+# A value that is computed elsewhere, and whose derivative is supplied by a Function F:
 #
 #     y = F(x, z) = z,    z = z(x) by a solver under no_grad,    backward: u -> B(x, y)^T u
 #
-# By itself F does not depend on x. Its second derivative is right where it is that of z(x), which is
-# known to first order: z + B (x' - x). The first one is right if B = dz/dx, which F cannot tell.
+# The value of F does not depend on x, so differences of F say nothing. Its second derivative is judged
+# with z moved to first order, z + B (x' - x). Whether B = dz/dx, F alone cannot tell.
 
 ELSEWHERE = (
     "the first derivative of {name} was not examined: its value is that of {given}, which is computed "
@@ -382,10 +382,10 @@ ELSEWHERE = (
 
 
 def _with_value_from_elsewhere(app: Application, options: Options, found: Verdict) -> Verdict:
-    """The verdict of a Function that returns arguments by which it is not differentiated."""
+    """Judge a Function that returns some of its arguments and differentiates by others."""
     function, by = app.function, app.by
     point = [x.double() for x in (app.args[i] for i in by)]
-    # no such argument; or it refuses float64, or its gradient has no derivative
+    # raises without such an argument, if float64 is refused, or if the gradient has no derivative
     with suppress(Exception):
 
         def applied_to(xs: Sequence[Tensor], values: Mapping[int, Tensor]) -> Any:
@@ -418,11 +418,11 @@ def _with_value_from_elsewhere(app: Application, options: Options, found: Verdic
     return found
 
 
-# Other values than those it was applied to, where a Function may take another branch.
+# Points far from the user's values, where a Function may take another branch.
 #
 # A backward may be cut for some values only: relu of a saved intermediate, the absolute value of a
-# matrix that is positive at the inputs. Values of other signs and sizes may also lie outside of its
-# domain, so that only a second derivative counts that is wrong where the first one is right.
+# matrix that is positive at the inputs. A point with other signs or sizes may also lie outside of the
+# domain. So a wrong second derivative counts only where the first one is right.
 
 
 def other_points(subject: Subject) -> Iterator[list[Tensor]]:
@@ -438,12 +438,12 @@ def other_points(subject: Subject) -> Iterator[list[Tensor]]:
 
 
 def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
-    """The row of a second derivative that is wrong at other values, and those of its causes; empty
-    where none is, None where nothing could be judged."""
+    """Judge the second derivative at other points: the failed row and the rows of its causes; empty if
+    it is right, None if no point could be judged."""
     judged = False
     for x in other_points(subject):
         derivatives = Derivatives(subject, [x], options)
-        with suppress(Exception, SystemExit):  # it may refuse what the user did not pass
+        with suppress(Exception, SystemExit):  # it may refuse values that the user did not pass
             first = () if options.surrogate else derivatives.first_order()
             if any(row.status in ("warn", "fail") for row in first):
                 continue
@@ -454,32 +454,33 @@ def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
             judged = True
             causes_of = attribution_rows(subject, x, derivatives.found) if failed else ()
             causes = [row for row in causes_of if row.status == "fail"]
-            # without a known cause, what backward calls may have no derivative there
+            # without a known cause, a library call in backward may not be differentiable there
             if failed and not all(row.name.endswith(UNSEEN) for row in causes):
                 return [failed[0], *causes]
     return [] if judged else None
 
 
 def _make_subject(given: Applied) -> tuple[Subject, bool]:
-    """What is compared, and whether there is time for several points; raises if there is for none."""
+    """The subject to compare, and whether there is time for several points; raises _NotExamined if not
+    even for one."""
     app = given.app
     if sparse := [app.name(i) for i in app.by if app.args[i].layout is not torch.strided]:
         raise _NotExamined(f"derivatives by {', '.join(sparse)}, which is sparse, are not compared")
     _warm_up()
     began = perf_counter()
     plain, seconds = _trial_run(app)
-    # the first call may have compiled or allocated something; to watch small operations takes longest
+    # the first run may have compiled something; with small operations, watching takes most of the time
     if seconds > SECONDS > 2 * (perf_counter() - began):
         seconds = min(seconds, _trial_run(app, watched=False)[1])
-    # one that is wrong takes several times the estimate
+    # a wrong Function takes several times the estimate; large ones are cut early
     is_large = max(app.args[i].numel() for i in app.by) >= LARGE
     limit = SECONDS / WRONG if is_large else SECONDS
     if plain and seconds > limit:
-        with suppress(Exception):  # its rows depend on one another in shape
+        with suppress(Exception):  # the shapes of its arguments may not allow fewer rows
             fewer = _first_rows(app, limit / seconds)
             plain, less = _trial_run(fewer)
             app, seconds = fewer, min(seconds, less)
-    # one point takes half of the estimate, which is for two
+    # the estimate is for two points
     if seconds > 2 * SECONDS:
         raise _NotExamined(f"that would take some {seconds / 2:.0f} seconds")
     own_dtype = not plain or casts(replace(given, app=app))[1]
@@ -490,7 +491,7 @@ def _make_subject(given: Applied) -> tuple[Subject, bool]:
 def _compare_derivatives(
     function: type[Function], subject: Subject, points: list[list[Tensor]], options: Options
 ) -> Verdict:
-    """The verdict on the derivatives at some points."""
+    """The verdict from the rows of the derivative checks at some points."""
     derivatives = Derivatives(subject, points, options)
     first = [] if options.surrogate else list(derivatives.first_order())
     second = list(derivatives.higher_order(2))
@@ -501,7 +502,7 @@ def _compare_derivatives(
         causes = [row for row in rows if row.status == "fail"]
         return _wrong_second(function, [wrong[0], *causes], order=1 if wrong_first else 2)
     if not options.surrogate:
-        with suppress(Exception):  # where nothing is left to differentiate, which is judged above
+        with suppress(Exception):  # no gradient to compare: the rows above say so
             variants = gradient_variants(baseline(subject, points[-1], options))
             differing = [r for r in variants if r.status == "fail" and r.error is not None]
             wrong_first = differing[:1] or wrong_first
@@ -519,7 +520,7 @@ def _compare_derivatives(
 
 
 def _wrong_second(function: type[Function], rows: list[Row], order: int = 2) -> Verdict:
-    """The verdict on a second derivative; rows: what is wrong, and the causes."""
+    """The verdict on a wrong second derivative. rows: the failed row, then its causes."""
     name = function.__qualname__
     causes = " ".join(row.text for row in rows[1:3] or rows)
     text = (
@@ -530,13 +531,15 @@ def _wrong_second(function: type[Function], rows: list[Row], order: int = 2) -> 
 
 
 def _stops_gradient(subject: Subject) -> bool:
-    """Whether its gradient is zero, which takes the inputs for constants as `.detach()` does; also for
-    small incoming gradients, which one that drops large ones lets through; and without a graph, for a
-    backward that depends on whether gradients are enabled."""
+    """Whether the gradient is zero on purpose, as that of `.detach()`.
+
+    Also tried with small incoming gradients, because a clipping backward drops large ones; and without
+    a graph, because backward may depend on torch.is_grad_enabled().
+    """
     values = subject.map(*subject.x)
     return not any(
         bool(g.any())
-        for create_graph in (False, True)  # which may raise
+        for create_graph in (False, True)  # True may raise: try it last
         for scale in (1.0, 1e-3, 1e-6)
         for g in maps.gradient(subject.map, len(subject.x), create_graph=create_graph)(
             *subject.x, *(torch.full_like(y, scale) for y in values)
@@ -545,9 +548,9 @@ def _stops_gradient(subject: Subject) -> bool:
 
 
 def _silent_failures(rows: list[Row], found: Derivatives, function: type[Function]) -> list[Row]:
-    """The rows that failed, but for those of what raises at every entry point.
+    """The failed rows, except those that raised: the entry point raises the same error.
 
-    A once-differentiable backward does not: `autograd.grad(allow_unused=True)` returns None for it.
+    A once-differentiable backward does not raise there: `autograd.grad(allow_unused=True)` gives None.
     """
     failed = [row for row in rows if row.status == "fail"]
     if torch_internals.is_once_differentiable(function):
@@ -562,8 +565,9 @@ CAST = (
 
 
 def casts(given: Applied) -> tuple[list[str], bool]:
-    """The arguments and outputs of which it saves cast copies alone, which have no graph, where it
-    saves themselves in wider dtypes; and whether it saves other ones themselves in any of these."""
+    """Arguments and outputs that the Function saves only as cast copies, without a graph, although it
+    saves the tensors themselves if they come in a wider dtype; and whether any wider dtype changes
+    which tensors it saves."""
     app, own, others = given.app, set[str](), list[set[str]]()
     if all(x.dtype in DOUBLE for x in app.args if is_float(x)):
         return [], False
@@ -577,12 +581,13 @@ def casts(given: Applied) -> tuple[list[str], bool]:
 
 
 def _trial_run(app: Application, *, watched: bool = True) -> tuple[bool, float]:
-    """Whether all that it runs are torch operations, and the seconds that an examination will take."""
+    """Run forward and both backwards once: whether they run nothing but plain torch operations, and the
+    seconds that an examination would take."""
     began = perf_counter()
     args = app.fresh()
     leaves = [args[i].requires_grad_() for i in app.by]
     for i, leaf in zip(app.by, leaves, strict=True):
-        args[i] = leaf.clone()  # which may be changed in place
+        args[i] = leaf.clone()  # forward may change it in place, which autograd refuses for a leaf
     operations = _Operations()
     with operations if watched else nullcontext():
         outputs = app.function.apply(*args)
@@ -591,10 +596,10 @@ def _trial_run(app: Application, *, watched: bool = True) -> tuple[bool, float]:
         live = [y for y in pytree.tensors(outputs) if y.requires_grad]
         try:
             grads = maps.grad(live, leaves, create_graph=True)
-        except Exception:  # a first derivative may be all that is asked for, which needs no graph
+        except Exception:  # it may offer a first derivative only, without a graph
             grads = maps.grad(live, leaves)
         operations.returned((outputs, grads))
-    # it cannot be differentiated again, which the entry point raises too
+    # the second derivative may raise: the entry point then raises as well
     with suppress(RuntimeError):
         maps.grad(grads, leaves)
     if any(x.is_cuda for x in leaves):
@@ -604,7 +609,7 @@ def _trial_run(app: Application, *, watched: bool = True) -> tuple[bool, float]:
 
 @cache
 def _warm_up() -> None:
-    """What torch imports at first, which is not to be counted."""
+    """Let torch do its lazy imports, so that they do not count in the time of a trial run."""
     x = torch.ones(1, requires_grad=True)
     with _Operations():
         (gradient,) = maps.grad([x**3], [x], create_graph=True)
@@ -612,7 +617,8 @@ def _warm_up() -> None:
 
 
 def _first_rows(app: Application, share: float) -> Application:
-    """The application to a share of the samples: the first rows of all tensors that have as many."""
+    """The application to fewer samples: the first rows of all tensors that have as many rows as the
+    first differentiated argument. share: fraction of rows."""
     count = len(app.args[app.by[0]])
     rows = pytree.rows(app.args, count, 0, max(2, int(count * share)))
     return app._replace(args=pytree.map_tensors(torch.clone, rows))
@@ -620,8 +626,8 @@ def _first_rows(app: Application, share: float) -> Application:
 
 @contextmanager
 def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
-    """Restores what the Function reaches besides its arguments. Yields a function that describes the
-    tensors whose .grad was changed."""
+    """Restore tensors, modules, generators and class attributes that the Function reaches besides its
+    arguments. Yields a function that describes tensors with a changed .grad."""
     function = app.function
     own, found = _attributes_of(function), _reached(app)
     modules = [x for x in found if isinstance(x, nn.Module)]
@@ -641,17 +647,17 @@ def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
 
 
 def _attributes_of(function: type[Function]) -> list[tuple[type, str, Any]]:
-    """The attributes of its classes."""
+    """The attributes of the Function's class and of its bases: (class, name, value)."""
     classes = function.__mro__[: function.__mro__.index(Function)]
     return [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
 
 
 def _reached(app: Application) -> list[Any]:
-    """The tensors, modules and generators that a Function reaches, by its attributes too."""
+    """The tensors, modules and generators that a Function reaches, also through class attributes."""
     return reached(app.function, [*app.args, [v for *_, v in _attributes_of(app.function)]])
 
 
-# What it runs
+# Dispatch modes that watch the operations of a Function
 
 
 def _no_communication() -> AbstractContextManager[Any]:
@@ -661,7 +667,7 @@ def _no_communication() -> AbstractContextManager[Any]:
 
 @final
 class _NoCommunication(TorchDispatchMode):
-    """Stops a Function that communicates between processes: the others do not run it again."""
+    """Refuses collectives: other processes do not run the Function again, and would wait forever."""
 
     def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if "c10d" in func.namespace:
@@ -671,12 +677,16 @@ class _NoCommunication(TorchDispatchMode):
 
 @final
 class _Operations(TorchDispatchMode):
-    """Whether all that runs is torch's own, and no memory is filled by anything else."""
+    """Records whether all operations are torch's own, and whether all memory is written by them.
+
+    Memory from torch.empty that no torch operation writes was filled by foreign code (NumPy, a kernel).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.plain = True
-        self._unwritten: dict[int, Any] = {}  # by the address of the memory
+        self.plain = True  # the answer
+        # results of torch.empty, by the address of their memory
+        self._unwritten: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
@@ -689,6 +699,7 @@ class _Operations(TorchDispatchMode):
         elif func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "new_empty"):
             self._unwritten |= {_memory_address(y): y for y in pytree.leaves(result)}
         else:
+            # an operation that returns a view reads no elements
             views = pytree.tensors(result)
             known = {_memory_address(x) for x in tensors}
             if not any(_memory_address(y) in known for y in views):
@@ -696,11 +707,11 @@ class _Operations(TorchDispatchMode):
         return result
 
     def returned(self, values: object) -> None:
-        """These are read: something must have written them."""
+        """These tensors are read: memory that nobody has written was filled by foreign code."""
         addresses = [_memory_address(x) for x in pytree.leaves(values) if isinstance(x, Tensor)]
         self.plain &= not any(address in self._unwritten for address in addresses if address)
 
 
 def _memory_address(x: Tensor) -> int:
-    """Of its memory; 0 for a tensor without elements."""
+    """The address of the tensor's memory; 0 if it has no elements."""
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else 0

@@ -1,12 +1,12 @@
-"""Which custom Functions are the same: classes that a function makes anew in each call share verdicts.
+"""Identify custom Functions: classes that a function defines anew in each call share verdicts.
 
     def solve(A, b, eps=1e-6):
-        class Solve(Function):        # another class in each call
-            ...                       # the code of its methods is one, and eps a constant
+        class Solve(Function):        # a new class object in each call
+            ...                       # its methods have the same code objects, and eps is equal
         return Solve.apply(A, b)
 
-Two classes are the same where their methods have the same code objects, which close over equal
-constants, the same objects, and tensors of the same kind.
+Two classes share an Identity if their methods have the same code objects and close over equal
+constants, identical objects, and tensors of equal dtype, layout, device and dimension.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,24 +23,25 @@ from torch.autograd import Function
 from hoglib._core.torch_api import torch_internals
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-MAX_DEPTH = 5  # of functions and containers in closures
-MAX_IDENTITIES = 1000  # a constant that changes in each step makes a new one
+MAX_DEPTH = 5  # nesting of functions and containers that is followed
+MAX_IDENTITIES = 1000  # entries of the cache: a constant that changes in each call makes a new one
 
 
 @final
 class Identity:
-    """What the classes that are the same have in common."""
+    """Stands for all classes with one key; verdicts are stored by it."""
 
     def __init__(self, held: Sequence[Any]) -> None:
-        self._held = held  # code objects, whose ids are part of the key
+        self._held = held  # keeps the code objects alive: their ids are part of the key
 
 
-_IDENTITIES: dict[Hashable, Identity] = {}
+_IDENTITIES: dict[Hashable, Identity] = {}  # by `_key` of the class attributes
+# cache of `identity_of`
 _KNOWN: WeakKeyDictionary[type[Function], Identity | type[Function]] = WeakKeyDictionary()
 
 
 def identity_of(function: type[Function]) -> Identity | type[Function]:
-    """The class itself; for a class that a function has made what all such classes have in common."""
+    """The class itself; for a class defined inside a function, the Identity that it shares."""
     if "<locals>" not in function.__qualname__:
         return function
     found = _KNOWN.get(function)
@@ -51,7 +52,7 @@ def identity_of(function: type[Function]) -> Identity | type[Function]:
 
 def _look_up(function: type[Function]) -> Identity | type[Function]:
     classes = function.__mro__[: function.__mro__.index(Function)]
-    # torch sets `_backward_cls` of each class
+    # torch adds a `_backward_cls` to each class
     own = {k: v for c in reversed(classes) for k, v in vars(c).items() if k[:2] != "__"}
     own.pop("_backward_cls", None)
     codes: list[Any] = []
@@ -60,7 +61,7 @@ def _look_up(function: type[Function]) -> Identity | type[Function]:
     if key in _IDENTITIES:
         return _IDENTITIES[key]
     try:
-        for x in objects:  # another object may get the id
+        for x in objects:  # when an object dies, its id may be reused: the key is then void
             finalize(x, _IDENTITIES.pop, key, None)
     except TypeError:  # an object that takes no weak references
         return function
@@ -70,10 +71,12 @@ def _look_up(function: type[Function]) -> Identity | type[Function]:
 
 
 def _key(x: object, codes: list[Any], objects: list[Any], depth: int) -> Hashable:
-    """A key of an attribute or of what a function closes over. Objects are compared by their ids."""
+    """A key for a class attribute or for a value in a closure.
+
+    Appends the code objects to `codes`, and to `objects` all values that are compared by id."""
     if isinstance(x, CONSTANTS):
         return type(x), repr(x)
-    if isinstance(x, Tensor):  # values move from call to call, as those of arguments do
+    if isinstance(x, Tensor):  # without its values: as for arguments, they change from call to call
         return Tensor, x.dtype, x.layout, x.device, x.dim(), x.requires_grad
     if isinstance(x, type) and "<locals>" in x.__qualname__:
         return x.__module__, x.__qualname__

@@ -1,9 +1,9 @@
-"""The forward, backward and jvp of a custom Function as plain functions, with a context that records.
+"""Run the forward, backward and jvp of a custom Function as plain functions, on a recording context.
 
-Autograd hides what a Function does: it sums gradients that are too large, casts those of another dtype,
-and does not show what was saved. Run as plain functions, with the context below instead of autograd's,
-they show it. The members of tuples, lists, dicts and plain objects that are saved are looked at one by
-one, as `ctx.stuff[1]['b']`; their names are the expressions in the line that saves them:
+Autograd hides errors of a Function: it sums gradients that are too large, casts them to the dtype of
+the input, and does not show what was saved. Plain calls, with the class Context in place of autograd's
+context, show all of that. Saved tuples, lists, dicts and plain objects are opened, and each member has
+a label such as `ctx.stuff[1]['b']`. Its name is the expression in the user's line that saves it:
 
     ctx.save_for_backward(x, 1 / x)         # "1 / x" is ctx.saved_tensors[1]
     ctx.stuff = (s, c)                      # "s" is ctx.stuff[0]
@@ -37,10 +37,11 @@ from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import backward_rule
 
-MAX_NESTING = 5
-LIBRARIES = ("builtins", "torch", "numpy", "collections")  # whose objects are left whole
-Key = tuple[str, Any]  # how a member is reached, "index", "key" or "attribute"; and by what
-# Kinds whose attributes are none of the Function's values, or cannot be exchanged.
+MAX_NESTING = 5  # levels of containers that are opened
+LIBRARIES = ("builtins", "torch", "numpy", "collections")  # objects of their classes are not opened
+# ("index", 1), ("key", "b") or ("attribute", "scale"): one step into a container
+Key = tuple[str, Any]
+# Types that are not opened: their attributes are not values of the Function, or cannot be replaced.
 OPAQUE = (
     Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype,
     torch.device, torch.Size, torch.Generator, torch.autograd.function.FunctionCtx, BaseException,
@@ -48,8 +49,8 @@ OPAQUE = (
 
 
 def opened(value: object, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key, ...], Any]]:
-    """The innermost members, with the keys that lead to them; the value itself if it is no container,
-    or an empty one. depth: how many levels are opened."""
+    """The innermost members of a container, each with the keys that lead to it. An empty container, and
+    a value that is no container, is its own only member. depth: how many levels to open."""
     members = list(_members(value)) if depth else []
     if not members:
         yield (), value
@@ -58,7 +59,7 @@ def opened(value: object, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key,
 
 
 def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = MAX_NESTING) -> Any:
-    """The value with other members, by how they are written; new containers of its kinds."""
+    """A copy of a container in which the members with these labels have new values."""
     own = list(_members(value)) if depth else []
     if not own:
         return members.get(label, value)
@@ -76,7 +77,7 @@ def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = M
 
 
 def spelled(label: str, keys: Sequence[Key]) -> str:
-    """How a member is written."""
+    """The label of a member: ("ctx.stuff", [("index", 1), ("key", "b")]) -> "ctx.stuff[1]['b']"."""
     for how, key in keys:
         label += f".{key}" if how == "attribute" else f"[{key!r}]"
     return label
@@ -96,19 +97,19 @@ def _members(value: object) -> Iterator[tuple[Key, Any]]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is an object of a class that a user wrote, which keeps values in attributes."""
+    """Whether the value is an instance of a user's class that keeps its data in `__dict__`."""
     kind = type(value)
     own: Callable[..., Any] | None = getattr(kind, "__setattr__", None)
     plain = hasattr(value, "__dict__") and own is object.__setattr__ and not callable(value)
     return plain and kind.__module__.split(".")[0] not in LIBRARIES
 
 
-MAX_NAME_LENGTH = 40  # characters of an expression that is a name
-LOCAL_NESTING = 2  # levels of a local variable that are looked at
+MAX_NAME_LENGTH = 40  # characters; a longer expression is not used as a name
+LOCAL_NESTING = 2  # levels that are opened of the containers in local variables
 
 
 class Noted(NamedTuple):
-    """Where something was put on a context, and what the code there calls it."""
+    """Where a value was saved on a context, and its expression or variable in that line."""
 
     place: SourceLine | None
     name: str
@@ -116,7 +117,7 @@ class Noted(NamedTuple):
 
 @final
 class SavedAt:
-    """The place in user code that saves values on a context, while its frame is alive."""
+    """The line of user code that saves values on a context; its frame has the local variables."""
 
     def __init__(self, frame: FrameType, target: str) -> None:
         """target: "save_for_backward", or the attribute that is set."""
@@ -124,15 +125,16 @@ class SavedAt:
         self._expressions = _expressions(*self.place, target)
 
     def noted(self, value: object, position: int, keys: Sequence[Key]) -> Noted:
-        """Of a saved value, or of a member of it. position: of the argument; 0 for an attribute."""
+        """The note on a saved value, or on its member at `keys`. position: among the arguments of
+        save_for_backward; 0 for an attribute."""
         expression = _pick(self._expressions, position, keys)
         text = "" if expression is None else _expression_text(expression)
         return Noted(self.place, text or self._local(value))
 
     def _local(self, value: object) -> str:
-        """The local variable that is the value, or holds it, there or further out."""
+        """The local variable that is the value or contains it, in this frame or in an outer one."""
         if value is None or isinstance(value, bool | int | str):
-            return ""  # the same object may have any name
+            return ""  # interned objects: any variable may hold the same one
         frame: FrameType | None = self._frame
         while frame is not None and is_user_code(frame.f_code.co_filename):
             held = (
@@ -144,7 +146,8 @@ class SavedAt:
             )
             if found := next((label for label, part in held if part is value), ""):
                 return found
-            # frames outside of forward belong to the caller, whose names mean other things
+            # frames outside of forward belong to the caller of the Function: other names, other
+            # meanings
             if "ctx" in frame.f_locals and frame.f_code.co_name in ("forward", "setup_context"):
                 return ""
             frame = frame.f_back
@@ -152,15 +155,15 @@ class SavedAt:
 
 
 def _expressions(file: str, line: int, target: str) -> Sequence[ast.expr]:
-    """The arguments of the call that saves, or the value that is assigned; none without a source."""
+    """The arguments of the saving call, or the assigned value; empty if there is no source code."""
     lines = linecache.getlines(file)
     return _find_expressions(file, len(lines), "".join(lines[line - 1 : line]), line, target)
 
 
 @lru_cache(maxsize=1024)
 def _find_expressions(file: str, n: int, text: str, line: int, target: str) -> Sequence[ast.expr]:
-    """n, text: the number of lines, and the one in question: a file is the same as long as they
-    are."""
+    """Cached `_expressions`. n, text: number of lines of the file, and the saving line. Both are part
+    of the cache key only: an edited file is parsed again."""
     saved: list[ast.expr] = []
     assigned: list[ast.expr] = []
     for node in _enclosing_nodes(_parse_source("".join(linecache.getlines(file))), line):
@@ -176,7 +179,7 @@ def _find_expressions(file: str, n: int, text: str, line: int, target: str) -> S
 
 
 def _enclosing_nodes(tree: ast.AST, line: int) -> Iterator[ast.AST]:
-    """The nodes that contain a line, from the outermost."""
+    """The nodes of the syntax tree that contain a line, the outermost first."""
     for node in ast.iter_child_nodes(tree):
         first = getattr(node, "lineno", None)
         if first is None or first <= line <= (getattr(node, "end_lineno", None) or first):
@@ -185,6 +188,7 @@ def _enclosing_nodes(tree: ast.AST, line: int) -> Iterator[ast.AST]:
 
 
 def _assigned_expressions(to: ast.expr, value: ast.expr, target: str) -> list[ast.expr]:
+    """The values that a (tuple) assignment gives to the attribute `target`."""
     if isinstance(to, ast.Attribute):
         return [value] if to.attr == target else []
     if not isinstance(to, ast.Tuple | ast.List) or not isinstance(value, ast.Tuple | ast.List):
@@ -202,7 +206,7 @@ def _parse_source(source: str) -> ast.AST:
 
 
 def _pick(expressions: Sequence[ast.expr], position: int, keys: Sequence[Key]) -> ast.expr | None:
-    """The expression for a member; None where there is none, or where a starred one is before it."""
+    """The expression of a member; None if unknown, e.g. behind a starred argument."""
     before = expressions[: position + 1]
     if len(before) <= position or any(isinstance(e, ast.Starred) for e in before):
         return None
@@ -228,7 +232,7 @@ def _member(expression: ast.expr, key: Key) -> ast.expr | None:
 
 
 def _expression_text(expression: ast.expr) -> str:
-    """The expression as code; empty for a long one, a plain number and a function."""
+    """The source code of an expression; empty for a long one, a constant and a lambda."""
     if isinstance(expression, ast.Constant | ast.Lambda):
         return ""
     text = ast.unparse(expression)
@@ -241,32 +245,32 @@ SAVED = "ctx.saved_tensors"
 @final
 @dataclass
 class Record:
-    """What a Function saved on its context, and what it declared there."""
+    """One run of a Function: what it saved and declared on its context."""
 
-    needed: tuple[bool, ...]
-    saved: tuple[Any, ...] = ()
-    for_forward: tuple[Any, ...] = ()
-    dirty: tuple[Any, ...] = ()
-    silent: tuple[Any, ...] = ()  # outputs marked non-differentiable
-    materialize: bool = True
-    attributes: dict[str, Any] = field(default_factory=dict)
-    # by attribute; saved tensors by SAVED
+    needed: tuple[bool, ...]  # ctx.needs_input_grad
+    saved: tuple[Any, ...] = ()  # arguments of save_for_backward
+    for_forward: tuple[Any, ...] = ()  # arguments of save_for_forward
+    dirty: tuple[Any, ...] = ()  # arguments of mark_dirty
+    silent: tuple[Any, ...] = ()  # arguments of mark_non_differentiable
+    materialize: bool = True  # set_materialize_grads
+    attributes: dict[str, Any] = field(default_factory=dict)  # all other attributes of ctx
+    # the saving line of each attribute; of save_for_backward under the key SAVED
     written: dict[str, SavedAt] = field(default_factory=dict)
-    notes: dict[str, Noted] = field(default_factory=dict)
+    notes: dict[str, Noted] = field(default_factory=dict)  # by label; see describe()
 
     def held(self, *, in_jvp: bool = False) -> dict[str, Any]:
-        """Everything backward, or jvp, may read, by how it is written."""
+        """All values that backward (or jvp) may read, by label."""
         saved = self.for_forward if in_jvp else self.saved
         held = {f"{SAVED}[{k}]": value for k, value in enumerate(saved)}
         return held | {f"ctx.{name}": value for name, value in self.attributes.items()}
 
     def slots(self, *, in_jvp: bool = False) -> dict[str, Any]:
-        """The same, with the members of containers instead of these."""
+        """Like held(), but containers are opened: a label for each innermost member."""
         held = self.held(in_jvp=in_jvp).items()
         return {spelled(label, keys): part for label, value in held for keys, part in opened(value)}
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
-        """The same with other values in the slots."""
+        """A copy of the record in which the slots with these labels have new values."""
         own = self.held(in_jvp=in_jvp)
         held = {label: exchanged(label, value, slots) for label, value in own.items()}
         saved = tuple(value for label, value in held.items() if label.startswith(SAVED))
@@ -275,12 +279,12 @@ class Record:
         return replace(self, attributes=rest, **changed)
 
     def describe(self) -> None:
-        """Note what the code calls each slot, as long as its variables are there."""
+        """Fill `notes`, while the frames with the user's local variables are alive."""
         for k, value in enumerate(self.saved or self.for_forward):
             self._describe(f"{SAVED}[{k}]", value, k, SAVED)
         for name, value in self.attributes.items():
             self._describe(f"ctx.{name}", value, 0, name)
-        self.written.clear()  # which lets the frames go, and what they hold
+        self.written.clear()  # the frames would keep all local variables alive
 
     def _describe(self, label: str, value: object, position: int, place: str) -> None:
         at = self.written.get(place)
@@ -297,7 +301,7 @@ class Record:
 
 @final
 class Context(FunctionCtx):
-    """Replaces autograd's context. What is in its `__dict__` is the Function's, and nothing else."""
+    """Stands in for autograd's context. Its `__dict__` holds the Function's attributes only."""
 
     __slots__ = ("_hoglib_in_jvp", "_hoglib_record")
     _hoglib_in_jvp: bool
@@ -347,8 +351,8 @@ class Context(FunctionCtx):
 
 
 def _note_saving_line(context: Context, written: str, target: str) -> None:
-    """The line of user code that saves."""
-    # the methods of this context are between the user's line and here, as many as there may be
+    """Record the line of user code that saves something on the context."""
+    # skip the methods of Context, which lie between the user's frame and this one
     frame: Any = sys._getframe(1)
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -357,14 +361,14 @@ def _note_saving_line(context: Context, written: str, target: str) -> None:
 
 
 class Run(NamedTuple):
-    """One forward pass."""
+    """One forward pass: its arguments, its results, and its context."""
 
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     record: Record
 
     def incoming(self, random: torch.Generator | None = None) -> list[Tensor | None]:
-        """A gradient for each output, as autograd gives them."""
+        """Random gradients for the outputs; zeros or None where autograd would pass these."""
         random = random or torch.Generator().manual_seed(2)
         grads: list[Tensor | None] = []
         for y in self.outputs:
@@ -378,8 +382,8 @@ class Run(NamedTuple):
 
 
 def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool]) -> Run:
-    """forward, and setup_context where there is one, as autograd runs them: without a graph, on inputs
-    that require grad where it is needed, which forward may ask for."""
+    """Run forward, and setup_context if defined, as autograd does: under no_grad, with requires_grad
+    set on the inputs that need a gradient, because forward may read that flag."""
     record = Record(tuple(needed))
     context = Context(record)
     wanted = (x for x, needs in zip(args, needed, strict=False) if needs and is_float(x))
@@ -398,28 +402,30 @@ def forward(function: type[Function], args: Sequence[Any], needed: Sequence[bool
                 function.setup_context(context, tuple(args), output)
     finally:
         for x in own:
-            with suppress(RuntimeError):  # it was changed in place, and has a graph
+            with suppress(RuntimeError):  # forward changed it in place, so it is no leaf any more
                 x.requires_grad_(False)
     record.describe()
     return Run(tuple(args), as_tuple(output), record)
 
 
+# Methods that read or replace the memory of a tensor.
 MEMORY = frozenset({"storage", "untyped_storage", "data_ptr", "resize_", "set_"})
 
 
 def handles_memory(function: type[Function]) -> bool:
-    """Whether forward or backward handles the memory of tensors itself (`x.storage().resize_(0)`)."""
+    """Whether forward or backward calls one of them, such as `x.storage().resize_(0)`."""
     rules = map(inspect.unwrap, (function.forward, backward_rule(function)))
     return any(MEMORY.intersection(rule.__code__.co_names) for rule in rules if isfunction(rule))
 
 
 def is_classic(function: type[Function]) -> bool:
-    """Whether its forward takes the context."""
+    """Whether forward takes ctx as its first argument (there is no setup_context)."""
     return function.setup_context is Function.setup_context
 
 
 def is_surrogate(function: object) -> bool:
-    """Whether its class says that its gradient differs from the derivative on purpose."""
+    """Whether the class declares by `surrogate = True` that its gradient is no derivative on
+    purpose."""
     return getattr(function, "surrogate", False) is True
 
 
@@ -427,12 +433,13 @@ def offers_jvp(function: type[Function]) -> bool:
     return function.jvp is not Function.jvp and not is_stub(function.jvp)
 
 
+# Bytecode that does nothing of its own.
 _NO_WORK = ("RESUME", "NOP", "PUSH_NULL", "CACHE", "COPY_FREE_VARS")
 
 
 def is_stub(rule: Any) -> bool:
-    """Whether a rule is declared without a formula: its body is a docstring, `pass` or `return None`,
-    or raises NotImplementedError, as that of torch.autograd.Function does."""
+    """Whether a rule is declared without a formula: its body is only a docstring, `pass` or `return
+    None`, or raises NotImplementedError, as the default of torch.autograd.Function does."""
     code = getattr(inspect.unwrap(rule), "__code__", None)
     if code is None:
         return False
@@ -446,6 +453,7 @@ def is_stub(rule: Any) -> bool:
 
 
 def offers_vmap(function: type[Function]) -> bool:
+    # torch refuses vmap of a Function without setup_context
     own = function.generate_vmap_rule or function.vmap is not Function.vmap
     return bool(own) and not is_classic(function)
 
@@ -457,24 +465,25 @@ def as_tuple(value: object) -> tuple[Any, ...]:
 @final
 @dataclass
 class Slot:
-    """One thing that backward reads."""
+    """A value that backward reads from its context."""
 
-    label: str  # "ctx.saved_tensors[0]"
+    label: str  # e.g. "ctx.saved_tensors[0]"
     kind: str  # "input", "output", "copy", "intermediate" or "gradient"
-    what: str  # "input `x`"
-    name: str = ""  # of the local variable that was saved
-    place: source_location.SourceLine | None = None
-    type: str = "Tensor"
-    share: float = 0.0
-    graphed: bool = False  # it has a graph, which forward built
+    what: str  # kind_of()'s description, e.g. "input `x`"
+    name: str = ""  # the expression or variable in the saving line
+    place: source_location.SourceLine | None = None  # the saving line
+    type: str = "Tensor"  # name of the type, as in messages
+    share: float = 0.0  # its fraction of the lost second-order term
+    graphed: bool = False  # the tensor has a graph, built by forward
 
 
 def kind_of(value: object, run: Run, names: tuple[str, ...]) -> tuple[str, str]:
-    """What a slot holds: an input, an output, a copy of one of them, or something forward made."""
+    """The kind of a slot and its description: an input, an output, a copy, or an intermediate."""
     found = pytree.tensors(value)
     labels = [*names, *range(len(names), len(run.inputs))]
     inputs = [(f"input {label}", x) for label, x in zip(labels, run.inputs, strict=False)]
     outputs = [(f"output {k}", y) for k, y in enumerate(run.outputs)]
+    # identity first: an equal tensor counts as a copy only if no input or output is the saved object
     for what, x in inputs:
         if any(t is x for t in found):
             return "input", what

@@ -1,9 +1,9 @@
-"""Which gradient hooks return another gradient than they get.
+"""Detect gradient hooks that change the gradient.
 
     y.register_hook(watched(hook, changed, 0, name))      # calls changed(text) for `lambda g: g / 2`
 
-A hook that changes a gradient is no part of the function. Each backward pass runs it, the second pass
-with gradients of the gradient; forward mode does not run it. So modes disagree on second derivatives.
+Such a hook is no part of the function. It runs in each backward pass, in the second pass on gradients
+of the gradient, and never in forward mode. So the modes disagree on second derivatives.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ CHANGES = (
 
 
 def watched(hook: Hook, changed: Changed, position: int, name: str) -> Hook:
-    """A hook that calls changed(text) where it returns another gradient than its argument at this
-    position. The text begins with the name."""
+    """Wrap a hook: call changed(text) if it returns something else than its argument at `position`.
+    name: of the hook, with which the text begins."""
 
     def run(*args: Any) -> Any:
         returned = hook(*args)
@@ -44,8 +44,8 @@ def watched(hook: Hook, changed: Changed, position: int, name: str) -> Hook:
 
 
 def watch_module_hooks(changed: Changed) -> None:
-    """Watches the backward hooks of the module that applies torch's BackwardHookFunction; its frame
-    holds them."""
+    """Watch the backward hooks of a module, while torch applies its BackwardHookFunction. They are
+    found in the frame of the BackwardHook, which is on the stack."""
     frames = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
     calling: Any = next((owner for owner in frames if isinstance(owner, BackwardHook)), None)
     for hooks in (calling.user_hooks, calling.user_pre_hooks) if calling is not None else ():
@@ -53,13 +53,13 @@ def watch_module_hooks(changed: Changed) -> None:
             code = getattr(hook, "__code__", None)
             at = f", {SourceLine(code.co_filename, code.co_firstlineno)}," if code else ""
             name = f"the backward hook `{name_of(hook)}` of a {type(calling.module).__name__}{at}"
-            # a module applies that Function to its inputs and to its outputs
+            # applied to the inputs and again to the outputs: wrap a hook once
             if not hasattr(hook, "is_watched"):
                 hooks[i] = watched(hook, changed, 1, name)
 
 
 def _differ(given: object, returned: object) -> bool:
-    """Whether any gradient has other values; an unchanged one is a part of the function."""
+    """Whether any gradient has other values; a hook that returns equal values does no harm."""
     if not value_checks_on():
         return False
     both = zip(pytree.tensors(given), pytree.tensors(returned), strict=False)
