@@ -86,7 +86,7 @@ OUTSIDE = (
     "{name} was not examined: it was applied before the context was entered. Whether its derivatives "
     "are right is not known. Apply it inside, or check it by `hoglib.verify({name}, inputs)`."
 )
-# The first private name that the examination needs and this torch lacks; "" if torch has all of them.
+# The first private name that the examination needs and this torch lacks; "" if torch has all.
 _LACKING = missing(EXAMINATION) or "_backward_cls" * (not sees_applications())
 NOT_EXAMINED = (
     f"custom Functions are not examined on torch {torch.__version__}, which has no `{{}}`: whether "
@@ -117,7 +117,7 @@ KEPT = (
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
 )
 FURTHER_POINTS = 4  # values, far from one another, at which one entry point examines a Function
-# What was reported already: (entry point, status or text) by Function.
+# Past reports: (entry point, status or text) by Function.
 _REPORTED: WeakKeyDictionary[Known, set[tuple[str, str]]] = WeakKeyDictionary()
 # Functions seen to change an argument (without mark_dirty) or grad_output in place. A correct verdict
 # does not end the watch over them: whether the change does harm depends on who else reads the tensor.
@@ -128,7 +128,7 @@ _KEEPING: WeakSet[Known] = WeakSet()
 
 @final
 class examined_functions:  # noqa: N801 a context manager
-    """Examines the user's custom Functions that are applied inside, and reports the wrong ones.
+    """Examines the user's custom Functions applied inside, and reports the wrong ones.
 
     Nested contexts do nothing: the outermost entry point reports. This is a class and not a generator,
     because every derivative enters it, and contextlib's generators cost several times as much.
@@ -262,7 +262,7 @@ def forget_reports() -> None:
 
 @final
 class AppliedFunctions:
-    """The custom Functions that are applied within one entry point and may be wrong.
+    """The custom Functions applied within one entry point and may be wrong.
 
     Functions with a verdict "right" are left out, unless their values moved or they are watched for
     in-place changes. A key is a Function with the kinds of its arguments.
@@ -276,7 +276,7 @@ class AppliedFunctions:
         self.unjudged: dict[Key, Applied] = {}  # recorded applications, for the examination on exit
         self.differentiated: dict[Key, int] = {}  # 1; 2 if backward ran, or may run, with a graph
         self.gradient_has_no_graph = False  # nothing of the gradient can be differentiated
-        self.in_cpp: set[str] = set()  # names of Functions whose backward is written in C++
+        self.in_cpp: set[str] = set()  # names of Functions with a backward in C++
         self.met: set[Any] = set()  # all Functions applied inside, also by torch and by hoglib
         self.outside: set[Any] = set()  # in a differentiated graph, but applied before
         # message about a hook or a checkpoint -> order of the derivative that it makes wrong
@@ -415,7 +415,7 @@ class AppliedFunctions:
         if (is_right and not watched) or self.differentiated.get(key) == 2:
             return None
         if (verdict is None or verdict.retries) and key not in self.unjudged:
-            # in a recomputation, the arguments' graphs are not those of the first run: ignore them
+            # in a recomputation, the arguments' graphs are not from the first run: ignore them
             graphed = None if _runs_again() else given
             with as_around():
                 self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
@@ -428,7 +428,7 @@ class AppliedFunctions:
         Reading the ranges synchronizes a device, so only the first 31 applications look, and after
         them the 32nd, 64th, 128th, ...
         """
-        if key in self.differentiated:  # among those that this entry point judges anyway
+        if key in self.differentiated:  # this entry point judges it anyway
             return False
         times = verdict.times + 1
         _VERDICTS[identity_of(key[0])][key[1]] = verdict._replace(times=times)
@@ -625,7 +625,7 @@ class AppliedFunctions:
 
 
 def _are_near(args: Args, ranges: Sequence[Range]) -> bool:
-    """Whether a verdict at values of these ranges also holds for these arguments."""
+    """Whether a verdict at values in `ranges` also holds for these arguments."""
     pairs = zip(ranges_of(args), ranges, strict=False)
     return all(known.contains(now) for now, known in pairs)
 

@@ -51,12 +51,12 @@ from hoglib.verification.subject import (
 
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
-SECONDS = 2.0  # time limit of an examination; a trial run that takes half of it is not continued
+SECONDS = 2.0  # time limit of an examination; a trial run may take half a limit
 MAX_RETRIES = 2  # further examinations if rounding hid the answer at the values of the first
 EVALUATIONS = 22  # evaluations of a derivative that an examination takes for each input tensor
 WRONG = 5  # a wrong Function takes this many times the estimate
 LARGE = 10_000  # elements; of smaller inputs all rows are examined, as fewer would save little
-MAX_HELD = 2**26  # numbers in a container or object of which an examination makes copies
+MAX_HELD = 2**26  # numbers in a container or object; an examination copies it
 
 
 class Range(NamedTuple):
@@ -75,7 +75,7 @@ class Range(NamedTuple):
         return Range(min(self.low, other.low), max(self.high, other.high), self.is_number)
 
 
-# For each argument that holds tensors: its position, and the held_kinds() of these tensors.
+# For each argument that holds tensors: its position, and held_kinds() of the tensors.
 Held = tuple[tuple[int, tuple[int, ...]], ...]
 
 
@@ -87,7 +87,7 @@ class Verdict(NamedTuple):
 
     status: str  # "right", "wrong", "not examined" (perhaps in full only), or "unknown"
     text: str = ""  # the message
-    order: int = 1  # the lowest order of a derivative that is, or may be, wrong
+    order: int = 1  # the lowest order of a (possibly) wrong derivative
     retries: int = 0  # examinations that may follow at other values: these decided nothing
     of_second: bool = False  # the second derivative is wrong
     domain: tuple[tuple[int, Structure], ...] = ()  # right only for leaves with these structures
@@ -106,7 +106,7 @@ RIGHT = Verdict("right")
 @final
 @dataclass(frozen=True)
 class Applied:
-    """An application of a Function, and the modes in which it ran."""
+    """An application of a Function, and the modes around it."""
 
     app: Application
     # the call through a module, if the Function got one and its parameters
@@ -128,7 +128,7 @@ class Applied:
         return replace(self, app=self.app._replace(function=_applied_by(self.app.function, apply)))
 
 
-# Kinds of a tensor that is held by an argument, beside the index of an argument that is this tensor.
+# Kinds of a tensor held by an argument; indices >= 0 stand for an argument identical to the tensor.
 NO_GRADIENT, CONSTANT = -1, -2
 
 
@@ -165,8 +165,8 @@ def held_by(given: tuple[Any, ...]) -> Held:
 
 
 def held_kinds(x: object, given: tuple[Any, ...]) -> tuple[int, ...]:
-    """The kind of each tensor that a container or object holds: the index of the argument that is the
-    same tensor; otherwise NO_GRADIENT if it requires grad (torch gives it none), or CONSTANT."""
+    """The kind of each tensor that a container or object holds: the index of an identical
+    argument; otherwise NO_GRADIENT if it requires grad (torch gives it none), or CONSTANT."""
     held = held_tensors(x)
     places = {id(y): i for i, y in enumerate(given if held else ())}
     return tuple(places.get(id(y), NO_GRADIENT if y.requires_grad else CONSTANT) for y in held)
@@ -367,7 +367,7 @@ def _restricted_verdict(
     return found, subject
 
 
-# A value that is computed elsewhere, and whose derivative is supplied by a Function F:
+# A value computed elsewhere; a Function F only supplies the derivative:
 #
 #     y = F(x, z) = z,    z = z(x) by a solver under no_grad,    backward: u -> B(x, y)^T u
 #
@@ -531,7 +531,7 @@ def _wrong_second(function: type[Function], rows: list[Row], order: int = 2) -> 
 
 
 def _stops_gradient(subject: Subject) -> bool:
-    """Whether the gradient is zero on purpose, as that of `.detach()`.
+    """Whether the gradient is zero on purpose, as by `.detach()`.
 
     Also tried with small incoming gradients, because a clipping backward drops large ones; and without
     a graph, because backward may depend on torch.is_grad_enabled().
@@ -548,7 +548,7 @@ def _stops_gradient(subject: Subject) -> bool:
 
 
 def _silent_failures(rows: list[Row], found: Derivatives, function: type[Function]) -> list[Row]:
-    """The failed rows, except those that raised: the entry point raises the same error.
+    """The failed rows, except rows with an error: the entry point raises it, too.
 
     A once-differentiable backward does not raise there: `autograd.grad(allow_unused=True)` gives None.
     """
@@ -677,7 +677,7 @@ class _NoCommunication(TorchDispatchMode):
 
 @final
 class _Operations(TorchDispatchMode):
-    """Records whether all operations are torch's own, and whether all memory is written by them.
+    """Records whether all operations are torch's own, and whether these write all memory.
 
     Memory from torch.empty that no torch operation writes was filled by foreign code (NumPy, a kernel).
     """

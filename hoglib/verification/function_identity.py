@@ -2,7 +2,7 @@
 
     def solve(A, b, eps=1e-6):
         class Solve(Function):        # a new class object in each call
-            ...                       # its methods have the same code objects, and eps is equal
+            ...                       # with the same code objects as methods, and equal eps
         return Solve.apply(A, b)
 
 Two classes share an Identity if their methods have the same code objects and close over equal
@@ -23,13 +23,13 @@ from torch.autograd import Function
 from hoglib._core.torch_api import torch_internals
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
-MAX_DEPTH = 5  # nesting of functions and containers that is followed
+MAX_DEPTH = 5  # levels of nested functions and containers to follow
 MAX_IDENTITIES = 1000  # entries of the cache: a constant that changes in each call makes a new one
 
 
 @final
 class Identity:
-    """Stands for all classes with one key; verdicts are stored by it."""
+    """Stands for all classes with one key, as the key of their verdicts."""
 
     def __init__(self, held: Sequence[Any]) -> None:
         self._held = held  # keeps the code objects alive: their ids are part of the key
@@ -73,7 +73,7 @@ def _look_up(function: type[Function]) -> Identity | type[Function]:
 def _key(x: object, codes: list[Any], objects: list[Any], depth: int) -> Hashable:
     """A key for a class attribute or for a value in a closure.
 
-    Appends the code objects to `codes`, and to `objects` all values that are compared by id."""
+    Appends the code objects to `codes`, and to `objects` all values compared by id."""
     if isinstance(x, CONSTANTS):
         return type(x), repr(x)
     if isinstance(x, Tensor):  # without its values: as for arguments, they change from call to call

@@ -1,9 +1,9 @@
 """Run the forward, backward and jvp of a custom Function as plain functions, on a recording context.
 
-Autograd hides errors of a Function: it sums gradients that are too large, casts them to the dtype of
-the input, and does not show what was saved. Plain calls, with the class Context in place of autograd's
-context, show all of that. Saved tuples, lists, dicts and plain objects are opened, and each member has
-a label such as `ctx.stuff[1]['b']`. Its name is the expression in the user's line that saves it:
+Autograd hides errors of a Function: it sums a gradient of too large a shape, casts a gradient to the
+dtype of the input, and does not show the saved values. Plain calls, with the class Context in place of
+autograd's context, show all of that. Saved tuples, lists, dicts and plain objects are opened, and each
+member has a label such as `ctx.stuff[1]['b']`. Its name is the expression in the user's saving line:
 
     ctx.save_for_backward(x, 1 / x)         # "1 / x" is ctx.saved_tensors[1]
     ctx.stuff = (s, c)                      # "s" is ctx.stuff[0]
@@ -37,11 +37,11 @@ from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import backward_rule
 
-MAX_NESTING = 5  # levels of containers that are opened
+MAX_NESTING = 5  # levels of nested containers to open
 LIBRARIES = ("builtins", "torch", "numpy", "collections")  # objects of their classes are not opened
 # ("index", 1), ("key", "b") or ("attribute", "scale"): one step into a container
 Key = tuple[str, Any]
-# Types that are not opened: their attributes are not values of the Function, or cannot be replaced.
+# Types not to open: their attributes are not values of the Function, or cannot be replaced.
 OPAQUE = (
     Tensor, nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.dtype,
     torch.device, torch.Size, torch.Generator, torch.autograd.function.FunctionCtx, BaseException,
@@ -50,7 +50,7 @@ OPAQUE = (
 
 def opened(value: object, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key, ...], Any]]:
     """The innermost members of a container, each with the keys that lead to it. An empty container, and
-    a value that is no container, is its own only member. depth: how many levels to open."""
+    a plain value, is its own only member. depth: how many levels to open."""
     members = list(_members(value)) if depth else []
     if not members:
         yield (), value
@@ -59,7 +59,7 @@ def opened(value: object, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key,
 
 
 def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = MAX_NESTING) -> Any:
-    """A copy of a container in which the members with these labels have new values."""
+    """A copy of a container with new values for the members with these labels."""
     own = list(_members(value)) if depth else []
     if not own:
         return members.get(label, value)
@@ -105,7 +105,7 @@ def _is_plain(value: object) -> bool:
 
 
 MAX_NAME_LENGTH = 40  # characters; a longer expression is not used as a name
-LOCAL_NESTING = 2  # levels that are opened of the containers in local variables
+LOCAL_NESTING = 2  # levels to open of containers in local variables
 
 
 class Noted(NamedTuple):
@@ -120,7 +120,7 @@ class SavedAt:
     """The line of user code that saves values on a context; its frame has the local variables."""
 
     def __init__(self, frame: FrameType, target: str) -> None:
-        """target: "save_for_backward", or the attribute that is set."""
+        """target: "save_for_backward", or the name of the assigned attribute."""
         self._frame, self.place = frame, SourceLine(frame.f_code.co_filename, frame.f_lineno)
         self._expressions = _expressions(*self.place, target)
 
@@ -132,9 +132,9 @@ class SavedAt:
         return Noted(self.place, text or self._local(value))
 
     def _local(self, value: object) -> str:
-        """The local variable that is the value or contains it, in this frame or in an outer one."""
+        """The local variable that is or contains the value, in this frame or in an outer one."""
         if value is None or isinstance(value, bool | int | str):
-            return ""  # interned objects: any variable may hold the same one
+            return ""  # interned objects: any variable may hold this object
         frame: FrameType | None = self._frame
         while frame is not None and is_user_code(frame.f_code.co_filename):
             held = (
@@ -245,7 +245,7 @@ SAVED = "ctx.saved_tensors"
 @final
 @dataclass
 class Record:
-    """One run of a Function: what it saved and declared on its context."""
+    """What one run of a Function saved and declared on its context."""
 
     needed: tuple[bool, ...]  # ctx.needs_input_grad
     saved: tuple[Any, ...] = ()  # arguments of save_for_backward
@@ -270,7 +270,7 @@ class Record:
         return {spelled(label, keys): part for label, value in held for keys, part in opened(value)}
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
-        """A copy of the record in which the slots with these labels have new values."""
+        """A copy of the record with new values for the slots with these labels."""
         own = self.held(in_jvp=in_jvp)
         held = {label: exchanged(label, value, slots) for label, value in own.items()}
         saved = tuple(value for label, value in held.items() if label.startswith(SAVED))
@@ -413,7 +413,7 @@ MEMORY = frozenset({"storage", "untyped_storage", "data_ptr", "resize_", "set_"}
 
 
 def handles_memory(function: type[Function]) -> bool:
-    """Whether forward or backward calls one of them, such as `x.storage().resize_(0)`."""
+    """Whether forward or backward calls such a method: `x.storage().resize_(0)`."""
     rules = map(inspect.unwrap, (function.forward, backward_rule(function)))
     return any(MEMORY.intersection(rule.__code__.co_names) for rule in rules if isfunction(rule))
 
