@@ -1,15 +1,15 @@
-r"""From a wrong derivative to the rows that name the cause: what each slot on ctx, each call that
-leaves the graph and each operation loses, at which line, and how to fix it.
+r"""Explain a wrong derivative: rows that name the cause, its line, and the fix.
 
-A backward is a function B(S_1, ..., S_n, g) of the slots of its context and of the incoming gradients.
-Along a direction v of the inputs its derivative is a sum over the slots,
+A cause is a slot on ctx, a call that leaves the graph, or an operation. A backward is a function
+B(S_1, ..., S_n, g) of the slots S_k of its context and of the incoming gradients g. Along a direction v
+of the inputs its derivative is a sum over the slots,
 
     d/dv B(S(x), g) = sum_k  dB/dS_k  dS_k/dv
 
-Autograd computes the terms of the slots that are inputs or outputs of the Function, unless backward
-leaves the graph. Here each term is computed by central differences, which run forward and backward as
-plain functions with one slot taken from x +- h v. What autograd computes of it comes from the graph of
-backward as a plain function. The rest is what the slot loses. The same holds for a jvp.
+Autograd computes the terms of slots holding inputs or outputs of the Function, unless backward leaves
+the graph. Here each term is measured by central differences: forward and backward run as plain
+functions, with one slot taken from x +- h v. Autograd's version of the term comes from the graph of the
+plain backward. The difference is the loss of the slot. A jvp is treated alike.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,39 +48,40 @@ from hoglib.verification.subject import (
     symmetrized,
 )  # fmt: skip
 
-LOST = {torch.float64: 1e-5, torch.float32: 2e-3}  # of the whole term: less is rounding
-LOST_NARROW = 0.03  # the same in other dtypes
-WORTH_SAYING = 1e-3  # of what is lost
-DRAWS = 4  # of covectors
+# a smaller fraction of the whole term is rounding
+LOST = {torch.float64: 1e-5, torch.float32: 2e-3}
+LOST_NARROW = 0.03  # this threshold for other dtypes
+WORTH_SAYING = 1e-3  # a slot is named if it has this fraction of the total loss
+DRAWS = 4  # random covectors
 WITH_GRAPH = ("input", "output", "gradient")  # kinds of slots that autograd sees
 
-Moves = dict[int, Tensor] | None  # by argument
-# by slot: the leaf that it is in backward, and how that moves
+Moves = dict[int, Tensor] | None  # argument index -> its direction
+# slot label -> (the leaf that backward gets for it, its direction)
 Leaves = dict[str, tuple[Tensor, Tensor]]
 
 
 def step_of(dtypes: Iterable[torch.dtype]) -> float:
-    """The step of the differences, for the narrowest dtype."""
+    """The step of the differences: the largest one that any of the dtypes needs."""
     return max((steps("slot", dtype.to_real())[0] for dtype in dtypes), default=1e-5)
 
 
 class Diagnosis(NamedTuple):
-    """What a backward or a jvp loses of the second-order term, where, and by which slots."""
+    """The loss of second-order terms in a backward or jvp: its size, lines and slots."""
 
-    once: bool  # whether it is decorated with @once_differentiable
-    inner: list[Application]  # Functions that it applies
+    once: bool  # decorated with @once_differentiable
+    inner: list[Application]  # Functions applied in this backward
     lost: float = 0.0  # relative to the whole term
-    slots: Sequence[Slot] = ()
-    detached: Sequence[DetachedGradient] = ()  # those that do harm, or might
-    error: Exception | None = None  # what it raised when its graph was asked for
+    slots: Sequence[Slot] = ()  # slots with a loss
+    detached: Sequence[DetachedGradient] = ()  # the harmful, or possibly harmful, ones
+    error: Exception | None = None  # raised by backward with a graph
 
 
 def diagnosis(app: Application, moves: Moves = None, *, in_jvp: bool = False) -> Diagnosis:
-    """What the backward, or the jvp, of a Function loses.
+    """Measure the loss in the backward, or the jvp, of a Function.
 
-    The arguments of the Function must not lie on a kink. moves: how they move along some direction,
-    (above - below) / 2h; by default each on its own, which some Functions do not allow (a symmetric
-    matrix, probabilities).
+    The arguments must not lie on a kink. moves: a common direction of the arguments, as the central
+    difference (above - below) / 2h of each along one direction of the inputs. Default: random and
+    independent, which some Functions do not allow (a symmetric matrix, probabilities).
     """
     probe = _Probe(app, moves, in_jvp)
     nothing, watch = Diagnosis(probe.once, probe.inner), DetachmentWatch()
@@ -104,8 +105,8 @@ def diagnosis(app: Application, moves: Moves = None, *, in_jvp: bool = False) ->
 def _harmful_detachments(
     probe: "_Probe", detached: list[DetachedGradient], some: float, least: float
 ) -> list[DetachedGradient]:
-    """The detached gradients whose repair reduces the loss by some of it; also those beyond repair, if
-    a loss remains. least: what is less is rounding."""
+    """The detached gradients to blame: repairing one reduces the loss by more than `some`. Those
+    without a known repair are blamed if a loss remains after all repairs. least: rounding."""
     repairable = [one for one in detached if one.repairable]
     remains = probe.lost_after_repair(repairable)
     guilty = []
@@ -115,21 +116,23 @@ def _harmful_detachments(
             guilty.append(cut)
     if remains > least:
         guilty += [one for one in detached if not one.repairable]
-    # where none does harm alone, as two on one path, all are named
+    # two cuts on one path: repairing one changes nothing, so name all
     return guilty or (detached if probe.lost_after_repair([]) > least else [])
 
 
 @final
 class _Probe:
-    """A backward, or a jvp, run as a plain function with its slots and incoming gradients moved."""
+    """Runs a backward or jvp as a plain function while its slots and incoming gradients move."""
 
     def __init__(self, app: Application, moves: Moves, in_jvp: bool) -> None:
         self._app, self._in_jvp = app, in_jvp
         self._random = torch.Generator().manual_seed(1)
-        self.inner: list[Application] = []
+        self.inner: list[Application] = []  # filled by `_apply`
+        # the direction of each argument
         self._v = moves or {
             i: random_like(app.args[i], self._random) * element_scales(app.args[i]) for i in app.by
         }
+        # run once under a watch for half precision: the narrowest dtype inside decides on the step
         with HalfWatch() as watch:
             base = self._run(0.0)
             self._arguments = self._incoming(base)
@@ -139,7 +142,7 @@ class _Probe:
         dtypes += [] if watch.dtype is None else [watch.dtype]
         self._step = step_of(dtypes)
         self.least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
-        # the directions of the incoming gradients
+        # the directions of the incoming gradients (in a jvp: of the tangents)
         self._moved = {
             self._label(k): random_like(g, self._random)
             for k, g in enumerate(self._arguments)
@@ -156,7 +159,7 @@ class _Probe:
     # Running forward and backward.
 
     def _run(self, h: float) -> Run:
-        """A forward at x + h v."""
+        """Run forward at x + h v."""
         maps.seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
@@ -167,13 +170,14 @@ class _Probe:
         return self._run(h).record.slots(in_jvp=self._in_jvp)
 
     def _incoming(self, run: Run) -> list[Tensor | None]:
+        # a backward gets a gradient for each output, a jvp a tangent for each input
         if not self._in_jvp:
             return run.incoming(self._random)
         inputs = enumerate(run.inputs)
         return [random_like(x, self._random) if i in self._app.by else None for i, x in inputs]
 
     def _results(self, record: Record, incoming: Iterable[Tensor | None]) -> list[Tensor]:
-        """The floating-point results of backward, or of jvp, for what is on the context."""
+        """The floating-point results of backward or jvp with the values on this record."""
         maps.seed_all()
         context = Context(record, in_jvp=self._in_jvp)
         function = self._app.function
@@ -183,11 +187,11 @@ class _Probe:
         kept = [r for i, r in enumerate(returned) if self._in_jvp or i in self._app.by]
         return [r for r in kept if is_float(r)]
 
-    # What each slot contributes, by differences.
+    # The term of each slot, by differences.
 
     def _results_with_moved(self, labels: Sequence[str], h: float) -> list[Tensor]:
-        """The results of backward with some slots taken from a run at x + h v, or incoming gradients
-        moved by h."""
+        """The results of backward with the labelled slots taken from a run at x + h v, and the labelled
+        incoming gradients moved by h."""
         record, other = (self._as_saved(self._run(at)) for at in (0.0, h))
         slots, moved = (r.slots(in_jvp=self._in_jvp) for r in (record, other))
         slots |= {label: moved[label] for label in labels if label in moved}
@@ -199,7 +203,7 @@ class _Probe:
             return self._results(record.with_slots(slots, in_jvp=self._in_jvp), incoming)
 
     def _as_saved(self, run: Run) -> Record:
-        """The record, with inputs and outputs that require grad, as autograd gives them to backward."""
+        """The record as backward sees it under autograd: saved inputs and outputs require grad."""
         own = [run.inputs[i] for i in self._app.by]
         for x in (*own, *(y for y in run.outputs if not run.record.is_silent(y))):
             with suppress(RuntimeError):
@@ -211,8 +215,8 @@ class _Probe:
     def _terms(self) -> dict[str, list[Tensor]]:
         """The term of each slot and of each incoming gradient, by central differences.
 
-        Slots that cannot be taken from another run alone, such as a tensor and the leaf of its graph,
-        are moved together, and get equal shares of the term.
+        If backward raises with one slot alone from another run (such as a tensor without the leaf of
+        its graph), these slots move together, and get equal shares of their common term.
         """
         terms, alone = {}, []
         above, below = self._slots_at(self._step), self._slots_at(-self._step)
@@ -232,10 +236,10 @@ class _Probe:
         above, below = (self._results_with_moved(labels, h) for h in (self._step, -self._step))
         return [slope.detach() for slope in difference_quotient(above, below, self._step)]
 
-    # What autograd sees of it.
+    # The term of each slot, by autograd.
 
     def _autograd_terms(self, watch: DetachmentWatch) -> tuple[list[Tensor], Leaves]:
-        """The results of backward with their graph; the leaf of each slot."""
+        """The results of backward with their graph, and the leaf of each slot."""
         run, ends = self._run(0.0), [self._slots_at(h) for h in (self._step, -self._step)]
         own = (*(run.inputs[i] for i in self._app.by), *run.outputs)
         owned = {id(t) for t in own if not run.record.is_silent(t)}
@@ -244,8 +248,7 @@ class _Probe:
         for label, value in slots.items():
             if is_float(value) and id(value) in owned:
                 above, below = (end[label] for end in ends)
-                # a leaf of its own for each slot, though two may hold one tensor: the term of each
-                # is measured alone
+                # one leaf for each slot, even if two slots hold one tensor: measure each term alone
                 slots[label] = value.detach().clone().requires_grad_()
                 leaves[label] = slots[label], ((above - below) / (2 * self._step)).detach()
         record = run.record.with_slots(slots, in_jvp=self._in_jvp)
@@ -257,13 +260,13 @@ class _Probe:
             return self._results(record, incoming), leaves
 
     def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
-        """Record a Function that backward applies."""
+        """Record a Function applied by backward."""
         app = application(function, args)
         if app is not None and function not in [other.function for other in self.inner]:
             self.inner.append(app)
 
     def measure_lost(self, watch: DetachmentWatch) -> tuple[dict[str, float], float]:
-        """The loss of each slot and the whole term, root mean squares over random covectors."""
+        """The loss of each slot, and the whole term: root mean squares over random covectors."""
         seen, leaves = self._autograd_terms(watch)
         own = [leaf for leaf, _ in leaves.values()]
         lost = dict.fromkeys(self._terms, 0.0)
@@ -280,17 +283,17 @@ class _Probe:
         return {k: (v / DRAWS) ** 0.5 for k, v in lost.items()}, (whole / DRAWS) ** 0.5
 
     def lost_after_repair(self, repair: list[DetachedGradient]) -> float:
-        """What slots with a graph still lose if some detached gradients are repaired."""
+        """The remaining loss of slots with a graph if these detached gradients are repaired."""
         seen = {slot.label for slot in self.slots if slot.kind in WITH_GRAPH}
         try:
             lost, _ = self.measure_lost(DetachmentWatch([(cut.how, cut.place) for cut in repair]))
-        except Exception:  # what was repaired does not run
+        except Exception:  # the repaired code does not run: assume no loss
             return 0.0
         return sum(value for label, value in lost.items() if label in seen)
 
     @cached_property
     def slots(self) -> list[Slot]:
-        """All slots and incoming gradients, with their kinds and the lines that saved them."""
+        """All slots and incoming gradients, with their kinds and saving lines."""
         run = self._run(0.0)
         slots = []
         for label, value in run.record.slots(in_jvp=self._in_jvp).items():
@@ -303,7 +306,7 @@ class _Probe:
 
 
 def _is_same(a: object, b: object) -> bool:
-    """Whether a slot does not move: the same tensor or number at both ends."""
+    """Whether a slot does not move: equal tensors or numbers at both ends of the difference."""
     if isinstance(a, Tensor):
         return same(a, b)
     return a is None or (isinstance(a, bool | int | float | str | torch.dtype) and a == b)
@@ -313,13 +316,13 @@ def _dot(w: list[Tensor], term: list[Tensor]) -> float:
     return sum(float((a.conj() * b).sum().real) for a, b in zip(w, term, strict=True))
 
 
-# Which Functions and operations are examined for a cause
+# The search for Functions and operations with a cause
 
-UNSEEN = "detached: unseen"  # a part is lost, and no call and no slot is known to lose it
+UNSEEN = "detached: unseen"  # a loss without a known call or slot as its cause
 
 
 def attribution_rows(subject: Subject, x: list[Tensor], found: Found) -> Rows:
-    """A row for each culprit, if a second or third derivative is wrong."""
+    """The rows of all causes, if a second or third derivative is wrong."""
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
         return
@@ -346,7 +349,7 @@ def attribution_rows(subject: Subject, x: list[Tensor], found: Found) -> Rows:
 
 
 def forward_rows(subject: Subject, x: list[Tensor]) -> Rows:
-    """Where the function itself leaves the graph, when its first derivative is wrong."""
+    """Rows for calls in forward that leave the graph, if the first derivative is wrong."""
     watch = DetachmentWatch()
     with watch.outside_functions():
         subject.map(*(y.clone().requires_grad_() for y in x))
@@ -360,7 +363,7 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Rows:
 
 
 def value_rows(subject: Subject) -> Rows:
-    """Which of several Functions has a wrong gradient."""
+    """Rows for Functions with a wrong gradient of their own, if the subject applies several."""
     if len({app.function for app in subject.applications}) > 1:
         for name, text in _wrong_alone(subject.applications):
             text = f"the gradient of {name} itself is wrong: {text}"
@@ -368,7 +371,7 @@ def value_rows(subject: Subject) -> Rows:
 
 
 def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Rows:
-    """The culprits when only some of a Function's inputs require grad."""
+    """Rows of causes that show only if a subset of the Function's inputs requires grad."""
     for app, moves in _applications_near(subject, x):
         if len(app.by) == len(x):
             by = tuple(app.by[j] for j in subset)
@@ -377,13 +380,14 @@ def subset_rows(subject: Subject, x: list[Tensor], subset: Sequence[int]) -> Row
 
 
 def is_culprit(row: Row) -> bool:
-    """Whether a row names the cause of other failures."""
+    """Whether a row names a cause, and not only a wrong number."""
     words = ("detached: ", "saved: ", "culprit: ", " applies ", "deterministic")
     return row.status == "fail" and any(word in row.name for word in words)
 
 
 def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Application, Moves]]:
-    """The Functions that the subject applies near its inputs, and how their arguments move along v."""
+    """The Functions that the subject applies at x, and the moves of their arguments along one random
+    direction; None for the moves if calls at x +- h v apply other Functions."""
     v = [random_like(y, subject.random) * element_scales(y) for y in x]
 
     def at(h: float) -> list[Application]:
@@ -404,26 +408,27 @@ def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Applicat
 
 
 def _wrong_alone(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
-    """The Functions whose own gradient is wrong, and what is wrong with it."""
+    """The Functions with a wrong gradient of their own: (name, text)."""
     for app in apps:
         try:
             subject = subject_of(app.function, app.leaves()).restricted({}).in_units()
             at = Target(subject.map, subject.x, subject.rows, subject.names)
             one = compared(at.with_slopes(subject.random), "r", Bounds(), subject.random)
-        except Exception:  # the rows of derivatives say what it raises
+        except Exception:  # the rows of derivatives report the error
             continue
         if one.wrong:
             name = app.function.__name__
             yield name, f"{one.wrong}{ratio(one)}. Verify {name} by itself."
 
 
-MAX_CALLS = 200  # calls
+MAX_CALLS = 200  # torch calls to collect
 
+# Namespaces of operators that messages call "torch's own"
 OF_TORCH = ("aten", "prim", "prims", "quantized", "_quantized", "torchvision", "mkldnn")
 
 
 def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows:
-    """A row for each torch operation that is wrong by itself in a mode that is wrong."""
+    """A row for each torch operation with a wrong derivative of its own, in the failed modes."""
     with _Calls() as watch:
         subject.map(*(y.clone().requires_grad_() for y in x))
     seen: set[tuple[str, str]] = set()
@@ -464,7 +469,7 @@ def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -
 
 @final
 class _Calls(TorchFunctionMode):
-    """Collects the outermost torch calls that get and return tensors with a graph."""
+    """Collects (function, args, kwargs, line) of outermost torch calls on tensors with a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +486,7 @@ class _Calls(TorchFunctionMode):
 
 
 def detached_copy(tree: Tree) -> Any:
-    """A copy whose tensors are leaves, which require grad where the originals do."""
+    """Detached copies of all tensors, with their requires_grad."""
     return pytree.map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
 
 
@@ -489,7 +494,7 @@ def requires_grad(x: object) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-# The rows that name a cause: what is lost, at which line, and the fix.
+# The rows that name a cause: the loss, the line, and the fix.
 
 ONCE = (
     "is decorated with @once_differentiable, which detaches the gradient: a second derivative "
@@ -516,18 +521,18 @@ FIXES = {
 
 
 class _RuleReport(NamedTuple):
-    """A backward or a jvp that may lose a derivative, and the writer of the rows that say so."""
+    """The writer of rows about one backward or jvp."""
 
     app: Application
-    in_jvp: bool
-    several: bool  # whether there are other Functions
+    in_jvp: bool  # about jvp, not backward
+    several: bool  # other Functions are applied, too: rows carry this one's name
 
     @property
     def name(self) -> str:
         return "jvp" if self.in_jvp else "backward"
 
     def row(self, name: str, text: str, share: float | None = None) -> Row:
-        """A row that begins with the rule."""
+        """A row with a text that begins with `MyFunction.backward`."""
         return self._row(name, f"{self.app.function.__name__}.{self.name} {text}", share)
 
     def _row(self, name: str, text: str, share: float | None = None, status: str = "fail") -> Row:
@@ -537,8 +542,11 @@ class _RuleReport(NamedTuple):
     def rows(
         self, moves: Moves, *, right_once: bool, raises: bool = False, raised: bool = True
     ) -> Rows:
-        """The causes. right_once: whether the first derivative is right; raises: whether it raises;
-        raised: whether autograd raises in the mode in question, too."""
+        """The rows of all causes.
+
+        right_once: the first derivative is right. raises: the first derivative raises. raised: autograd
+        raises in the failed mode.
+        """
         try:
             found = diagnosis(self.app, moves, in_jvp=self.in_jvp)
         except Exception as error:
@@ -582,8 +590,8 @@ class _RuleReport(NamedTuple):
             )
 
     def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Rows:
-        """The rows where the probe raises and autograd does not: where backward leaves the graph, as
-        seen under autograd, and what was not judged."""
+        """The rows if the plain run raises although autograd does not: the calls that leave the graph,
+        as seen under autograd, and a note on the missing attribution."""
         for cuts in _grouped(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):
             yield self.row(_title(cuts), f"leaves the graph by {_listed(cuts)}. {_advice(cuts[0])}")
         line = error_line(error)
@@ -595,7 +603,7 @@ class _RuleReport(NamedTuple):
         yield self._row("attribution", text, status="skip")
 
     def _raised(self, found: Diagnosis, error: Exception, *, always: bool) -> Row:
-        """The row of a rule that raises, with a graph only or always."""
+        """The row of a rule that raises. always: also without a graph."""
         name = f"culprit: {self.name}" if always else f"detached: in {self.name}"
         how = "" if always else "cannot be differentiated: with a graph it "
         text, saved = f"{how}raised {format_error(error)}.", self.app.seeded().record
@@ -618,14 +626,14 @@ class _RuleReport(NamedTuple):
         return self.row(name, f"{text} {advice}")
 
     def _saved(self, slots: Sequence[Slot]) -> Row:
-        """The row of slots without a graph, with two ways to give them one."""
+        """The row of slots without a graph, with two ways to fix them."""
         lines = [_describe_slot(slot) for slot in slots]
         made = [slot for slot in slots if slot.kind == "intermediate" and not slot.graphed]
         if made:
             names = self.app.names
             inputs = ", ".join(names[i] for i in self.app.by if i < len(names))
             which = ", ".join(f"`{slot.name}`" if slot.name else slot.label for slot in made)
-            which = which.replace(".detach()`", "`")  # where it would end the graph again
+            which = which.replace(".detach()`", "`")  # the advice must not end the graph again
             lines.append(
                 f"Forward runs without a graph, so {self.name} cannot be differentiated through what "
                 f"forward computed. Two ways to fix it:\n"
@@ -665,13 +673,14 @@ def _slot_text(slot: Slot) -> str:
 
 
 def percent(share: float) -> str:
-    """A share, or a relative error, in words."""
+    """A share, or a relative error, as a percentage in text."""
     if share > 10:
         return "more than its own size"
     return f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
 
 
 def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
+    """The calls in backward that leave the graph, watched while autograd runs it."""
     watch = DetachmentWatch()
     with suppress(Exception):
         args = app.leaves()
@@ -679,19 +688,18 @@ def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
         with watch.outside_functions():
             leaves = [args[i] for i in app.by]
             maps.grad(values, leaves, create_graph=True, unhandled=True)
-    return [cut for cut in watch.detached if cut.place]  # others are of the probe itself
+    return [cut for cut in watch.detached if cut.place]  # without a place: made by the probe itself
 
 
 def _grouped(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
-    """Groups of detached gradients: one for each, and one for all that happens while gradients are
-    disabled."""
+    """One group for each detached gradient, but a single group for all under disabled gradients."""
     off = [one for one in detached if one.kind == "off"]
     groups = [[one] for one in detached if one.kind != "off"]
     return [off, *groups] if off else groups
 
 
 def _title(cuts: Sequence[DetachedGradient]) -> str:
-    """The name of their row."""
+    """The name of the row about a group."""
     return "detached: " + cuts[0].how.split(" under ")[-1].split(",")[0].replace("`", "")
 
 

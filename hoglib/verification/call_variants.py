@@ -1,9 +1,9 @@
-"""The derivatives of a call that is made another way: another function that should be the same,
-subsets of inputs, repeated calls, other memory layouts, float32, vmap.
+"""The derivatives of a call made in another way: an equivalent function, subsets of inputs, repeated
+calls, other memory layouts, float32, vmap.
 
-A variant is another map of the function, such as `f.laid_out(strided)` or `f.in_dtype(float32)`, or
-another way to call the map. It is compared with a baseline, which the derivative checks have judged. So
-a row fails only if the variant makes a difference.
+Each variant calls the map differently, or calls a changed map such as `f.laid_out(strided)` or
+`f.in_dtype(float32)`. It is compared with a baseline that passed the derivative checks. So a row fails
+only if the variant makes a difference.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,16 +38,16 @@ DRAWN = "it draws random numbers, which differ for another layout or dtype."
 @final
 @dataclass(frozen=True)
 class Baseline:
-    """Values of a map f, gradients G for random u, and d<w, G>/dx for random w, at one point."""
+    """The values y of a map f at a point, its gradient G = J^T u, and d<w, G>/dx; u, w are random."""
 
     subject: Subject
     options: Options
     f: Map
-    values: list[Tensor]
-    u: list[Tensor]
-    w: list[Tensor]
-    first: list[Tensor] = field(default_factory=list)
-    second: list[Tensor] | None = None  # None where it raises
+    values: list[Tensor]  # y
+    u: list[Tensor]  # a covector for each output
+    w: list[Tensor]  # a covector for each variable
+    first: list[Tensor] = field(default_factory=list)  # G
+    second: list[Tensor] | None = None  # d<w, G>/dx; None if it raises
 
     @property
     def x(self) -> list[Tensor]:
@@ -63,7 +63,7 @@ class Baseline:
     def second_derivative(
         self, f: TensorMap, requires: Sequence[int] | None = None, by: Sequence[int] | None = None
     ) -> list[Tensor]:
-        """d<w, G>/dx by some inputs, where G are the gradients by the same ones."""
+        """d<w, G>/dx by the variables `by`, if only the variables `requires` require grad."""
         requires = range(len(self.x)) if requires is None else requires
         by = requires if by is None else by
         leaves = [y.detach().clone().requires_grad_(j in requires) for j, y in enumerate(self.x)]
@@ -73,19 +73,19 @@ class Baseline:
         return maps.grad(chosen, [leaves[j] for j in by], [self.w[j] for j in by])
 
     def compared(self, name: str, *pairs: Pair, names: Sequence[str] = ()) -> Row:
-        """Whether derivatives, or values, are the same."""
-        # half of the digits: two ways to one number round differently
+        """A row that passes if the tensors of each pair (message, found, expected) agree."""
+        # half of the digits: the variant may sum in another order
         tolerance, names = float(self.subject.eps**0.5), names or self.names
         return agreement(name, *pairs, tolerance=tolerance, floor=self._floor, names=names)
 
     @cached_property
     def _floor(self) -> float:
-        """Smaller differences may come from a sum of terms that cancel."""
+        """Smaller differences count as rounding: the result may be a sum of terms that cancel."""
         return 1e-4 * max(max(map(max_abs, self.values)), 1e-3 * max(map(max_abs, self.x)))
 
 
 def baseline(subject: Subject, x: list[Tensor], options: Options) -> Baseline:
-    """That of a subject at a point; raises what the first derivative raises."""
+    """The baseline of a subject at x; raises if the first derivative raises."""
     f = subject.map.at(x)
     values = [y.detach() for y in f(*x)]
     u, w = ([random_like(y, subject.random) for y in some] for some in (values, x))
@@ -96,6 +96,7 @@ def baseline(subject: Subject, x: list[Tensor], options: Options) -> Baseline:
     return base
 
 
+# For values, gradients and second derivatives: label, noun, and advice of the row on NaN.
 NAN = (
     ("{}", "a value", "Are the inputs in its domain?"),
     ("the gradient by {}", "a gradient", "The values are not: choose the derivative there by "
@@ -131,7 +132,7 @@ def finite(base: Baseline) -> Row:
 
 
 def create_graph(base: Baseline) -> Row:
-    """Whether the gradient is the same with and without create_graph=True."""
+    """Whether create_graph=True changes the gradient."""
     text = (
         "the gradient by {name} with create_graph=True is not the one without it: backward depends "
         "on whether gradients are enabled (torch.is_grad_enabled, requires_grad). Compute the same in "
@@ -165,13 +166,14 @@ def deterministic(base: Baseline) -> Row:
 
 
 def state(base: Baseline) -> Row:
-    """Whether a second call, between forward and backward of the first, changes the gradient."""
+    """Whether a second forward, before the backward of the first, changes the gradient."""
     name = "state"
     n = base.f.num_inputs
+    # class attributes of the Functions: a user may keep state there instead of on ctx
     before = {f: dict(vars(f)) for f in base.subject.functions}
     try:
         leaves, values = maps.at_leaves(base.f, base.x)
-        # with the same parameters: a module has one set at a time
+        # with unchanged parameters: call_with() swaps them, and a module has one set at a time
         base.f(*((1.1 * y).requires_grad_() for y in base.x[:n]), *leaves[n:])
         found = maps.grad(values, leaves, base.u, create_graph=True)
     except Exception as raised:
@@ -186,7 +188,7 @@ def state(base: Baseline) -> Row:
     return base.compared(name, (text, found, base.first))
 
 
-MAX_SUBSETS = 14
+MAX_SUBSETS = 14  # inputs to try alone, and to leave out, one at a time
 
 UNDEFINED = (
     "An incoming gradient may be None (undefined): ask `if g is not None`, or leave "
@@ -195,7 +197,7 @@ UNDEFINED = (
 
 
 def subsets(base: Baseline) -> Rows:
-    """Each subset of inputs, and what loses the second derivative of one."""
+    """Gradients if only some inputs require grad, and the causes of a lost second derivative."""
     name = "inputs: each subset"
     if len(base.x) < 2:
         yield Row(name, "skip", None, "there is one input only.")
@@ -235,14 +237,14 @@ def subsets(base: Baseline) -> Rows:
 
 
 def _choose_subsets(count: int) -> list[tuple[int, ...]]:
-    """Each input alone, and all but each: of up to three inputs, every proper subset."""
+    """Each input alone, and all inputs but one; for up to three inputs these are all proper subsets."""
     singles = [(j,) for j in range(count)]
     others = [tuple(k for k in range(count) if k != j) for j in range(count)]
     return [*dict.fromkeys([*singles[:MAX_SUBSETS], *others[:MAX_SUBSETS]])]
 
 
 def outputs_alone(base: Baseline) -> Row:
-    """Gradients of outputs that are undefined: of all of them, or of all but one."""
+    """Gradients if autograd passes undefined gradients (None), for all outputs or for all but one."""
     name = "outputs: undefined gradients"
     if base.options.surrogate:
         text = "declared a surrogate, whose gradient may ignore the incoming one."
@@ -272,7 +274,7 @@ def outputs_alone(base: Baseline) -> Row:
 
 @final
 class _UndefinedGradient(Function):
-    """The identity, whose gradient is undefined."""
+    """The identity; its backward returns an undefined gradient."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -296,7 +298,7 @@ MEMORY = (
 
 
 def layouts(base: Baseline) -> Rows:
-    """The same numbers in another memory layout."""
+    """Whether values and derivatives are equal in another memory layout."""
     handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
     reason = DRAWN if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
     name = "layout: non-contiguous inputs"
@@ -309,13 +311,13 @@ def layouts(base: Baseline) -> Rows:
 
 
 def gradient_layouts(base: Baseline) -> Rows:
-    """The same numbers where the incoming gradients have another memory layout."""
+    """Whether derivatives are equal if incoming gradients have another memory layout."""
     yield _with_layout(base, "layout: non-contiguous gradients", base.f.then(strided))
     yield _stride_zero_gradients(base)
 
 
 def gradient_variants(base: Baseline) -> list[Row]:
-    """Those that change the gradient alone: the graph and the layouts."""
+    """The rows of variants that change backward only: create_graph, and layouts of gradients."""
     return [create_graph(base), *gradient_layouts(base)]
 
 
@@ -337,8 +339,7 @@ def _with_layout(base: Baseline, name: str, f: Map) -> Row:
     return _same_in_layout(base, name, run, (base.first, base.second))
 
 
-# The gradient, and the second derivative, if there is one.
-Orders = tuple[list[Tensor], list[Tensor] | None]
+Orders = tuple[list[Tensor], list[Tensor] | None]  # gradient; second derivative, if there is one
 
 
 def _same_in_layout(base: Baseline, name: str, run: Callable[[], Orders], right: Orders) -> Row:
@@ -353,7 +354,7 @@ def _same_in_layout(base: Baseline, name: str, run: Callable[[], Orders], right:
 
 
 def _stride_zero_gradients(base: Baseline) -> Row:
-    """The gradient of a sum, which is one number expanded, against a contiguous one."""
+    """Gradients of y.sum(): autograd passes one number, expanded with stride 0."""
 
     def run(after: maps.Arrange) -> Orders:
         leaves, values = maps.at_leaves(base.f.then(after), base.x)
@@ -362,13 +363,13 @@ def _stride_zero_gradients(base: Baseline) -> Row:
         graphed = any(g.requires_grad for g in first)
         return first, maps.grad(first, leaves, base.w) if graphed else None
 
-    # the product sends the same gradient back, written out in memory
+    # multiplying by ones makes autograd pass a contiguous tensor of equal numbers
     right = run(lambda y: (y * torch.ones_like(y)).sum())
     return _same_in_layout(base, "layout: stride-0 gradients", lambda: run(torch.sum), right)
 
 
-USELESS = 0.3  # relative error above which a gradient in float32 is wrong
-ROUNDING = 1e-3
+USELESS = 0.3  # a larger relative error of a float32 gradient counts as wrong
+ROUNDING = 1e-3  # a smaller relative error is explained by rounding
 OFF = {
     "fail": "{:.0%} off in float32, more than rounding. Does a branch depend on the dtype, or is a "
     "small number the difference of large ones?",
@@ -378,7 +379,7 @@ OFF = {
 
 
 def in_float32(base: Baseline) -> Row:
-    """The gradient in float32 against that of the same rounded inputs."""
+    """The gradient in float32, compared with float64 at the inputs rounded to float32."""
     name, subject = "dtype: float32", base.subject
     skipped = DRAWN if subject.draws else ""
     if subject.dtype != torch.float64:
@@ -393,10 +394,12 @@ def in_float32(base: Baseline) -> Row:
     except Exception as raised:
         return Row(name, "skip", None, f"it refuses float32: {format_error(raised)}")
     exact, right = _gradients(base, base.f, [y.double() for y in x])
+    # differences below one thousandth of the largest value are rounding in sums
     floor = max(1e-3 * max(map(max_abs, exact), default=0.0), 1e-30)
     offs = []
     for a, b in zip((*values, *found), (*exact, *right), strict=True):
-        known = torch.where(a.isfinite() & b.isfinite(), a.double(), b)  # finite in both dtypes
+        # overflow in float32 is no bug
+        known = torch.where(a.isfinite() & b.isfinite(), a.double(), b)
         offs.append(largest_difference([known], [b], floor)[0])
     count = len(values)
     same_values = max(offs[:count], default=0.0) < ROUNDING
@@ -409,6 +412,7 @@ def in_float32(base: Baseline) -> Row:
 
 
 def _gradients(base: Baseline, f: Map, x: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+    """Values, and gradients for the baseline's u, of a map at x."""
     values = f(*x)
     u = [a.to(b.dtype) for a, b in zip(base.u, values, strict=True)]
     return [y.detach() for y in values], maps.gradient(f, len(x))(*x, *u)
@@ -426,8 +430,8 @@ GENERATED = (
 
 
 def vmap_fault(base: Baseline, near: Sequence[list[Tensor]]) -> str:
-    """What is wrong with values and gradients under vmap over a point and others near it, in words;
-    raises what vmap raises."""
+    """Describe a difference between vmap over several points and a loop; "" if there is none. Raises
+    the errors of vmap."""
     f, n, u, here = base.f, len(base.x), base.u, base.x
     points = [here, *near]
     batch = [torch.stack(parts) for parts in zip(*points, strict=True)]
@@ -439,17 +443,17 @@ def vmap_fault(base: Baseline, near: Sequence[list[Tensor]]) -> str:
     def gradient(x: Sequence[Tensor], factor: float = 1.0) -> list[Tensor]:
         return maps.gradient(f, n)(*x, *(factor * c for c in u))
 
-    # what, the map, its batch dimensions, its arguments, and the same in a loop
+    # (description, map, batch dimensions, arguments, results of a loop)
     cases: list[tuple[str, TensorMap, list[int | None], list[Tensor], list[list[Tensor]]]] = [
         ("the value under vmap over all inputs", f, [0] * n, batch, [f(*x) for x in points])
     ]
     for j, name in enumerate(base.names):
-        # one input with its batch dimension last, which a rule that ignores in_dims mistakes
+        # the batch dimension comes last: a vmap rule that ignores in_dims fails
         mixed = [*here[:j], batch[j].movedim(0, -1), *here[j + 1 :]]
         loop = [f(*here[:j], x, *here[j + 1 :]) for x in batch[j]]
         dims = [*alone[:j], -1, *alone[j + 1 :]]
         cases.append((f"the value under vmap over {name}", f, dims, mixed, loop))
-    weights = [torch.stack([c, -2 * c]) for c in u]  # as is_grads_batched=True of autograd.grad
+    weights = [torch.stack([c, -2 * c]) for c in u]  # like autograd.grad(is_grads_batched=True)
     cases += [
         ("the gradient under vmap", pulled, [*[0] * n, *none], [*batch, *u],
          [gradient(x) for x in points]),
@@ -470,7 +474,7 @@ def vmap_fault(base: Baseline, near: Sequence[list[Tensor]]) -> str:
 
 
 def vmapped(base: Baseline) -> Row:
-    """vmap where it is offered; where it was not declared, only a wrong number is a fault."""
+    """vmap of the function; without a declared rule, vmap may refuse, but not give a wrong number."""
     name, subject, declared = "vmap", base.subject, base.subject.offers_vmap
     if declared is False:
         why = (
@@ -493,27 +497,27 @@ def vmapped(base: Baseline) -> Row:
     return Row(name, "fail" if fault else "pass", None, fault and f"{fault}. {fix}".strip())
 
 
-# What is changed in a call, each a function of the baseline that gives a row, or some.
+# All variants: functions of the baseline that return one row or several.
 VARIANTS: tuple[Callable[[Baseline], Row | Iterable[Row]], ...] = (
     create_graph, deterministic, state, subsets, outputs_alone, layouts, in_float32, vmapped,
 )  # fmt: skip
 
 
 def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Rows:
-    """Whether values and derivatives are finite at the inputs, and the rows of all variants at x."""
+    """The row `finite` at the inputs, and the rows of all variants at x."""
     try:
         base, at_inputs = (baseline(subject, at, options) for at in (x, subject.x))
-    except Exception:  # the first derivative raises, which its row says
+    except Exception:  # the first derivative raises: its own row says so
         return
     for check, at in ((finite, at_inputs), *((variant, base) for variant in VARIANTS)):
         try:
             found = check(at)
             yield from [found] if isinstance(found, Row) else list(found)
-        except Exception as error:  # other rows name the cause
+        except Exception as error:  # other rows name the cause of the error
             yield Row("circumstances", "skip", None, f"not compared: {format_error(error)}")
 
 
-# Another function of plain torch operations
+# Comparison with a reference: an equivalent function of plain torch operations
 
 REFERENCE = [f"reference: {what}" for what in ("value", "first derivative", "second derivative")]
 
@@ -521,7 +525,7 @@ REFERENCE = [f"reference: {what}" for what in ("value", "first derivative", "sec
 def reference_rows(
     subject: Subject, reference: Callable[..., Any], points: list[list[Tensor]], *, surrogate: bool
 ) -> Rows:
-    """Values and derivatives by the inputs; parameters have no counterpart in the reference."""
+    """Compare values and derivatives by the inputs; the reference does not know the parameters."""
     f = subject.map
     dtype = None if subject.precision.refused else subject.dtype
     theirs = maps.map_of(reference, f.inputs, dtype).scaled().to(f.which)
@@ -549,8 +553,8 @@ def reference_rows(
 
 
 def _off_from(subject: Subject, reference: Map, x: list[Tensor], order: int) -> tuple[float, str]:
-    """The largest difference of values or derivatives in units of what is allowed, and what is
-    wrong."""
+    """The largest difference of values (order 0) or derivatives, in units of the tolerance, and a text
+    if it is above 1."""
     n = subject.map.num_inputs
     values = subject.map(*x)
     u, w = ([random_like(y, subject.random) for y in some] for some in (values, x[:n]))
@@ -568,7 +572,7 @@ def _off_from(subject: Subject, reference: Map, x: list[Tensor], order: int) -> 
     if len(ours) != len(right):
         return inf, f"the reference gives {len(right)} outputs, the function {len(ours)}."
     size = max(map(max_abs, x[:n]), default=0.0)
-    # derivatives are small beside the values where terms cancel: the values count
+    # where terms cancel, derivatives are small beside the values: rounding has the size of the values
     size = max(1e-3 * size, *map(max_abs, values)) if order else size
     worst = 0.0
     for i, (a, b) in enumerate(zip(ours, right, strict=True)):
@@ -586,7 +590,7 @@ def _off_from(subject: Subject, reference: Map, x: list[Tensor], order: int) -> 
 def _difference_in_tolerances(
     a: Any, b: Any, size: float, half: torch.dtype | None
 ) -> tuple[float, str]:
-    """The difference in units of what is allowed, and where."""
+    """The largest difference in units of the tolerance, and the element where it occurs."""
     if not isinstance(a, Tensor):
         return 0.0 if a == b else 2.0, f"{a!r}, expected {b!r}"
     if a.shape != b.shape:

@@ -1,4 +1,4 @@
-"""A function under test as a map between lists of real tensors, and the derivatives of such maps."""
+"""A function under test as a map between lists of real tensors, and derivatives of such maps."""
 
 import random
 import sys
@@ -41,19 +41,19 @@ def seed_all(seed: int = 0) -> None:
         numpy.random.seed(seed)
 
 
-Arrange = Callable[[Tensor], Tensor]  # a projection, or another memory layout
-PhaseFixing = Callable[[Tensors], list[Tensor]]  # of all outputs together
+Arrange = Callable[[Tensor], Tensor]  # a projection, or a change of the memory layout
+PhaseFixing = Callable[[Tensors], list[Tensor]]  # a function of all outputs together
 
 
 class Variable(NamedTuple):
     """A variable of a map: a tensor among the leaves of the inputs, or a parameter of the module."""
 
     name: str  # in messages
-    slot: int  # its position among the leaves of the inputs and the module's state
-    is_complex: bool  # the map then takes real and imaginary parts, along a last dimension
+    slot: int  # index among the leaves of the inputs, followed by the module's state
+    is_complex: bool  # the map then takes real and imaginary parts, in an additional last dimension
     project: Arrange | None = None  # onto a structure, such as symmetric matrices
-    layout: Arrange | None = None  # to a memory layout that is not contiguous
-    unit: Tensor | float = 1.0  # the map takes x in these units; see `Map.scaled`
+    layout: Arrange | None = None  # to a non-contiguous memory layout
+    unit: Tensor | float = 1.0  # fn gets x times this; see `Map.scaled`
 
     def given(self, x: Tensor) -> Tensor:
         """The argument that fn gets for the real tensor x."""
@@ -68,19 +68,19 @@ class Variable(NamedTuple):
         return (x.double() / self.unit).to(x.dtype)
 
     def unit_for(self, own: Tensor) -> Tensor | float:
-        """The unit for an argument of fn: the same for both parts of a complex number."""
+        """The unit for an argument of fn; real and imaginary part of a number have a common unit."""
         unit = units_of(own)
         return unit[..., None] if self.is_complex and isinstance(unit, Tensor) else unit
 
 
-MASKED = 1e6, 1e3  # times the largest of the others, for positive and for negative values
+MASKED = 1e6, 1e3  # how far a mask exceeds all other elements: positive, negative
 
 
 def _masked(x: Tensor) -> Tensor:
-    """The elements that are masked, as those of scores in attention: infinite ones, and those of one
-    value that is far from all others; none if all are."""
+    """Mark elements used as a mask, such as -1e9 in attention scores: infinite elements, and equal
+    elements far beyond all others. Nothing is marked if everything would be."""
     most = max_abs(x)
-    # huge elements that differ are quantities in another unit
+    # huge elements of different size are no mask, but quantities in another unit
     masked, extreme = x.isinf(), x.abs() * 1.001 >= most
     rest = max_abs(torch.where(extreme, 0, x))
     negative = not x.is_complex() and bool((x == -most).any())
@@ -90,7 +90,7 @@ def _masked(x: Tensor) -> Tensor:
 
 
 def _unmasked(x: Tensor) -> Tensor:
-    """x itself; with zeros where it is masked, if it is anywhere."""
+    """x with zeros in place of masked elements; x itself if there are none."""
     masked = _masked(x)
     return torch.where(masked, 0, x) if bool(masked.any()) else x
 
@@ -110,15 +110,15 @@ def _times(x: Tensor, unit: Tensor | float) -> Tensor:
 
 
 class _Form(NamedTuple):
-    """A call of fn: what rebuilds its arguments, and the module's state, from a list of leaves."""
+    """A call of fn as a function of leaves: the leaves of the inputs, then the module's state."""
 
-    function: Any
-    structure: Any  # of the inputs
-    keys: tuple[str, ...]  # of the module's state
-    constants: tuple[Any, ...]  # the leaves of the inputs and of the state; None for a variable
+    function: Any  # fn; for a Function class, its `apply`
+    structure: Any  # pytree structure of the inputs
+    keys: tuple[str, ...]  # names of the module's parameters and buffers
+    constants: tuple[Any, ...]  # all leaves; None in the place of a variable
 
     def run(self, values: list[Any]) -> list[Any]:
-        """All leaves of the function's result."""
+        """The leaves of fn's result for these leaves."""
         count = len(values) - len(self.keys)
         inputs = pytree.unflatten(values[:count], self.structure)
         if isinstance(self.function, nn.Module):
@@ -130,32 +130,32 @@ class _Form(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Map:
-    """A map x -> y of lists of real tensors, where y are leaves of fn(*inputs); and a point x.
+    """A map x -> y between lists of real tensors, and a point x. y are leaves of fn(*inputs).
 
     fn is a function, a Function class or its `apply`, or a module. The variables are the floating-point
-    tensors among the leaves of the inputs (only those that require grad, if any does), and the
-    trainable parameters of a module. They are copied, to the given real dtype or in their own; a
-    complex variable is represented by its real and imaginary parts. Everything else is constant and
-    copied too, also tensors that are not strided: one that requires grad is refused, because torch has
-    no second derivative by it.
+    tensors among the leaves of the inputs (only those requiring grad, if any does) and the trainable
+    parameters of a module. They are copied to the given real dtype, or keep their own; a complex
+    variable is represented by real and imaginary parts. Everything else is constant, and copied, too,
+    sparse tensors included. A sparse tensor that requires grad is refused, because torch
+    has no second derivative by sparse tensors.
 
     A map is immutable: `at`, `in_dtype`, `to`, `seeded`, `scaled`, `projected`, `rounded`,
-    `laid_out`, `then`, `phase_fixed` and `adapted` return another one.
+    `laid_out`, `then`, `phase_fixed` and `adapted` return another map.
     """
 
     fn: Any
-    inputs: tuple[Any, ...]
-    dtype: torch.dtype | None
+    inputs: tuple[Any, ...]  # as the user gave them
+    dtype: torch.dtype | None  # of the copies; None keeps the inputs' own
     form: _Form
     variables: tuple[Variable, ...]
-    point: list[Tensor]
-    which: tuple[int, ...] = ()  # the indices of y among the leaves that fn returns
+    point: list[Tensor]  # x
+    which: tuple[int, ...] = ()  # indices of y among the leaves of fn's result
     finish: PhaseFixing = list  # applied to these leaves
-    units: Mapping[int, float] = field(default_factory=dict)  # of y, by index; 1 by default
-    seeds: bool = False  # each run draws the same random numbers
-    clones: bool = False  # fn gets copies, because it changes its inputs and declares that
-    # the variables require grad, because fn differentiates by them itself, as the forward of a flow or
-    # a score does
+    # divisors of y, by index; 1 by default
+    units: Mapping[int, float] = field(default_factory=dict)
+    seeds: bool = False  # seed the global generators before each run
+    clones: bool = False  # give fn copies, because it changes its inputs and calls mark_dirty
+    # give fn variables that require grad, because it calls autograd.grad inside, like a score or a flow
     needs_graph: bool = False
 
     def __call__(self, *x: Tensor) -> list[Tensor]:
@@ -168,19 +168,19 @@ class Map:
         """All leaves of fn's result at x."""
         if self.seeds:
             seed_all()
-        # copies at each run: fn may write to its constants, and the next run needs them as they were
+        # copy at each run: fn may write to its constants
         values = [fresh(value) for value in self.form.constants]
         for one, y in zip(self.variables, x, strict=True):
             own = one.given(y)
             if not (own.requires_grad or transforms_active()):
-                # fn may take a gradient itself: its `requires_grad_` must not reach the caller's tensor
+                # requires_grad_() inside fn must not reach the caller's tensor: pass an alias
                 own = own.detach().requires_grad_() if self.needs_graph else own.view_as(own)
             values[one.slot] = own.clone() if self.clones else own
         return self.form.run(values)
 
     def from_leaves(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
-        """A leaf for each variable, its copy that fn gets and may change in place, and all leaves of
-        fn's result; for `hoglib.drawing`."""
+        """For `hoglib.drawing`: leaves for the variables, the copies that fn gets (and may change in
+        place), and all leaves of fn's result."""
         values = [fresh(value) for value in self.form.constants]
         own = [self.value(j).clone().requires_grad_() for j in range(len(self.point))]
         copies = [x.clone() for x in own]
@@ -189,7 +189,7 @@ class Map:
         return own, copies, self.form.run(values)
 
     def run_with_grad(self) -> list[Any]:
-        """All leaves of fn's result at the point, where each variable requires grad."""
+        """All leaves of fn's result at the point; all variables require grad."""
         return at_leaves(self.leaves, self.point)[1]
 
     def differentiable(self, *x: Tensor) -> list[Tensor]:
@@ -197,7 +197,7 @@ class Map:
         return [real(y) for y in self.leaves(*x) if is_float(y) and y.requires_grad]
 
     def value(self, j: int) -> Tensor:
-        """The argument for variable j at the point; without projection and layout."""
+        """The value of variable j at the point, before projection and layout."""
         x = _times(self.point[j], self.variables[j].unit)
         return torch.view_as_complex(x) if self.variables[j].is_complex else x
 
@@ -207,7 +207,7 @@ class Map:
 
     @property
     def num_inputs(self) -> int:
-        """The number of variables that are inputs; parameters of the module follow them."""
+        """The number of variables among the inputs; the module's parameters come after them."""
         leaves = len(self.form.constants) - len(self.form.keys)
         return sum(one.slot < leaves for one in self.variables)
 
@@ -218,14 +218,14 @@ class Map:
         return replace(self, point=x)
 
     def in_dtype(self, dtype: torch.dtype | None) -> "Map":
-        """The map at the given inputs, copied to another dtype."""
+        """The map at the given inputs in another dtype."""
         other = map_of(self.fn, self.inputs, dtype)
         values = [_unmasked(other.value(j)) for j in range(len(other.point))]
         point = [one.coordinates(x) for one, x in zip(self.variables, values, strict=True)]
         return replace(self, dtype=dtype, form=other.form, point=point)
 
     def to(self, which: Iterable[int]) -> "Map":
-        """The map to these leaves of fn's result."""
+        """The map to the leaves of fn's result with these indices."""
         return replace(self, which=tuple(which))
 
     def to_differentiable(self) -> "Map":
@@ -234,13 +234,13 @@ class Map:
         return self.to(i for i, y in found if is_float(y) and y.requires_grad and y.numel())
 
     def seeded(self) -> "Map":
-        """The map, with the same random numbers in each run."""
+        """The map with equal random numbers in each run."""
         return replace(self, seeds=True)
 
     def scaled(self) -> "Map":
-        """The map u -> f(s u), where x = s u with powers of two s by `units_of`. Steps and tolerances
-        are made for numbers near one, so that they suit x in any unit. Elements that are masked are
-        constants: differences along them, or of a size near theirs, say nothing."""
+        """The map u -> f(s u), where x = s u with powers of two s (`units_of`): steps and tolerances
+        are made for numbers near one. Masked elements become constants, because differences of a size
+        near theirs say nothing about other elements."""
         full = [self.value(j) for j in range(len(self.point))]
         values = [*map(_unmasked, full)]
         masked = [j for j, x in enumerate(full) if values[j] is not x]
@@ -251,23 +251,23 @@ class Map:
         return replace(self, variables=variables, point=point).projected(constant)
 
     def unscaled(self) -> "Map":
-        """The map of fn's own arguments to its own results."""
+        """The map from fn's own arguments to its own results, without units."""
         point = [real(self.value(j)) for j in range(len(self.point))]
         variables = tuple(one._replace(unit=1.0) for one in self.variables)
         return replace(self, variables=variables, point=point, units={})
 
     def in_given_units(self, gradient: Tensor, i: int, j: int) -> Tensor:
-        """The gradient of output i by variable j, flat, by fn's own arguments."""
+        """The flat gradient of output i by variable j, converted from the map's units to fn's own."""
         unit = torch.as_tensor(self.variables[j].unit, device=gradient.device)
         units = unit.expand_as(self.point[j]).reshape(-1)
         return gradient * self.units.get(self.which[i], 1.0) / units
 
     def in_units(self, sizes: Sequence[float]) -> "Map":
-        """The map to y / t, for units t of these sizes of the outputs."""
+        """The map to y / t; t are powers of two near these sizes of the outputs."""
         return replace(self, units=dict(zip(self.which, map(unit_of, sizes), strict=True)))
 
     def projected(self, projections: Mapping[int, Arrange]) -> "Map":
-        """The map f P, with projections P of some variables; further ones come before these."""
+        """The map f P for projections P of some variables; they apply before existing projections."""
         variables = list(self.variables)
         for j, project in projections.items():
             own = variables[j].project
@@ -276,18 +276,18 @@ class Map:
         return self._of(variables)
 
     def rounded(self) -> "Map":
-        """The map of float64 numbers, which fn gets in the half precision of its variables."""
+        """The map of float64 numbers; fn gets them rounded to the half precision of its variables."""
         half = {j: x.dtype for j, x in enumerate(self.point) if is_half(x)}
         point = [x.double() if j in half else x for j, x in enumerate(self.point)]
         to = {j: partial(torch.Tensor.to, dtype=dtype) for j, dtype in half.items()}
         return replace(self, point=point).projected(to)
 
     def laid_out(self, arrange: Arrange) -> "Map":
-        """The map, where fn gets each variable in another memory layout."""
+        """The map; fn gets each variable in another memory layout."""
         return self._of(one._replace(layout=arrange) for one in self.variables)
 
     def laid_out_as_given(self) -> "Map":
-        """The map, where fn gets variables and constants in the layouts of the given inputs."""
+        """The map; fn gets variables and constants in the memory layouts of the given inputs."""
         leaves = pytree.leaves(self.inputs)
         layouts = ((i, layout_of(x)) for i, x in enumerate(leaves) if is_float(x))
         found = {i: partial(laid_out, layout=one) for i, one in layouts if one is not None}
@@ -302,17 +302,16 @@ class Map:
         return replace(self, variables=tuple(variables))
 
     def then(self, arrange: Arrange) -> "Map":
-        """The map, with a function applied to each output, after `finish`."""
+        """The map with a function applied to each output, after `finish`."""
         return replace(self, finish=lambda outputs: [arrange(y) for y in self.finish(outputs)])
 
     def phase_fixed(self, fixing: PhaseFixing) -> "Map":
-        """The map to outputs with fixed signs or phases, which are arbitrary; replaces `finish`."""
+        """The map to outputs with fixed (otherwise arbitrary) signs or phases; replaces `finish`."""
         return replace(self, finish=fixing)
 
     def adapted(self) -> "Map":
-        """The map as fn can be called: on copies of the variables, if fn changes them in place and says
-        so (`mark_dirty`), which autograd refuses for leaves; and on variables that require grad, if fn
-        raises without."""
+        """The map in a form that fn accepts: with `clones` if fn changes its inputs and declares it by
+        mark_dirty, which autograd refuses for leaves; with `needs_graph` if fn raises without grad."""
         found = self
         try:
             found.run_with_grad()
@@ -329,7 +328,7 @@ class Map:
 
 
 def map_of(fn: object, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> Map:
-    """The map of a call fn(*inputs), to none of its outputs yet, in a dtype or in the inputs' own."""
+    """The map of a call fn(*inputs), without outputs yet. dtype: by default the inputs' own."""
     owner: Any = as_function(fn)
     is_class = owner is not None and isinstance(fn, type)
     function: Any = owner.apply if is_class else validation.function("fn", fn)
@@ -364,7 +363,7 @@ def map_of(fn: object, inputs: Sequence[Any], dtype: torch.dtype | None = None) 
 
 
 def coarsest_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The real dtype of the widest spacing among those of some tensors."""
+    """The real dtype with the largest spacing of numbers among the tensors' dtypes."""
     return max((x.dtype for x in tensors), key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -387,9 +386,9 @@ def custom_functions(outputs: Sequence[Any]) -> set[type[Function]]:
 
 
 def is_part(function: type[Function]) -> bool:
-    """Whether a Function is a part of one of hoglib's ops: the op is verified instead.
+    """Whether a Function is a part of one of hoglib's ops: then the op is verified instead.
 
-    It saves what the op computed from its inputs, so it is right only inside that op.
+    The part saves intermediates of the op, so it is right only inside that op.
     """
     return bool(getattr(function, "part_of_an_op", False))
 
@@ -401,8 +400,7 @@ def as_function(fn: object) -> type[Function] | None:
 
 
 def _copy(value: Any, dtype: torch.dtype | None) -> Any:
-    """A contiguous copy, because code that reads memory directly may rely on it; separate checks try
-    other layouts."""
+    """A contiguous copy: code that reads memory directly may rely on it. Variants try other layouts."""
     if not is_float(value):
         return fresh(value)
     wanted = value.dtype if dtype is None else dtype.to_complex() if value.is_complex() else dtype
@@ -412,22 +410,22 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def real(value: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, a sparse one as a dense one."""
+    """Real and imaginary parts of a complex tensor; a sparse tensor as a dense one."""
     value = value if value.layout is torch.strided else value.to_dense()
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
-# The derivatives of a map in reverse and forward mode. The gradient and the tangent of a map are maps,
-# too, so the same functions compute first and second derivatives. They use `torch.autograd` unless
-# torch.func is asked for: its transforms are wrong through some of torch's own layers.
+# Derivatives of a map in reverse and forward mode. The gradient and the tangent of a map are maps, so
+# these functions compute second derivatives, too. They use `torch.autograd` unless torch.func is asked
+# for: its transforms are wrong through some of torch's own layers.
 
 
 def gradient(
     function: TensorMap, count: int, by: Sequence[int] | None = None, *, create_graph: bool = True
 ) -> TensorMap:
-    """The map (x, u) -> J(x)^T u: the gradient by all of the first `count` arguments, or some of them.
+    """The map (x, u) -> J(x)^T u: the gradient by all or some of the first `count` arguments.
 
-    Backward gets copies of u, so that a backward that works in place does not affect other checks.
+    Backward gets copies of u: a backward that works in place must not affect other checks.
     """
     places = range(count) if by is None else by
 
@@ -443,9 +441,11 @@ def gradient(
 
 
 def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tensors) -> TensorMap:
-    """The map x -> J(x)^T u(y), u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s), where y is the
-    output. values: the outputs at some point; s is twice their size, so that both terms of u count, and
-    u is nowhere zero."""
+    """The map x -> J(x)^T u(y), u = w (1 + y / s): the gradient of sum w (y + y^2 / 2s) for outputs y.
+
+    values: the outputs at some point. s is twice their size, so that both terms of u count, and u is
+    nowhere zero.
+    """
     sizes = [2 * max_abs(y) or 1.0 for y in values]
 
     def composed(*x: Tensor) -> list[Tensor]:
@@ -455,8 +455,8 @@ def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tenso
 
 
 def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
-    """The function through torch.stack and unbind, along each dimension: the gradients of its outputs
-    are then parts of one tensor. Nothing if the outputs are one, or of several shapes."""
+    """The function followed by torch.stack and unbind, along each dimension: the gradients of its
+    outputs are then views of one tensor. Yields nothing for one output, or for different shapes."""
     if len(values) < 2 or len({y.shape for y in values}) > 1:
         return
     for dim in range(values[0].dim() + 1):
@@ -464,15 +464,16 @@ def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
 
 
 def at_leaves(function: TensorMap, x: Tensors) -> tuple[list[Tensor], list[Tensor]]:
-    """Leaves with the values x, and the values of the map there, with their graph."""
+    """Leaves with the values x, and the outputs of the map there, with their graph."""
     leaves = [y.detach().clone().requires_grad_() for y in x]
     return leaves, function(*leaves)
 
 
 def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **more: Any) -> Vector:
-    """The gradients of the weighted sum of the outputs that have a graph; zeros if none has.
+    """The gradients of the weighted sum of all outputs with a graph; zeros if no output has one.
 
-    unhandled: if true, TorchFunctionModes do not handle this call, so that they see backward's calls.
+    more: for `gradients`; with unhandled=True, TorchFunctionModes do not intercept autograd.grad, so
+    that they see the torch calls inside backward.
     """
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     live = [(y, u.clone()) for y, u in zip(outputs, weights, strict=True) if y.requires_grad]
@@ -484,7 +485,7 @@ def grad(outputs: Tensors, inputs: Tensors, weights: Tensors | None = None, **mo
 
 
 def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> TensorMap:
-    """The map (x, t) -> J(x) t, in forward mode: by torch.func, which nests, or by dual tensors."""
+    """The map (x, t) -> J(x) t in forward mode, by torch.func (which nests) or by dual tensors."""
     load_decompositions()
 
     def map_(*given: Tensor) -> list[Tensor]:
@@ -500,7 +501,7 @@ def tangent(function: TensorMap, count: int, *, by_torch_func: bool = False) -> 
 def vjps(function: TensorMap, x: Tensors, covectors: Numbered) -> list[list[Tensor]]:
     """For each covector (i, w), J_i(x)^T w by every input.
 
-    The graph is kept from one covector to the next, unless the function allows one backward pass only.
+    The graph is kept from one covector to the next; it is rebuilt if it allows only one backward pass.
     """
     results: list[list[Tensor]] = []
     leaves, outputs = at_leaves(function, x)
@@ -517,7 +518,7 @@ def vjps(function: TensorMap, x: Tensors, covectors: Numbered) -> list[list[Tens
 
 
 def jvp(f: TensorMap, x: Tensors, j: int, v: Tensor, *, by_torch_func: bool = False) -> Vector:
-    """J(x) v, with v a direction of input j, in forward mode."""
+    """J(x) v in forward mode, for a direction v of input j."""
 
     def moved(*y: Tensor) -> Vector:
         return f(*x[:j], *y, *x[j + 1 :])
