@@ -1,10 +1,11 @@
-"""What an algorithm gets of a user's function: a pure function of a list of leaves, and the leaves.
+"""The input of every algorithm: the user's function as a pure function of a list of leaves, and the
+leaves.
 
     problem = Problem.of(policy, loss, params, *args)
     f = problem(*problem.leaves)                 # a scalar, whatever module, batch or mesh is behind it
-    tree = problem.tree(vector)                  # a vector in the structure that came in
+    tree = problem.tree(vector)                  # a vector in the structure of the user's params
 
-The options of an entry point are checked once and stand in its policy.
+`Policy` holds the options of the entry point, which were checked once.
 """
 
 import copy
@@ -35,7 +36,7 @@ from hoglib.errors import ArgumentTypeError, UnsupportedError
 
 
 class EvaluationOptions(TypedDict, total=False):
-    """How a model is evaluated: the options that all entry points have, also learners."""
+    """The options of all entry points, and of learners: how a model is evaluated."""
 
     stand_ins: bool
     remat: Remat
@@ -45,17 +46,18 @@ class Options(EvaluationOptions, total=False):
     """The keyword options of every function that differentiates a user's function.
 
     Args:
-        stand_ins: Run the function inside :func:`hoglib.second_order`, where torch calls that have no
-            second derivative, or a wrong one, are replaced by functions that have a right one.
+        stand_ins: Run the function inside :func:`hoglib.second_order`, which replaces torch calls that
+            lack a second derivative, or have a wrong one, by functions with a right one.
             Default: True.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of
-            kept, by :func:`hoglib.ops.remat`: True for the blocks that it repeats, or their names or
-            globs, as "layers.*". Less memory, more time, the same result. Default: False.
+        remat: Blocks of the model that :func:`hoglib.ops.remat` recomputes in backward, instead of
+            keeping their intermediate values: True for the blocks that the model repeats, or names or
+            globs of blocks, as "layers.*". It takes less memory and more time; results do not change.
+            Default: False.
         compile: Capture the computation as a graph and compile it: True for inductor, "eager" to run
             the captured graph by torch, or a mode of ``torch.compile``, as "reduce-overhead" (CUDA
-            graphs) and "max-autotune". Later calls with the same signature reuse it, also those of a
-            function that is created anew for each call. With remat, the passes of each block are
-            compiled instead, once for all blocks that are equal. Default: False.
+            graphs) and "max-autotune". Later calls with an equal signature reuse the graph, also if the
+            function is created anew for each call. With remat, the passes of each block are compiled
+            instead, once for all equal blocks. Default: False.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -72,13 +74,13 @@ OPTION_NAMES = tuple(Options.__annotations__)
 
 
 class Policy(NamedTuple):
-    """How a user's function is evaluated and differentiated: the options of an entry point, checked."""
+    """The checked options of an entry point: how a user's function is evaluated and differentiated."""
 
     caller: str  # the public function or class, for messages
-    create_graph: bool = False
-    stand_ins: bool = True
-    remat: Remat = False  # blocks of the model that are recomputed
-    backend: str = ""  # that compile= names; empty for none
+    create_graph: bool = False  # results can be differentiated again, as in torch.autograd.grad
+    stand_ins: bool = True  # run the function inside `second_order`
+    remat: Remat = False  # blocks of the model to be recomputed
+    backend: str = ""  # that the option compile= names; "" for none
     strict: tuple[str, ...] | None = None  # leaf names; each must have a second derivative
 
     @classmethod
@@ -91,9 +93,9 @@ class Policy(NamedTuple):
         names: Sequence[str] = OPTION_NAMES,
         functions: bool = False,
     ) -> "Policy":
-        """The options, with their defaults, or an error that names the wrong one.
+        """The options with their defaults; an error names a wrong option.
 
-        functions: whether `compile` may be a function, which compiles a graph.
+        functions: Accept a function, which compiles a graph, as `compile`.
         """
         if not options:
             return cls(caller, create_graph, strict=strict)
@@ -107,27 +109,28 @@ class Policy(NamedTuple):
 
     @property
     def compiles(self) -> bool:
-        """Whether anything is compiled: the whole, or the blocks that are recomputed."""
+        """Whether anything is compiled: one graph of all, or the recomputed blocks."""
         return bool(self.backend)
 
     @property
     def one_graph(self) -> bool:
-        """Whether the computation is captured as a whole."""
+        """Whether the whole computation is captured as one graph."""
         return bool(self.backend) and self.remat is False
 
     @property
     def compiles_blocks(self) -> bool:
-        """Whether the blocks that are recomputed are compiled, which have backward passes only."""
+        """Whether only recomputed blocks are compiled: their passes, not the computation around
+        them."""
         return bool(self.backend) and self.remat is not False
 
     def check_blocks(self, func: Callable[..., Any]) -> None:
-        """Raise where a function has no blocks of the kind that are to be recomputed."""
+        """Raise if `remat` names blocks that the function does not have."""
         if self.remat is not False:
             find_blocks(self.remat, func)
 
 
 def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Raise for a keyword that is none of the options."""
+    """Raise for a keyword that is not among the names."""
     for key in options:
         if key not in names:
             known = dict.fromkeys((*entry_keywords(), *names))
@@ -138,7 +141,7 @@ def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[
 
 
 def refuse_wrapped_calls(caller: str, func: Callable[..., Any]) -> None:
-    """Raise for a function that calls, by itself, a module whose hooks gather its parameters."""
+    """Raise for a function that calls, by itself, a module with hooks that gather its parameters."""
     if getattr(func, "model", None) is None and any(
         isinstance(part, nn.Module) and wrapped_attributes(part, mixed_precision=True)
         for found in ClosureWalker(func, STATE).objects
@@ -152,7 +155,7 @@ def refuse_wrapped_calls(caller: str, func: Callable[..., Any]) -> None:
 
 
 def warn_if_replaced(caller: str, loss: object, params: Tree) -> None:
-    """Warns of parameters that were those of a functional loss's model, and are not any more."""
+    """Warn if `params` has a parameter that the model of a functional loss has replaced since."""
     find = getattr(loss, "_replaced_parameter", None)
     name = find(params) if find is not None else ""
     if name:
@@ -166,15 +169,25 @@ def warn_if_replaced(caller: str, loss: object, params: Tree) -> None:
 @final
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A loss with its other arguments bound, at a point: f(p) = loss(params, *args) of the leaves p."""
+    """A loss with its other arguments bound, at a point: f(p) = loss(params, *args) of the leaves p.
+
+    Attributes:
+        policy: The options of the entry point.
+        loss: The user's function.
+        structure: The structure of the user's params, from `pytree.flatten`.
+        leaves: p; of sharded parameters, this process's shards.
+        args: The arguments after params.
+        placement: The distribution of the leaves over processes.
+        call: The call of `loss`, for messages.
+    """
 
     policy: Policy
     loss: Any
-    structure: Any  # of the parameters, as `pytree.flatten` gives it
-    leaves: Vector  # p; where processes share the parameters the shards of this one
+    structure: Any
+    leaves: Vector
     args: tuple[Any, ...]
-    placement: Placement = WHOLE  # of the leaves over processes
-    call: str = "func(params, *args)"  # for messages
+    placement: Placement = WHOLE
+    call: str = "func(params, *args)"
 
     @classmethod
     def of(cls, policy: Policy, loss: object, params: Tree, *args: Any) -> "Problem":
@@ -185,26 +198,27 @@ class Problem:
         return cls(policy, loss, structure, placement.local(leaves), args, placement)
 
     def __call__(self, *leaves: Tensor) -> Tensor:
-        """f at other leaves, the mean over the processes that share them."""
+        """f at these leaves; of sharded leaves, the mean over the processes."""
         params = pytree.unflatten(self.placement.gather(leaves), self.structure)
         return self.placement.mean_of(
             lambda: validation.scalar(self.call, self.loss(params, *self.args))
         )
 
     def params(self, leaves: Sequence[Tensor]) -> Any:
-        """The parameters, whole, of their leaves."""
+        """The user's params, whole, with these leaves."""
         return pytree.unflatten(self.placement.gather(leaves), self.structure)
 
     def tree(self, vector: Sequence[Tensor]) -> Any:
-        """A vector in the structure and the placement of the parameters."""
+        """A vector with the structure and the placement of the user's params."""
         return pytree.unflatten(self.placement.wrap(vector), self.structure)
 
     def gathered(self) -> "Problem":
-        """The same at whole parameters, of this process alone: its loss communicates nothing."""
+        """A copy at whole parameters on this process alone: its loss communicates nothing."""
         if not isinstance(self.placement, Sharding):
             return self
         loss, model = self.loss, getattr(self.loss, "model", None)
         own = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+        # sharded parameters of the model that params does not contain
         names = [n for n, p in own.items() if is_sharded(p) and n not in self.placement.names]
         with self.placement.translate_errors(self.policy.caller):
             if names and hasattr(loss, "with_parameters"):
@@ -213,11 +227,11 @@ class Problem:
         return replace(self, loss=loss, leaves=leaves, placement=WHOLE)
 
     def with_args(self, *args: Any) -> "Problem":
-        """The same with other arguments."""
+        """A copy with other arguments."""
         return replace(self, args=args)
 
     def in_double(self) -> "Problem":
-        """The same in float64; the user's loss is not changed."""
+        """A copy in float64; the user's loss is not changed."""
         loss = self.loss
         if isinstance(loss, nn.Module):
             loss = copy.deepcopy(loss).double()
@@ -227,11 +241,11 @@ class Problem:
         return replace(self, loss=loss, leaves=leaves, args=args)
 
     def entered(self, blocks: Sequence[Any]) -> "Problem":
-        """The same with ordinary tensors for inference tensors, which autograd refuses to save, and
-        with parameters that the blocks which are recomputed gather when they run."""
+        """A copy without inference tensors, which autograd refuses to save, in which recomputed blocks
+        gather their sharded parameters when they run."""
         leaves, args = clone_inference_tensors((self.leaves, self.args))
         placement = self.placement
-        if blocks:  # a module takes long to say that it has no model
+        if blocks:  # a short cut: looking for an attribute that a module lacks is slow
             placement = placement.defer(getattr(self.loss, "model", None), blocks)
         if leaves is self.leaves and args is self.args and placement is self.placement:
             return self

@@ -1,9 +1,9 @@
-"""What a callable reaches besides its arguments: closure, defaults, globals, attributes, ``self``.
+"""The objects that a callable reaches besides its arguments: through its closure, defaults, globals,
+attributes and ``self``.
 
-One traversal, :class:`ClosureWalker`, answers this for recomputation (a tensor that a function does
-not get as an argument would receive no gradient, without an error), for the guards of captured graphs,
-and for the state that a curvature operator depends on. A :class:`Scope` says how far it goes. It
-follows the :func:`references` from object to object, at the end.
+:class:`ClosureWalker` traverses them, by the :func:`references` from object to object. Recomputation
+uses it to refuse a captured tensor, which would get no gradient without an error; guards of captured
+graphs and the state of a curvature operator use it, too. A :class:`Scope` limits a traversal.
 """
 
 import dis
@@ -27,9 +27,10 @@ from hoglib._core.runtime.source_location import is_user_file
 from hoglib._core.torch_api import pytree
 from hoglib.errors import ArgumentValueError
 
-Step = Callable[[Any], Any]
-FOUND = (Tensor, nn.Module, torch.Generator)  # what a search through references is for
-NEVER = {"__init__", "extra_repr", "reset_parameters", "__repr__"}
+Step = Callable[[Any], Any]  # holder -> the object that it holds
+FOUND = (Tensor, nn.Module, torch.Generator)  # the types that a traversal looks for
+NEVER = {"__init__", "extra_repr", "reset_parameters", "__repr__"}  # methods that no forward calls
+# names that Python or torch reads, though they stand in no code
 IMPLICIT = {
     "__call__", "__wrapped__", "__iter__", "__getitem__", "__len__", "__getattr__", "forward",
     "_parameters", "_buffers", "_modules",
@@ -37,18 +38,30 @@ IMPLICIT = {
 
 
 class Reference(NamedTuple):
-    """What an object holds."""
+    """A reference from an object, its holder, to a value.
+
+    value: The object that the holder refers to.
+    step: Reads the value from the holder, at later calls again.
+    label: The last part of a path, for messages: "weight", "[0]", ".weight".
+    how: A verb for messages, "closes over"; "" for a part that only continues the holder's path.
+    name: Of an attribute.
+    if_read: For an attribute of a class or function, which fewer scopes follow if no code reads it.
+    """
 
     value: Any
-    step: Step  # from the holder to the value
-    label: str = ""  # "weight", "[0]", ".weight"
-    how: str = ""  # "closes over"; empty for what continues the path of its holder
-    name: str | None = None  # of an attribute
-    if_read: bool = False  # an attribute of a class or a function
+    step: Step
+    label: str = ""
+    how: str = ""
+    name: str | None = None
+    if_read: bool = False
 
 
 class Attributes:
-    """The attributes of an object, which are read by name and may grow in number."""
+    """The ``__dict__`` of an object: its items are followed by name, and it may grow after its visit.
+
+    fields: The ``__dict__``.
+    if_read: See :class:`Reference`.
+    """
 
     __slots__ = ("fields", "if_read")
 
@@ -59,14 +72,14 @@ class Attributes:
 @final
 @dataclass(frozen=True)
 class Scope:
-    """How far a traversal goes.
+    """The limits of a traversal.
 
     Args:
-        unread_attributes: Attributes of objects are followed also if no code on the way reads them.
-        methods: Methods and class attributes are followed also if no code on the way reads them.
-        modules: ``nn.Module`` objects are entered, as other objects are.
-        libraries: Globals of functions of installed libraries are followed too (but for those of torch
-            and hoglib, whose functions compute with their arguments).
+        unread_attributes: Follow attributes of objects also if no visited code reads their names.
+        methods: Follow methods and class attributes also if no visited code reads their names.
+        modules: Enter ``nn.Module`` objects, as any others.
+        libraries: Follow globals of functions in installed libraries, except torch and hoglib: their
+            functions compute from their arguments.
         depth: The largest number of steps from the root.
     """
 
@@ -77,42 +90,47 @@ class Scope:
     depth: float = float("inf")
 
 
-READ = Scope()  # what the code may read: guards need every path to a tensor
+READ = Scope()  # for guards: every path by which the code may read a tensor
 ALL = Scope(unread_attributes=True, methods=True)
-STATE = Scope(modules=False, libraries=False)  # whose modules are read as a whole
-# Deep enough for a partial of a method of an object with a list of configs of tensors.
+STATE = Scope(modules=False, libraries=False)  # for operators, which read a module as a whole
+# Deep enough for a partial of a method of an object that has a list of configs with tensors.
 HELD = Scope(unread_attributes=True, modules=False, libraries=False, depth=8)
 HELD_BY_MODULE = Scope(unread_attributes=True, modules=False, libraries=False, depth=3)
 
-_MAX_OBJECTS = 200_000  # at which a search ends that has met a data structure of the user's
+_MAX_OBJECTS = 200_000  # ends a traversal that has run into a large data structure of the user
 
 
 class Capture(NamedTuple):
-    """A tensor, module or generator, and how it is reached."""
+    """A tensor, module or generator that a traversal found; str() is a phrase for messages.
 
-    how: str  # "closes over"
-    path: str  # "self.layers[0]"
+    how: A verb, "closes over".
+    path: "self.layers[0]".
+    value: The object.
+    via: The way to the holder, "closes over `helper`, which ".
+    """
+
+    how: str
+    path: str
     value: Any
-    via: str = ""  # "closes over `helper`, which "
+    via: str = ""
 
     def __str__(self) -> str:
         return f"{self.via}{self.how} `{self.path}`"
 
 
 def held(value: object) -> Iterator[Capture]:
-    """The tensors, modules and generators inside any object, nearest first."""
+    """The tensors, modules and generators that any object holds, nearest first."""
     return _search_captures(value, "holds", "value", HELD)
 
 
 def held_tensors(value: object) -> list[Tensor]:
-    """The tensors inside any object that is none itself, those of modules too."""
+    """The tensors that an object other than a tensor holds, with the tensors of modules in it."""
     if is_plain(value) or isinstance(value, Tensor | torch.Generator):
         return []
     if isinstance(value, list | tuple | dict):
         leaves = pytree.leaves(value)
-        if all(
-            isinstance(x, Tensor) or is_plain(x) for x in leaves
-        ):  # the search takes ten times as long
+        # a short cut: a traversal takes ten times as long
+        if all(isinstance(x, Tensor) or is_plain(x) for x in leaves):
             return [x for x in leaves if isinstance(x, Tensor)]
     found = [capture.value for capture in held(value)]
     if isinstance(value, nn.Module):
@@ -128,13 +146,13 @@ def held_tensors(value: object) -> list[Tensor]:
 
 
 def with_tensors(value: object, tensors: Sequence[Tensor | None]) -> Any:
-    """A copy of an object with others in the place of its :func:`held_tensors`; None keeps one."""
+    """A copy of an object with given tensors instead of its :func:`held_tensors`; None keeps one."""
     memo: dict[int, Any] = {}
     for x, y in zip(held_tensors(value), tensors, strict=True):
         memo[id(x)] = x if y is None else y
         if isinstance(x, nn.Parameter) and y is not None and not isinstance(y, nn.Parameter):
             memo[id(x)] = nn.Parameter(y, x.requires_grad)
-    # the innermost first: `deepcopy` takes functions for atoms
+    # Copy closures by hand, the innermost first: deepcopy does not copy functions.
     for one in reversed(ClosureWalker(value, HELD).objects):
         if (
             isinstance(one, FunctionType)
@@ -148,13 +166,14 @@ def with_tensors(value: object, tensors: Sequence[Tensor | None]) -> Any:
 
 
 def generators(*values: Any) -> list[torch.Generator]:
-    """The generators inside any objects."""
+    """The generators that any of the objects holds."""
     found = (capture.value for value in values for capture in held(value))
     return [value for value in found if isinstance(value, torch.Generator)]
 
 
 def refuse(what: str, fn: Callable[..., Any]) -> list[torch.Generator]:
-    """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators it reaches."""
+    """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators that it
+    reaches."""
     is_object = not isinstance(fn, FunctionType | MethodType | partial)
     found = []
     for capture in _search_captures(fn, "is an object with" if is_object else "", "self", HELD):
@@ -170,7 +189,7 @@ def refuse(what: str, fn: Callable[..., Any]) -> list[torch.Generator]:
 
 
 def refuse_hidden(what: str, module: nn.Module) -> None:
-    """Raises if a module holds modules or trainable tensors that it has not registered."""
+    """Raises if a module holds modules or trainable tensors that are not registered in it."""
     for capture in unregistered(module):
         if _is_trainable(capture.value):
             raise ArgumentValueError(
@@ -182,7 +201,7 @@ def refuse_hidden(what: str, module: nn.Module) -> None:
 
 
 def unregistered(module: nn.Module) -> Iterator[Capture]:
-    """The tensors, modules and generators that a module holds besides those it has registered."""
+    """The tensors, modules and generators that a module holds without having registered them."""
     known = {id(value) for value in (*module.parameters(), *module.buffers(), *module.modules())}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
@@ -195,7 +214,7 @@ def unregistered(module: nn.Module) -> Iterator[Capture]:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """The name of a function for messages; of a module its class, of another object its own repr."""
+    """A name for messages: of a function its own, of a module its class, of another object its repr."""
     if isinstance(fn, partial):
         return name_of(fn.func)
     kind: Any = type(fn)
@@ -205,9 +224,9 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def owner_of(func: Callable[..., Any]) -> Any:
-    """The module, object or code of a function: the same object in each call, also for a function that
-    is created anew for each call."""
-    if isinstance(func, nn.Module):  # which would take long to say that it has no __wrapped__
+    """The module, object or code that a function belongs to. It stays the same object where the user
+    creates the function anew for each call."""
+    if isinstance(func, nn.Module):  # a short cut: the search of a module for __wrapped__ is slow
         return func
     if isinstance(func, partial):
         return owner_of(func.func)
@@ -219,7 +238,7 @@ def owner_of(func: Callable[..., Any]) -> Any:
     return getattr(func, "__code__", None) or getattr(type(func).__call__, "__code__", func)
 
 
-# What every module has, and an LSTM's list of its own parameters.
+# The attributes of every module, and the lists in which an RNN keeps its registered parameters.
 _MODULE_FIELDS = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
@@ -231,14 +250,14 @@ def _is_trainable(value: object) -> bool:
 
 
 def _short(value: object) -> str:
-    """A few words on a tensor or module."""
+    """A description of a tensor or module for messages."""
     if isinstance(value, Tensor):
         return validation.describe(value)
     return f"the module {type(value).__name__}"
 
 
 def _advise(what: str, fn: Callable[..., Any], capture: Capture) -> str:
-    """How to make what was found an argument."""
+    """Advice on how to make the captured object an argument."""
     if isinstance(fn, MethodType) and isinstance(fn.__self__, nn.Module):
         name = fn.__name__
         if name in ("forward", "__call__"):
@@ -250,7 +269,7 @@ def _advise(what: str, fn: Callable[..., Any], capture: Capture) -> str:
 
 
 def _search_captures(root: object, how: str, path: str, scope: Scope) -> Iterator[Capture]:
-    """The tensors, modules and generators that are reached, with a description of the way there."""
+    """The tensors, modules and generators that `root` reaches, described by the way to them."""
     if isinstance(root, FOUND):
         yield Capture(how, path, root)
         return
@@ -260,7 +279,12 @@ def _search_captures(root: object, how: str, path: str, scope: Scope) -> Iterato
 
 
 class Edge(NamedTuple):
-    """How one object is reached from another; both by their places in the traversal."""
+    """A reference between two visited objects; both are given by their indices in the traversal.
+
+    holder: The object that refers.
+    step: Reads the held object from the holder.
+    held: The object that is referred to.
+    """
 
     holder: int
     step: Step
@@ -268,7 +292,12 @@ class Edge(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A number, a text or a class that an object holds."""
+    """A number, string or class that a visited object holds.
+
+    holder: The index of the object.
+    step: Reads the value from it.
+    value: As found.
+    """
 
     holder: int
     step: Step
@@ -277,16 +306,18 @@ class Fact(NamedTuple):
 
 @final
 class ClosureWalker:
-    """The objects that are reached from a root, breadth-first, and how.
+    """The objects that a root reaches, breadth-first, and the references between them.
 
-    An attribute is followed if some code on the way has its name: so the training loop that the
-    ``self`` of a method also holds is left alone. A :class:`Scope` may ask for more.
+    An attribute is followed if the code of a visited function or class contains its name: a loss that
+    is a method of a training loop does not lead to all that the loop has. A :class:`Scope` may ask for
+    more.
+    more.
 
     Attributes:
-        objects: The objects that were reached; the root is the first.
+        objects: The visited objects; the root is the first.
         found: The indices in ``objects`` of tensors, modules and generators other than the root.
-        edges: All references between them.
-        facts: The numbers, texts and classes that they hold.
+        edges: All references between visited objects.
+        facts: The numbers, strings and classes that visited objects hold.
         places: id of an object -> its index in ``objects``.
     """
 
@@ -297,24 +328,27 @@ class ClosureWalker:
         self.facts: list[Fact] = []
         self.places: dict[int, int] = {}
         self._scope = scope
-        self._first: dict[int, tuple[int, Reference]] = {}  # how each object was reached first
-        self._depths = {0: 0}
-        self._names = set(IMPLICIT)  # that some code reads
+        # index -> (holder, reference), at first visit
+        self._first: dict[int, tuple[int, Reference]] = {}
+        self._depths = {0: 0}  # index -> number of steps from the root
+        self._names = set(IMPLICIT)  # names in the code met so far
+        # name -> references of that name, to be followed once some code contains the name
         self._unread: dict[str, list[tuple[int, Reference]]] = defaultdict(list)
-        self._bases: set[type] = {nn.Module, object}  # classes on the way, and theirs
-        self._methods: dict[str, list[Any]] = defaultdict(list)  # of these, by name
+        self._bases: set[type] = {nn.Module, object}  # visited classes, with their bases
+        # name -> methods of visited classes
+        self._methods: dict[str, list[Any]] = defaultdict(list)
         self._queue = deque([self.add(root)])
         while self._queue and len(self.objects) < _MAX_OBJECTS:
             self._enter(self._queue.popleft())
 
     def add(self, value: object) -> int:
-        """Adds an object that was not reached, and returns its place."""
+        """Adds an object to ``objects``, and returns its index."""
         self.places[id(value)] = len(self.objects)
         self.objects.append(value)  # kept alive, so that no other object gets its id
         return self.places[id(value)]
 
     def describe(self, place: int, how: str, path: str) -> Capture:
-        """How an object is reached; ``how`` and ``path`` describe the root."""
+        """The Capture of a visited object; ``how`` and ``path`` describe the root."""
         value, via, steps = self.objects[place], "", []
         while place:
             place, reference = self._first[place]
@@ -328,7 +362,7 @@ class ClosureWalker:
         return Capture(how, path.removeprefix("."), value, via)
 
     def _enter(self, place: int) -> None:
-        """Follows the references of an object."""
+        """Visits an object: reads the code that belongs to it, then follows its references."""
         value = self.objects[place]
         if isinstance(value, FunctionType):
             self._read(names_in(value.__code__))
@@ -341,13 +375,13 @@ class ClosureWalker:
                 self._unread[reference.name].append((place, reference))
 
     def _is_followed(self, reference: Reference) -> bool:
-        """Whether a reference is followed already, before more code is read."""
+        """Whether to follow a reference now, not only when some code contains its name."""
         if reference.name is None or reference.name in self._names:
             return True
         return self._scope.methods if reference.if_read else self._scope.unread_attributes
 
     def _follow(self, place: int, reference: Reference) -> None:
-        """Records what a reference leads to, and enters it later."""
+        """Records the value of a reference, and queues it for a visit."""
         held = reference.value
         if is_plain(held):
             self.facts.append(Fact(place, reference.step, held))
@@ -369,7 +403,7 @@ class ClosureWalker:
         self.edges.append(Edge(place, reference.step, known))
 
     def _read(self, names: Set[str]) -> None:
-        """Follows the attributes of these names, and of those that methods of these names read."""
+        """Follows attributes of these names, and then of the names in methods of these names."""
         while names := names - self._names:
             self._names |= names
             for name in names & self._unread.keys():
@@ -379,7 +413,7 @@ class ClosureWalker:
             names = set().union(*map(_names_in_method, methods))
 
     def _add_class(self, kind: type) -> set[str]:
-        """Adds the methods of a class, and returns the names that those read which are called."""
+        """Adds the methods of a class, and returns the names in the code of those to be called."""
         found: set[str] = set()
         for base in set(kind.__mro__) - self._bases:
             self._bases.add(base)
@@ -396,23 +430,23 @@ def _names_in_method(method: object) -> set[str]:
     return set(names_in(code)) if isinstance(code, CodeType) else set()
 
 
-_NOT_RECORDED = (ModuleType, CodeType, torch.jit.ScriptFunction)
+_NOT_RECORDED = (ModuleType, CodeType, torch.jit.ScriptFunction)  # types that are not visited
 
 
-# What one object holds: a closure, defaults, the globals that code reads, items, attributes, methods.
+# References of one object: closure, defaults, globals that code reads, items, attributes, methods.
 
-_MAX_ITEMS = 1000  # of one container
-_MAX_PLAIN = 64  # items of a container whose numbers and texts are compared
+_MAX_ITEMS = 1000  # items of a container that are followed
+_MAX_PLAIN = 64  # items of the largest container that has its numbers and strings compared
 
 
-# Its objects keep tensors of earlier calls; of these, only the function is followed.
+# Objects of this package keep tensors of earlier calls; only their attribute `fn` is followed.
 _KEEP_TENSORS = "hoglib.capture."
 _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 _attributes = attrgetter("__dict__")
 
 
 def references(value: object, libraries: bool = True) -> Iterator[Reference]:
-    """What an object holds: a closure, the items of a container, attributes, methods."""
+    """The references of an object: closure, items of a container, attributes, methods."""
     if isinstance(value, FunctionType):
         yield from _of_function(value, libraries)
     elif isinstance(value, Attributes):
@@ -436,7 +470,7 @@ def references(value: object, libraries: bool = True) -> Iterator[Reference]:
 
 
 def _of_function(fn: FunctionType, libraries: bool) -> Iterator[Reference]:
-    """What a function closes over, its defaults, its attributes and the globals that it reads."""
+    """References to a function's closure, defaults, attributes, and globals that it reads."""
     code = fn.__code__
     for i, (name, cell) in enumerate(zip(code.co_freevars, fn.__closure__ or (), strict=True)):
         if is_filled(cell):
@@ -456,7 +490,7 @@ _FIELDS = {key: attrgetter(key) for key in ("__defaults__", "__kwdefaults__", "a
 def _of_arguments(
     holder: object, field: str, how: str, names: tuple[str, ...] | list[str] = ()
 ) -> Iterator[Reference]:
-    """Defaults or partial arguments, each under its name; plain ones as a whole."""
+    """References to defaults or partial arguments, one for each name; a single one if all are plain."""
     values = getattr(holder, field)
     if is_plain(values):  # a tuple of numbers, or None
         yield Reference(values, _FIELDS[field])
@@ -468,7 +502,7 @@ def _of_arguments(
 
 
 def _of_globals(fn: FunctionType) -> Iterator[Reference]:
-    """The globals that a function reads; of Python modules, the attributes that it reads."""
+    """References to globals that a function reads; of a Python module to the attributes it reads."""
     found = set()
     for names in _global_reads(fn.__code__):
         value: Any = fn.__globals__.get(names[0], _MISSING)
@@ -478,7 +512,8 @@ def _of_globals(fn: FunctionType) -> Iterator[Reference]:
         if value is _MISSING or names[:used] in found:
             continue
         found.add(names[:used])
-        if isinstance(value, ModuleType) and _is_users_module(value):  # `m = module`, then `m.w`
+        # an attribute may be read through a local variable: `m = module`, then `m.w`
+        if isinstance(value, ModuleType) and _is_users_module(value):
             for name in sorted(names_in(fn.__code__) & vars(value).keys()):
                 yield _at_global((*names[:used], name), vars(value)[name])
         elif module is None or _is_users_module(module) or isinstance(value, FOUND):
@@ -490,28 +525,28 @@ def _at_global(path: tuple[str, ...], value: object) -> Reference:
 
 
 def _of_container(value: Any) -> Iterator[Reference]:
-    """The items of a container; plain ones only of a small one."""
+    """References to the items of a container; to plain items only if the container is small."""
     if isinstance(value, list | tuple) and type(value) not in (list, tuple):
         yield from _of_sequence(value)
         return
     try:
         pairs = list(value.items() if isinstance(value, Mapping) else enumerate(value))[:_MAX_ITEMS]
-    except Exception:  # a class of the user's, whose items cannot be read
+    except Exception:  # the user's class may raise anything
         return
     unordered = isinstance(value, set | frozenset)
     own_items = isinstance(value, dict) and type(value).__getitem__ is not dict.__getitem__
     for i, (key, item) in enumerate(pairs):
         if is_plain(item) and (unordered or len(pairs) > _MAX_PLAIN or not is_plain(key)):
             continue
-        # A step keeps no key alive that is an object.
+        # A step by position holds no reference to the key, so the key can be freed.
         step: Step = itemgetter(key) if is_plain(key) and not unordered else partial(_nth, i)
-        if isinstance(step, itemgetter) and own_items:  # whose `[key]` may make a new object
+        if isinstance(step, itemgetter) and own_items:  # the class's `[key]` may make a new object
             step = partial(_stored, dict, key)
         yield Reference(item, step, f"[{key!r}]")
 
 
 def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:
-    """The items of a list or tuple of another class, which may refuse to be iterated."""
+    """References to the items of a subclass of list or tuple, whose own `__iter__` may raise."""
     base: Any = list if isinstance(value, list) else tuple
     for i, item in enumerate(list(base.__iter__(value))[:_MAX_ITEMS]):
         if not is_plain(item) or base.__len__(value) <= _MAX_PLAIN:
@@ -519,7 +554,8 @@ def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:
 
 
 def _of_object(value: object) -> Iterator[Reference]:
-    """The attributes of an object, and the members of its classes that are the user's."""
+    """References to an object's attributes, and to members of those of its classes that the user
+    wrote."""
     fields = getattr(value, "__dict__", None)
     if isinstance(fields, dict):
         yield Reference(Attributes(fields), _attributes)
@@ -544,16 +580,16 @@ _PLAIN = (
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is compared as it is: a number, a text, a class, a tuple of them."""
+    """Whether guards compare a value by ==: a number, a string, a class, a tuple of such values."""
     if type(value) in _PLAIN or isinstance(value, _PLAIN):  # the first is faster
         return True
-    # The methods of tuple itself: those of a subclass may raise.
+    # The methods of tuple: a subclass may override them, and raise.
     small = isinstance(value, tuple) and tuple.__len__(value) <= _MAX_PLAIN
     return small and all(map(is_plain, tuple.__iter__(value)))
 
 
 def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:
-    """The number of items of a container, also where its class has another length, or none."""
+    """The number of items of a container, also where a subclass overrides __len__."""
     if isinstance(value, dict):
         return dict.__len__(value)
     return list.__len__(value) if isinstance(value, list) else tuple.__len__(value)
@@ -561,7 +597,7 @@ def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """The names that code, and the functions inside it, look up, also by getattr."""
+    """The names that code, and functions defined in it, look up, with strings for getattr."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -573,7 +609,7 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _global_reads(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """The globals that code reads, each with the attributes read of it: ("F", "relu")."""
+    """The globals that code reads, each with the chain of attributes read from it: ("F", "relu")."""
     chains: list[list[str]] = []
     growing = False
     for instruction in dis.get_instructions(code):
@@ -597,8 +633,8 @@ _MISSING = object()
 
 @lru_cache(maxsize=4096)
 def _is_searched(file: str, module: str | None, libraries: bool) -> bool:
-    """Whether the globals that a function of this file and module reads are followed."""
-    if file.startswith("<"):  # typed at a prompt, or generated
+    """Whether to follow the globals that functions of this file and module read."""
+    if file.startswith("<"):  # code typed at a prompt or generated has no file
         return (module or "torch").partition(".")[0] not in ("torch", "hoglib")
     return is_user_file(file) and (libraries or not file.startswith(_INSTALLED))
 
@@ -616,11 +652,11 @@ def _is_users_module(module: ModuleType) -> bool:
 
 
 def is_filled(cell: CellType) -> bool:
-    """Whether the variable of a closure has been assigned."""
-    return cell != CellType()  # an empty one, which equals empty ones alone
+    """Whether the variable in a cell of a closure is assigned."""
+    return cell != CellType()  # an empty cell equals only empty cells
 
 
-# Steps from a holder to what it holds, which guards keep and run again at each call.
+# Steps from a holder to a value. Guards keep them, and take them again at each call.
 
 
 def _closed_over(i: int, fn: Any) -> Any:

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def describe(value: object) -> str:
-    """A short description of a value: dtype and shape of a tensor, type and repr of anything else."""
+    """A tensor's dtype and shape, or another value's type and repr, for messages."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"a {dtype} tensor of shape {tuple(value.shape)}"
@@ -33,7 +33,7 @@ def describe(value: object) -> str:
 
 
 def short_repr(kind: type[T]) -> type[T]:
-    """A NamedTuple in whose repr more than ten numbers are a description."""
+    """Give a NamedTuple class a repr in which a description replaces more than ten numbers."""
 
     def text(self: Any) -> str:
         parts = [f"{name}={_shortened(x)}" for name, x in zip(self._fields, self, strict=True)]
@@ -52,7 +52,7 @@ def _shortened(value: object) -> str:
 
 
 def package(name: str, caller: str, install: str) -> Any:
-    """An optional package, or a module of it."""
+    """Import an optional package, or a module of one."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -131,7 +131,8 @@ def tensor_or_number(what: str, value: object) -> None:
 
 
 def dim(what: str, value: object, rank: int) -> int:
-    """A dimension of a tensor of that rank, counted from 0; rank 0 has dimension 0, as in torch."""
+    """A dimension of a tensor with `rank` dimensions, counted from 0; rank 0 has dimension 0, as in
+    torch."""
     extent, number = max(rank, 1), integer(what, value)
     if not -extent <= number < extent:
         raise errors.ArgumentIndexError(
@@ -142,7 +143,7 @@ def dim(what: str, value: object, rank: int) -> int:
 
 
 def dims(what: str, value: Any, rank: int) -> tuple[int, ...]:
-    """Dimensions from one or several, in order; None and an empty tuple mean all, as in torch."""
+    """One or several dimensions, sorted; None and an empty tuple mean all dimensions, as in torch."""
     several = value is None or isinstance(value, tuple | list)
     result = {dim(what, entry, rank) for entry in ((value or ()) if several else (value,))}
     if several and value and len(result) < len(value):
@@ -186,12 +187,12 @@ def none_or_at_least(what: str, value: object, minimum: int) -> int | None:
     return None if value is None else at_least(what, value, minimum)
 
 
-# torch's compiler, the graph as it is, and torch's compiler in the modes that torch.compile has
+# torch.compile's compiler; the captured graph, not compiled; torch.compile's modes
 BACKENDS = ("inductor", "eager", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 def backend(name: str, value: object) -> str:
-    """The backend that an option compile= names, or "" for none."""
+    """The backend that an option compile= names; "" if it is False."""
     if isinstance(value, str):
         return choice(name, value, BACKENDS)
     return "inductor" if boolean(name, value) else ""
@@ -239,7 +240,7 @@ def loss_function(what: str, value: object) -> Any:
 
 
 def not_the_model(what: str, value: object, params: object) -> None:
-    """Checks that a function is not the module whose parameters it should be a function of."""
+    """Checks that a function of params is not the module that has these params."""
     if isinstance(value, nn.Module) and isinstance(params, Mapping):
         names = {name for name, _ in value.named_parameters(remove_duplicate=False)}
         if params.keys() <= names:
@@ -247,7 +248,7 @@ def not_the_model(what: str, value: object, params: object) -> None:
 
 
 def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Checks for at least one tensor, and for elements in each."""
+    """Checks for at least one tensor, and that no tensor is empty."""
     if not tensors:
         raise errors.ArgumentValueError(
             "inputs: expected at least one floating-point or complex tensor, got none; there is "
@@ -262,7 +263,7 @@ def something_to_differentiate_by(names: Sequence[str], tensors: Sequence[Tensor
 
 
 def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]:
-    """Leaves and structure of a pytree, checked: floating-point tensors, at least one of them."""
+    """Leaves and structure of a pytree of at least one tensor, all floating-point or complex."""
     if isinstance(params, Iterator | nn.Module):
         named_tensors(what, params)
     leaves, structure = pytree.flatten(params)
@@ -274,7 +275,8 @@ def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]
     for x in leaves:
         if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
             continue
-        for name, leaf in zip(pytree.paths(params), leaves, strict=True):  # names take time
+        # only here: paths are slow
+        for name, leaf in zip(pytree.paths(params), leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 advice = (
                     "`hoglib.trainable_params(model)` returns a dict of a model's own, and "
@@ -287,7 +289,7 @@ def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]
 
 
 def named_tensors(what: str, params: object) -> None:
-    """Raise for what is no dict of tensors."""
+    """Raise unless params is a dict."""
     if not isinstance(params, dict):
         raise errors.ArgumentTypeError(
             f"{what}: expected a dict of tensors by qualified name, got {describe(params)}. Make one "
@@ -298,7 +300,7 @@ def named_tensors(what: str, params: object) -> None:
 def other_structure(
     what: str, tree: object, params: object, leaf: str = "...", like: str = "params"
 ) -> errors.ArgumentValueError:
-    """The error for a tree whose structure differs from params; `leaf` describes an expected leaf."""
+    """The error for a tree with another structure than params; `leaf` describes an expected leaf."""
     names, came = pytree.paths(params), pytree.paths(tree)
     missing = [name for name in names if name and name not in set(came)]
     extra = sorted(set(came) - {*names, ""})
@@ -317,7 +319,8 @@ def other_structure(
 
 
 def _in_order_of(params: Any, tree: Any) -> Any:
-    """The tree with mappings of the kind and in the order of those of params, which are no matter."""
+    """The tree with its mappings converted to the types and key order of those in params: neither
+    matters."""
     if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
         same: Any = copy(params)
         for name, part in params.items():
@@ -325,7 +328,7 @@ def _in_order_of(params: Any, tree: Any) -> Any:
         return same
     alike = type(tree) is type(params) and isinstance(tree, tuple | list)
     if alike and len(tree) == len(params):
-        make = getattr(tree, "_make", type(tree))  # of a namedtuple
+        make = getattr(tree, "_make", type(tree))  # a namedtuple is made by _make
         return make(map(_in_order_of, params, tree))
     return tree
 
@@ -338,9 +341,12 @@ def vectors(
     blocks: bool = True,
     flat: tuple[list[Tensor], Any] | None = None,
 ) -> tuple[list[Tensor], bool]:
-    """The leaves of a vector in the structure of params, or of a block with a trailing dimension.
+    """The leaves of a vector with the structure of params, or of a block with a trailing dimension.
 
-    like: what params are called. blocks: whether a block is accepted. flat: params, flattened before.
+    Returns the leaves, and whether they are a block.
+    like: The name of params in messages.
+    blocks: Accept a block.
+    flat: pytree.flatten(params), if the caller has it.
     """
     leaves, structure = pytree.flatten(tree)
     expected, expected_structure = flat or pytree.flatten(params)
@@ -354,7 +360,7 @@ def vectors(
         columns = first.shape[-1:]
     if _all_like(leaves, expected, columns) and 0 not in columns:
         return leaves, bool(columns)
-    names = pytree.paths(params)  # which take time
+    names = pytree.paths(params)  # only here: paths are slow
     for name, leaf, x in zip(names, leaves, expected, strict=True):
         where = leaf_name(what, name)
         tensor(where, leaf)
@@ -383,7 +389,7 @@ def vectors(
 
 
 def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
-    """Whether they are tensors of the shapes, with columns, the dtypes and the devices of others."""
+    """Whether leaves are tensors of the shape (plus columns), dtype and device of the expected ones."""
     for leaf, like in zip(leaves, expected, strict=True):
         if not (
             isinstance(leaf, Tensor)
@@ -398,7 +404,8 @@ def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
 def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
     if isinstance(value, Tensor):
-        with torch_internals.without_functions_seen():  # modes would see each of these questions
+        # an active mode would see each of these calls
+        with torch_internals.without_functions_seen():
             if value.dim() == 0 and value.is_floating_point():
                 return value
     tensor(what, value, "return that tensor alone, with its graph, without `.item()`")
@@ -415,12 +422,13 @@ def scalar(what: str, value: Any) -> Tensor:
 
 
 def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
-    """Checks for NaN and infinity; the message names the first values that are not finite.
+    """Checks for NaN and infinity; the message names the first positions that are not finite.
 
-    late: that a device is not to wait, so that the values of an earlier call may be looked at.
+    late: Do not wait for a device. The check may then report the values of the previous call.
     """
     late = late and values.device.type != "cpu"
     if late:
+        # about this call if it is the first, else about an earlier one; None if none has arrived
         found = read_late((what, values.shape), torch.isfinite(values.detach()).all())
         if found is None or found:
             return values
@@ -440,8 +448,10 @@ def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Ten
 def of_eigenvalues(
     function: Callable[[Tensor], Tensor], values: Tensor, present: Tensor | None = None
 ) -> Tensor:
-    """Checks for a function that is not taken element by element, and for values at eigenvalues that
-    are not finite; of those that are not present 0."""
+    """function(values), checked to be finite, and of the shape that an elementwise function gives.
+
+    present: False for eigenvalues that count as absent; their result is 0.
+    """
     found = function(values)
     if not isinstance(found, Tensor) or found.shape != values.shape:
         raise errors.ArgumentValueError(
@@ -460,30 +470,30 @@ def of_eigenvalues(
 
 
 def leaf_name(what: str, name: str) -> str:
-    """A leaf by its name: ``params['w']``, ``primals[0]``."""
+    """A leaf's name for messages: ``params['w']``, ``primals[0]``."""
     return f"{what}{name}" if name.startswith("[") else f"{what}[{name!r}]" if name else what
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not known."""
+    """The end of a sentence about an unknown name: a suggestion, or a full stop."""
     known = [*known]
     longer = [one for one in known if str(name).startswith(f"{one}_")]  # every_n_steps for every
     close = get_close_matches(str(name), known, n=1) or longer
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
-OF_ONE = "; a single {} is a batch of one: `x[None]`"  # where a batch is expected
+OF_ONE = "; a single {} is a batch of one: `x[None]`"  # advice where a batch is expected
 OF_PARTS = ("inputs", "batch", "data", "query")  # arguments that may be tuples of tensors
 
 
 def as_one(name: str, more: Sequence[Any]) -> str:
-    """The end of a sentence about arguments that should be parts of one."""
+    """The end of a sentence about arguments to be passed as one tuple."""
     several = ", ".join(["...", *("..." for _ in more)])
     return f"; pass the last {len(more) + 1} as one, `{name}=({several})`."
 
 
 def explain_arguments(function: F) -> F:
-    """The function, which says what to write instead of arguments that it does not take."""
+    """A decorator: unexpected arguments raise an error that says what to write instead."""
     form = getfullargspec(function)
     names, options = [name for name in form.args if name != "self"], form.kwonlyargs
 
@@ -493,7 +503,7 @@ def explain_arguments(function: F) -> F:
             return function(*args, **keywords)
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # it was entered
+                raise  # the error is from inside the function, not from the call
             reason = re.sub(r"^\S+ ", "", str(error))
         caller = function.__qualname__.removesuffix(".__init__").split(".")[-1]
         more = args[len(form.args) :]
@@ -509,32 +519,32 @@ def explain_arguments(function: F) -> F:
 
 
 def listing(names: Sequence[str], limit: int = 5) -> str:
-    """The first names of a list in a sentence, and how many more there are."""
+    """The first names of a list, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def refuse_transforms(caller: str, advice: str) -> None:
-    """Raise inside of torch.func transforms."""
+    """Raise inside torch.func transforms."""
     if torch_internals.transforms_active():
         raise errors.UnsupportedError(
             f"{caller}: expected a call outside of torch.func transforms, got one inside; {advice}"
         )
 
 
-# Of arguments for which torch raises RuntimeError: errors that are one, too.
+# For arguments on which torch raises RuntimeError: these errors are RuntimeErrors, too.
 
 
 class TorchValueError(errors.ArgumentValueError, RuntimeError):
-    """An ArgumentValueError where torch raises RuntimeError."""
+    """An ArgumentValueError, for arguments on which torch raises RuntimeError."""
 
 
 class TorchTypeError(errors.ArgumentTypeError, RuntimeError):
-    """An ArgumentTypeError where torch raises RuntimeError."""
+    """An ArgumentTypeError, for arguments on which torch raises RuntimeError."""
 
 
 def torch_real(what: str, value: object) -> Tensor:
-    """:func:`real`, where torch raises RuntimeError for tensors of another dtype."""
+    """:func:`real`, for functions in which torch raises RuntimeError for another dtype."""
     try:
         return real(what, value)
     except errors.ArgumentTypeError as error:
@@ -550,7 +560,7 @@ def indices(what: str, value: Tensor, expected: str = "int64 or int32") -> None:
 
 
 def same_dtype(like: str, other: Tensor, what: str, value: Tensor) -> None:
-    """Checks for the dtype of another argument."""
+    """Checks for the dtype of another argument, `other`."""
     if value.dtype != other.dtype:
         raise TorchTypeError(
             f"{what}: expected {other.dtype} as in {like}, got {value.dtype}; convert one of them."

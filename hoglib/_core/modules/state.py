@@ -1,9 +1,9 @@
-"""Saving and restoring what a function reads and changes besides its arguments, so that it runs again
-alike: random numbers, settings, autocast, and the modes, tensors and attributes of modules.
+"""Save and restore the state that a function reads and changes besides its arguments, so that a second
+run repeats the first: random numbers, settings, autocast, and modes, tensors and attributes of modules.
 
-    random numbers         preserve_random_state, RandomState, draw_from, line_that_draws
-    a run that is repeated RunState (autocast, generators, train or eval mode)
-    whole modules          StateGuard
+    random numbers      preserve_random_state, RandomState, draw_from, line_that_draws
+    a repeated run      RunState (autocast, generators, train or eval mode)
+    whole modules       StateGuard
 """
 
 import random
@@ -31,7 +31,7 @@ Generators = Iterable[torch.Generator]
 
 @contextmanager
 def preserve_random_state(*generators: torch.Generator | None) -> Iterator[None]:
-    """Restores the global random generators, and those given, at exit."""
+    """Restores the global random generators and the given ones at exit."""
     state = RandomState([generator for generator in generators if generator is not None])
     try:
         yield
@@ -41,25 +41,25 @@ def preserve_random_state(*generators: torch.Generator | None) -> Iterator[None]
 
 @contextmanager
 def draw_from(generator: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Inside, torch's own generator of a device draws the numbers of ``generator``.
+    """Inside, torch's global generator of a device continues the random numbers of ``generator``.
 
-    For functions that take no generator, such as the samplers of ``torch.distributions``.
+    For functions without a generator argument, such as the samplers of ``torch.distributions``.
     """
     own = _default_generator(device) or torch.default_generator
     before = own.get_state()
     own.set_state(generator.get_state())
     try:
         yield
-        # it goes on behind what was drawn
+        # the next use of `generator` continues behind the numbers drawn here
         generator.set_state(own.get_state())
     finally:
         own.set_state(before)
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the global random generators: Python's, NumPy's, torch's, and those of GPUs.
+    """The states of the global random generators of Python, NumPy, torch, and torch's GPUs.
 
-    NumPy's is None if it was not imported, those of GPUs are [] if none was used.
+    "numpy" is None if NumPy was not imported, "cuda" is [] if no GPU was used.
     """
     numpy = sys.modules.get("numpy")
     return {
@@ -71,8 +71,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restores a :func:`random_state` of this process, or of another one with other GPUs."""
-    # its tensors are on the CPU, and are not copied: inside of torch.func a copy has no storage
+    """Restores a :func:`random_state`, also one saved by a process with more or fewer GPUs."""
+    # the tensors of `state` are on the CPU; do not copy them: inside torch.func a copy has no storage
     random.setstate(state["python"])
     if state["numpy"] is not None:
         sys.modules["numpy"].random.set_state(state["numpy"])
@@ -83,23 +83,23 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @final
 class RandomState:
-    """The states of all random generators: the global ones, those given, and those of modules.
+    """The states of the global random generators, of given ones, and of modules' own ones.
 
     Args:
-        generators: Of torch.
-        modules: Generators of Python and NumPy that are attributes of these are included.
+        generators: torch.Generators.
+        modules: Generators of Python and NumPy in attributes of these modules are saved, too.
     """
 
     def __init__(self, generators: Generators = (), modules: Iterable[nn.Module] = ()) -> None:
         self._global = random_state()
         self._generators = [(generator, generator.get_state()) for generator in generators]
-        # how to get and to set the states of other generators, and what they were
+        # (function that reads a state, function that sets it, saved state) of modules' own generators
         self._kept: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = []
         for module in modules:
             self.add(module)
 
     def add(self, module: nn.Module) -> None:
-        """Includes the generators that are attributes of a module."""
+        """Saves the generators of Python and NumPy in attributes of a module."""
         self._kept += [(get, put, get()) for get, put in _kept_generators(module)]
 
     def restore(self) -> None:
@@ -111,16 +111,18 @@ class RandomState:
         set_random_state(self._global)
 
     def drawn(self) -> list[str]:
-        """The generators that have drawn since, but for torch's global ones."""
+        """Names the generators that drew since the states were saved, except torch's global ones."""
         found = []
         if any(not torch.equal(state, g.get_state()) for g, state in self._generators):
             found.append("a torch.Generator")
+        # str: a NumPy state is a dict with arrays, whose == gives an array
         if any(str(get()) != str(state) for get, _, state in self._kept):
             found.append("a generator that it keeps")
         now, before = random_state(), self._global
         if now["python"] != before["python"]:
             found.append("Python's random")
         a, b = before["numpy"], now["numpy"]
+        # a legacy NumPy state is (name, keys, position, has_gauss, cached_gaussian)
         if a is not None and (a[2:] != b[2:] or not (a[1] == b[1]).all()):
             found.append("NumPy's random")
         return found
@@ -132,9 +134,9 @@ def generator_state(device: torch.device) -> Tensor:
 
 
 def line_that_draws(function: Callable[[], Any], device: torch.device) -> SourceLine | None:
-    """The first line whose torch call draws random numbers on a device while a function runs.
+    """The first line with a torch call that draws random numbers on a device while `function` runs.
 
-    The generators are as before afterwards. None also for numbers that torch does not draw.
+    The generators are restored. None if torch draws nothing; draws of Python and NumPy are not seen.
     """
     with preserve_random_state(), _FirstDraw(device) as mode:
         function()
@@ -143,12 +145,13 @@ def line_that_draws(function: Callable[[], Any], device: torch.device) -> Source
 
 @final
 class _FirstDraw(TorchFunctionMode):
-    """Notes the first call that draws from torch's generator, or from one that it is given."""
+    """Notes the first call that draws from torch's global generator or has a ``generator=``
+    argument."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self.line: SourceLine | None = None
+        self.line: SourceLine | None = None  # of the first call that drew
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if self.line is not None:
@@ -162,7 +165,8 @@ class _FirstDraw(TorchFunctionMode):
 
 
 def _kept_generators(module: nn.Module) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How to get and to set the states of the generators of Python's or NumPy's that a module keeps."""
+    """(function that reads a state, function that sets it) of each generator of Python or NumPy that a
+    module has as an attribute."""
     for value in vars(module).values():
         if isinstance(value, random.Random):
             yield value.getstate, value.setstate
@@ -172,7 +176,7 @@ def _kept_generators(module: nn.Module) -> Iterator[tuple[Callable[[], Any], Cal
 
 
 def _default_generator(device: torch.device) -> torch.Generator | None:
-    """torch's global generator of an accelerator; None for the CPU, and for one that has none."""
+    """torch's global generator of an accelerator; None for the CPU, and for a device without one."""
     if device.type in ("cpu", "meta"):
         return None
     generators = getattr(torch.get_device_module(device.type), "default_generators", ())
@@ -181,10 +185,11 @@ def _default_generator(device: torch.device) -> torch.Generator | None:
 
 @final
 class GeneratorStates:
-    """torch's generators of some devices, and others, whose states can be read and set together."""
+    """Reads and sets the states of several generators of torch: the CPU's, those of devices, others."""
 
     def __init__(self, devices: Iterable[torch.device], generators: Generators = ()) -> None:
         every = [torch.default_generator, *map(_default_generator, devices), *generators]
+        # without duplicates: devices may share a generator, and `generators` may name a global one
         self._generators = list({id(g): g for g in every if g is not None}.values())
 
     def now(self) -> list[Tensor]:
@@ -197,22 +202,22 @@ class GeneratorStates:
 
 @final
 class RunState:
-    """torch's random generators, autocast, and modes of modules, as they were when this was created.
+    """The states of torch's random generators, autocast and modules' training modes at its creation.
 
-    Created at every call of a function that is recomputed, so it saves no more than that.
+    Each call of a recomputed function creates one, so it saves nothing else.
     """
 
     def __init__(
         self, tensors: Sequence[Tensor], generators: Generators, modules: Iterable[nn.Module]
     ) -> None:
         self._generators = GeneratorStates({tensor.device for tensor in tensors}, generators)
-        self._drawn = self._generators.now()
+        self._drawn = self._generators.now()  # states of the generators
         self._modes = [(module, module.training) for module in modules]
-        self.autocast = AutocastState()
+        self.autocast = AutocastState()  # entered by the recomputation
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, generators and modes are as they were; at exit, as they are now."""
+        """Inside, the saved states are set; at exit, the states before are set again."""
         states = self._generators.now()
         modes = [(module, module.training) for module, _ in self._modes]
         try:
@@ -222,13 +227,13 @@ class RunState:
             self._set(states, modes)
 
     def without_modules(self) -> "RunState":
-        """The same for runs that change no modes, which keeps no module alive."""
+        """A copy for runs that change no modes; it does not keep modules alive."""
         own = copy(self)
         own._modes = []
         return own
 
     def rewind(self) -> None:
-        """Generators and modes become what they were, for another attempt at the same run."""
+        """Sets the saved states of generators and modes, to repeat a run."""
         self._set(self._drawn, self._modes)
 
     def _set(self, states: list[Tensor], modes: list[tuple[nn.Module, bool]]) -> None:
@@ -242,34 +247,35 @@ class StateGuard:
     """Saves the state of modules and of random generators, which functions change as they run.
 
         with StateGuard(modules, generators, double=True) as state:
-            state.begin()         # the saved state again, in copies; now run the function
+            state.begin()         # modules get copies of the saved state; now run the function
 
-    Inside, modules have copies of their buffers, of frozen parameters and of plain containers, in
-    float64 where they are of floating point and ``double`` is set. They keep their own parameters: a
-    function that differentiates swaps others in. Scripted modules keep their tensors, whose values are
-    restored. At exit everything is restored.
+    Inside, modules have copies of their buffers and plain containers. With ``double``, floating-point
+    copies are float64, and so are parameters, which then require no grad: a function that
+    differentiates swaps in its own. Otherwise modules keep their parameters, and the values are
+    restored. Scripted modules keep their tensors, with restored values. The exit restores everything.
 
     Args:
-        modules: With all their parts.
-        generators: Of torch, besides the global ones.
-        double: Copies are in double precision.
+        modules: Saved with all their submodules.
+        generators: torch.Generators to save besides the global ones.
+        double: Copies are in float64.
     """
 
     def __init__(
         self, modules: Iterable[nn.Module], generators: Generators = (), double: bool = False
     ) -> None:
         self._double = double
-        self._saved: dict[int, _SavedModule] = {}
+        self._saved: dict[int, _SavedModule] = {}  # by id of the module
+        # (leaf parameter, its requires_grad, its grad)
         self._gradients: list[tuple[Tensor, bool, Tensor | None]] = []
-        self._scripted: list[tuple[Tensor, Tensor]] = []
-        self._converted: dict[int, Tensor] = {}
-        self._known: set[int] = set()
+        self._scripted: list[tuple[Tensor, Tensor]] = []  # (buffer of a scripted module, copy)
+        self._converted: dict[int, Tensor] = {}  # id of a parameter -> its float64 copy
+        self._known: set[int] = set()  # ids of the saved modules and parameters
         self._random = RandomState(generators)
         for module in modules:
             self.add(module)
 
     def add(self, module: nn.Module) -> None:
-        """Saves a module and its parts, as they are now."""
+        """Saves a module and its submodules in their present state."""
         for part in module.modules():
             if id(part) in self._known:
                 continue
@@ -303,12 +309,13 @@ class StateGuard:
         self._restore_outside()
 
     def begin(self, *, attributes: bool = True, of: nn.Module | None = None) -> None:
-        """Gives modules the saved state in copies, before a run.
+        """Gives modules copies of the saved state, before a run.
 
         Args:
-            attributes: Also their plain attributes.
-            of: Only this module and its parts.
+            attributes: Restore plain attributes, too.
+            of: Restore this module and its submodules only.
         """
+        # by id: modules that share a buffer or a container get one copy of it
         buffers: dict[int, Any] = {}
         copies: dict[int, Any] = {}
         ids = list(self._saved) if of is None else [id(module) for module in of.modules()]
@@ -325,22 +332,22 @@ class StateGuard:
             _restore_items(module._buffers, restored)
             if not attributes:
                 continue
-            # hooks that a first forward registered: a module notes by an attribute that it did, and as
-            # that is restored, hooks which stay would pile up
+            # Remove hooks that the first forward registered. The attribute by which the module knows
+            # that it registered them is restored, so that it would register them again in each run.
             for items, kept in saved.internal:
                 if items is not module._parameters and items is not module._buffers:
                     _restore_items(items, kept)
             before = saved.attributes
             own = {name: self._attribute(name, before[name], copies) for name in saved.copied}
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                own["max_norm"] = None  # it changes the weight in place, unseen by autograd
+                own["max_norm"] = None  # renormalises the weight in place, unseen by autograd
             if isinstance(module, nn.Embedding):
-                own["padding_idx"] = None  # its row has no gradient, though the value depends on it
+                own["padding_idx"] = None  # masks the gradient of a row that the value depends on
             _restore_items(vars(module), {**before, **own})
         self._restore_outside()
 
     def changed_attributes(self) -> list[tuple[nn.Module, str]]:
-        """The plain attributes that are not as they were saved."""
+        """The plain attributes that differ from the saved ones, as (module, name)."""
         return [
             (saved.module, name)
             for saved in self._saved.values()
@@ -349,14 +356,14 @@ class StateGuard:
         ]
 
     def _restore_outside(self) -> None:
-        """Restores what is not copied: buffers of scripted modules, random numbers."""
+        """Restores the state that is not copied: buffers of scripted modules, random generators."""
         for buffer, value in self._scripted:
             with torch.no_grad():
                 buffer.copy_(value)
         self._random.restore()
 
     def _parameter(self, p: Tensor | None) -> Any:
-        """The parameter, or its one copy in double precision."""
+        """The parameter, or its one copy in float64."""
         if p is None or self._in_dtype(p) is p:
             return p
         if id(p) not in self._converted:
@@ -364,7 +371,7 @@ class StateGuard:
         return self._converted[id(p)]
 
     def _buffer(self, b: Tensor | None, copies: dict[int, Any]) -> Any:
-        """A copy of a buffer, the same for all modules that share it."""
+        """A copy of a buffer; modules that share the buffer share the copy."""
         if b is None:
             return None
         if id(b) not in copies:
@@ -373,12 +380,12 @@ class StateGuard:
 
     def _attribute(self, name: str, value: Any, copies: dict[int, Any]) -> Any:
         """A copy of a plain attribute."""
-        if name in RNN_WEIGHT_LISTS:  # which an RNN creates anew when its parameters are replaced
+        if name in RNN_WEIGHT_LISTS:  # an RNN fills them again when its parameters are replaced
             return [self._parameter(p) if isinstance(p, Tensor) else p for p in value]
         return self._copied(value, copies)
 
     def _copied(self, value: Any, copies: dict[int, Any]) -> Any:
-        """A copy of what a run may change: tensors, arrays, plain containers and their items."""
+        """A copy of a value that a run may change: a tensor, an array, a container with its items."""
         kind = type(value)
         if isinstance(value, Tensor):
             return value if value.requires_grad else self._buffer(value, copies)
@@ -401,46 +408,55 @@ class StateGuard:
 
 
 class _SavedModule:
-    """The parameters, buffers and attributes of one module, without those of its parts."""
+    """The parameters, buffers and attributes of one module, without its submodules.
+
+    Attributes:
+        module: The module.
+        parameters: Its parameters by name, as before.
+        buffers: Its buffers by name, as before.
+        attributes: Its ``__dict__``, as before.
+        converted: The parameters that it has in a run; None before the first run.
+        copied: The names of attributes that each run gets in copies: all but those of every nn.Module.
+        internal: (dict or set, its saved contents) of every nn.Module: hooks, submodules, tensors.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.parameters, self.buffers = dict(module._parameters), dict(module._buffers)
         self.attributes = dict(vars(module))
-        self.converted: dict[str, Any] | None = None  # the parameters that a run gets
+        self.converted: dict[str, Any] | None = None
         self.copied = [name for name in self.attributes if name not in _INTERNAL]
-        # hooks and submodules, which are restored at exit
         internal = [value for name, value in self.attributes.items() if name in _INTERNAL]
         self.internal = [(x, copy(x)) for x in internal if isinstance(x, dict | set)]
-        self._values: list[tuple[Tensor, Tensor, Tensor]] = []  # parameters, their data, and copies
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = []  # (parameter, its .data, a copy)
 
     def save_value(self, p: Tensor | None) -> None:
-        """Saves a parameter, which code may change under no_grad, or give other memory by ``.data``."""
+        """Saves the values of p, which code may change under no_grad or by assigning ``p.data``."""
         if type(p) not in (Tensor, nn.Parameter) or p is None or p.is_inference() or p.is_meta:
             return
         if p.layout is torch.strided and p.is_leaf:
             self._values.append((p, p.data, p.detach().clone()))
 
     def restore_values(self) -> None:
-        """Restores the parameters that were saved."""
+        """Restores the values of the parameters given to `save_value`."""
         for p, data, value in self._values:
             if p.dtype != data.dtype or p.data_ptr() != data.data_ptr():
                 p.data = data
             if not torch.equal(data, value):
-                data.copy_(value)  # the version counter of `data` is not that of p
+                data.copy_(value)  # `data` has a version counter of its own, so p's does not change
 
 
-# What every module has: hooks, parameters, buffers and submodules.
+# The attributes of every module: hooks, parameters, buffers and submodules.
 _INTERNAL = set(vars(nn.Module()))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
 _MUTABLE = (*_MAPPINGS, *_SEQUENCES, set, bytearray)
-_LARGEST = 1000  # items of a container whose contents are copied too
+_LARGEST = 1000  # items: of larger containers only the container is copied
 _MISSING = object()
 
 
 def same(a: Tensor, b: object) -> bool:
-    """The same values of one shape, dtype, layout and device; NaN is the same as NaN."""
+    """Whether two tensors agree in values, shape, dtype, layout and device; NaN equals NaN."""
     if not isinstance(b, Tensor) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     if a.layout is not b.layout:
@@ -454,22 +470,21 @@ def same(a: Tensor, b: object) -> bool:
 
 
 def is_freed(x: Tensor) -> bool:
-    """Whether the memory of a tensor was released beneath it (`x.untyped_storage().resize_(0)`), so
-    that to read it ends the process."""
-    own = type(x) in (Tensor, nn.Parameter)  # others, such as those of a tracer, may have no memory
+    """Whether the storage of a tensor was freed by `x.untyped_storage().resize_(0)`: reading x then
+    crashes the process."""
+    own = type(x) in (Tensor, nn.Parameter)  # subclasses, such as FakeTensor, may have no storage
     if not own or x.layout is not torch.strided or not x.numel() or x.device.type == "meta":
         return False
     return x.data_ptr() == 0 or not x.untyped_storage().nbytes()
 
 
 def put_back(x: Tensor, value: Tensor) -> None:
-    """Gives x the value of a copy, of the same layout, in the memory that it has; its version counter
-    stays."""
+    """Copy a value of x's layout into x's own storage, without a change of x's version counter."""
     if is_freed(x):
         x.untyped_storage().resize_(value.untyped_storage().nbytes())
     if x.layout is not torch.sparse_coo:
         x.data.copy_(value)
-    # copy_ would give it other memory, and `x.data` is another tensor
+    # of a sparse tensor, copy_ would allocate new memory, and `x.data` is a copy
     elif x._nnz() == value._nnz():
         data = x.detach()
         data._indices().copy_(value._indices())
@@ -480,7 +495,7 @@ def put_back(x: Tensor, value: Tensor) -> None:
 
 
 def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two attributes hold equal tensors, numbers and texts."""
+    """Whether two attributes hold equal tensors, numbers and strings."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -503,7 +518,7 @@ def _is_equal(a: Any, b: Any) -> bool:
 
 
 def _restore_items(items: Any, saved: Any) -> None:
-    """Restores the contents of a dict or set, in their order."""
+    """Restores the contents of a dict or set in the saved order."""
     if [*items] != [*saved]:
         items.clear()
     items.update(saved)

@@ -1,9 +1,9 @@
-"""Other parameters in the place of a module's own, while anything calls the module.
+"""Swap a module's parameters for others, while anything calls the module.
 
-``torch.func.functional_call`` does this around one call, and restores a module's own parameters when
-the call returns. What backward runs again (a checkpointed block, a reversible layer, a solver that
-keeps the module on ctx) would then find those, and silently differentiate at the wrong ones. Inside
-:func:`keep_swapped` the swapped parameters stay until derivatives have been taken.
+``torch.func.functional_call`` swaps for one call, and restores the module's own parameters when the
+call returns. Code that backward runs again (a checkpointed block, a reversible layer, a solver that
+keeps the module on ctx) would then find these, and silently differentiate at a wrong point. Inside
+:func:`keep_swapped` swapped parameters stay in the module until derivatives have been taken.
 """
 
 import threading
@@ -32,9 +32,10 @@ from hoglib._core.torch_api.torch_sharding import computed_dtypes, wrapped_attri
 from hoglib.errors import UnsupportedError
 
 Params = dict[str, Tensor]
-NormPolicy = Callable[["ModulePatch", nn.Module], None]  # what a module gets besides parameters
-PatchState = Items  # of the dicts of modules
-RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")  # of a recurrent layer, for its kernels
+NormPolicy = Callable[["ModulePatch", nn.Module], None]  # replaces more than parameters in a module
+PatchState = Items  # (dict of a module, name, value)
+# in which an RNN keeps its parameters for cuDNN
+RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _NO_RUNNING_STATISTICS = {
     "track_running_stats": False,
     "running_mean": None,
@@ -50,7 +51,7 @@ def train_mode_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
 
 
 def use_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
-    """A normalization layer uses the statistics of the batch, and updates none, in either mode."""
+    """In either mode, a normalization layer uses the statistics of the batch, and updates none."""
     if isinstance(layer, NORMS) and layer.track_running_stats:
         for name, value in _NO_RUNNING_STATISTICS.items():
             patch.put(layer, name, value)
@@ -58,20 +59,20 @@ def use_batch_statistics(patch: "ModulePatch", layer: nn.Module) -> None:
 
 @final
 class swap_parameters:  # noqa: N801 a context manager
-    """Inside, the model has these parameters instead of its own.
+    """Inside, the model has given parameters instead of its own.
 
-    The model is left as it was: buffers that a forward changes are copies, and train-mode normalization
-    layers use the statistics of the batch without updating their running averages, which torch could
-    not do under functional transforms anyway. Inside :func:`keep_swapped` the parameters stay until
-    others are swapped into the model; but those of a swap inside another one of the same model end with
-    their block, so that the outer one goes on with its own. A class, as it stands around each
-    evaluation of a model: generators of contextlib take several times as long to enter and to leave.
+    The model is unchanged afterwards. A forward changes copies of its buffers, and train-mode
+    normalization layers use the statistics of the batch without updating their running averages, which
+    torch could not update under functional transforms anyway. Inside :func:`keep_swapped` the
+    parameters stay until the next swap of the model; but a swap nested in another swap of one model
+    ends with its block, so that the outer one continues with its own parameters. A class, because each
+    evaluation of a model enters one: contextlib's generators take several times as long.
 
     Args:
-        model: Called inside, by anything.
-        params: By qualified name; the other parameters stay.
-        dtype: Of the model's other floating-point parameters and buffers (complex ones get the complex
-            dtype). Default: unchanged.
+        model: The module; anything may call it inside.
+        params: Tensors by qualified name; parameters without one stay.
+        dtype: The dtype for the model's other floating-point parameters and buffers (its complex
+            counterpart for complex ones). Default: unchanged.
         norm_policy: Called with the patch and each module; may put other values into the module.
     """
 
@@ -89,10 +90,10 @@ class swap_parameters:  # noqa: N801 a context manager
         if patch is None or patch.is_over or (patch.running and patch.in_use(model)):
             patch = ModulePatch()
             self._end: Callable[[], object] = patch.restore
-        else:  # which keeps the parameters
+        else:  # `keep_swapped` restores the parameters
             patch.running.append(model)
             self._end = patch.running.pop
-        # of its own, so that parametrize.cached() keeps no weights of other parameters
+        # a new cache, so that parametrize.cached() keeps no weights computed from other parameters
         self._parametrized = exchange_parametrized({})
         try:
             patch.swap(*self._given)
@@ -106,7 +107,7 @@ class swap_parameters:  # noqa: N801 a context manager
 
 
 def call_with(model: nn.Module, params: Params, *args: Any, **kwargs: Any) -> Any:
-    """The output of a model with these parameters, see :func:`swap_parameters`."""
+    """model(*args, **kwargs) with given parameters, see :func:`swap_parameters`."""
     with swap_parameters(model, params):
         return model(*args, **kwargs)
 
@@ -125,10 +126,10 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 @final
 class keep_swapped:  # noqa: N801 a context manager
-    """Inside, a model keeps its swapped parameters until the next swap, or the end of the block."""
+    """Inside, a model keeps swapped parameters until its next swap, or the end of the block."""
 
     def __enter__(self) -> "ModulePatch":
-        self._own: ModulePatch | None = None
+        self._own: ModulePatch | None = None  # the patch that this exit restores; None if nested
         outer: ModulePatch | None = AMBIENT.kept_swapped
         if outer is not None:
             return outer
@@ -138,38 +139,44 @@ class keep_swapped:  # noqa: N801 a context manager
     def __exit__(self, *raised: object) -> None:
         if self._own is not None:
             AMBIENT.kept_swapped = None
-            self._own.is_over = True  # for a later backward too, which restores this ambient state
+            # a later backward, which restores this ambient state, reads it
+            self._own.is_over = True
             self._own.restore()
 
 
 def reapply(patches: PatchState) -> AbstractContextManager[None]:
-    """Inside, modules have the values of :meth:`ModulePatch.values` again, for a later backward."""
+    """Inside, modules have the values saved by :meth:`ModulePatch.values`, for a later backward."""
     return replaced(patches)
 
 
 class _Slots(NamedTuple):
-    """Where the parameters of a model are, for a swap that replaces these alone: no buffers, no
+    """The places of a model's parameters, for a swap that replaces only these: no buffers or
     attributes.
 
-    To find them, each module is looked at for what a swap has to do there. Most models are
-    differentiated many times; to look whether one is as it was takes a tenth of the time. Nothing here
-    keeps a model alive.
+    Finding them takes a look at each module. Most models are differentiated many times; checking that a
+    model has not changed takes a tenth of the time. A _Slots keeps no model alive.
+
+    names: The qualified names of the given parameters.
+    modules: All submodules.
+    seen: `_structure_of` the modules.
+    own: `_own_of` the modules: modules may share parameters.
+    slots: (index of a module, name in the module, qualified name) of each parameter to be swapped.
     """
 
-    names: tuple[str, ...]  # of the parameters that are given
+    names: tuple[str, ...]
     modules: list["ref[nn.Module]"]
-    seen: list[Any]  # the `_structure_of` them
-    own: list[Any]  # the names and ids of the parameters of each module, which may share them
-    slots: list[tuple[int, str, str]]  # (index of a module, name in it, qualified name)
+    seen: list[Any]
+    own: list[Any]
+    slots: list[tuple[int, str, str]]
 
     def if_unchanged(self, names: tuple[str, ...], swapped: bool) -> "list[_Slot] | None":
-        """The slots; None where the model is not as it was.
+        """The slots; None if the model has changed.
 
-        swapped: whether others than its own parameters are in it.
+        swapped: The model has swapped parameters now, so its own cannot be compared.
         """
         if names != self.names:
             return None
-        modules: list[Any] = [*map(call, self.modules)]  # None for one that was deleted
+        modules: list[Any] = [*map(call, self.modules)]  # None for a deleted module
         if _structure_of(modules) != self.seen or not (swapped or _own_of(modules) == self.own):
             return None
         slots = []
@@ -178,17 +185,18 @@ class _Slots(NamedTuple):
         return slots
 
 
-# Norms where they have running statistics, and all of the others.
+# Modules in which a swap may replace more than parameters, see `_has_more`.
 _MAY_HAVE_MORE = (NORMS, DistributedDataParallel, nn.RNNBase, torch.jit.ScriptModule)
 
 
 def _has_more(module: Any) -> bool:
+    # norms only if they have running statistics
     return not isinstance(module, NORMS) or module.track_running_stats
 
 
 def _structure_of(modules: Sequence[Any]) -> list[Any] | None:
-    """The class of each module (fully_shard gives it another one) and the names and ids of its parts;
-    None where a swap has more to replace than parameters, or hooks run, which may share them."""
+    """The class of each module (fully_shard changes it), and the names and ids of its submodules. None
+    if a swap replaces more than parameters, or if hooks run, which may share them."""
     found: list[Any] = []
     for module in modules:
         if (
@@ -216,24 +224,30 @@ def _own_of(modules: Sequence[nn.Module]) -> list[Any]:
     return found
 
 
-_Slot = tuple[dict[str, Any], str, str]  # (dict of a module, name in it, qualified name)
-# Of each model that was differentiated, by its id, until it changes or is deleted. A model may not be
-# hashable, so that a dictionary of weak keys would not take it.
+_Slot = tuple[dict[str, Any], str, str]  # (dict of a module, name in the module, qualified name)
+# id of a model that was differentiated -> its slots, until the model is deleted. Not a
+# WeakKeyDictionary, because a model may not be hashable.
 _SLOTS: dict[int, _Slots] = {}
 
 
 @final
 class ModulePatch:
-    """Values that were replaced in modules, so that they can be restored."""
+    """Records the values that it replaces in modules, and restores them.
+
+    Attributes:
+        running: The models that swaps inside `keep_swapped` run now, the innermost last.
+        is_over: True after the exit of the `keep_swapped` that made this patch.
+    """
 
     def __init__(self) -> None:
+        # (id of a module's dict, name) -> (the dict, the value before)
         self._originals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
-        self.running: list[nn.Module] = []  # which run
-        self.is_over = False  # that of `keep_swapped`, when it was left
-        self._last: _Slots | None = None  # of the last swap
+        self.running: list[nn.Module] = []
+        self.is_over = False
+        self._last: _Slots | None = None  # slots of the last swap
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Replaces a parameter, a buffer or an attribute of a module."""
+        """Replace a parameter, a buffer or an attribute of a module."""
         for store in (module._parameters, module._buffers, vars(module)):
             if name in store:
                 self._claim(module, [(store, name, name)])
@@ -244,9 +258,10 @@ class ModulePatch:
     def swap(
         self, model: nn.Module, params: Params, dtype: torch.dtype | None, norm_policy: NormPolicy
     ) -> None:
-        """Replaces the parameters that the model has here, its own or those of the last swap."""
+        """Replace the model's parameters, its own or those of the last swap."""
         plain, names = dtype is None and norm_policy is train_mode_batch_statistics, tuple(params)
         known = _SLOTS.get(id(model)) if plain else None
+        # the last swap filled these slots, so refilling them needs no restore
         again = known is not None and self._last is known
         if not again and (self._originals or self._last is not None):
             self.restore(model)
@@ -268,7 +283,7 @@ class ModulePatch:
             _SLOTS[id(model)] = self._last = found
 
     def _claim(self, module: nn.Module, slots: Sequence[_Slot]) -> None:
-        """Notes what this thread replaces; raises if another one has replaced it."""
+        """Record the values to be replaced; raise if another thread has replaced one of them."""
         this = AMBIENT.in_place_of or threading.get_ident()  # `logical_thread`
         with _CLAIMING:
             for store, own_name, name in slots:
@@ -285,11 +300,11 @@ class ModulePatch:
                 self._originals[key] = store, store[own_name]
 
     def restore(self, model: nn.Module | None = None) -> None:
-        """Restores the values of one model, or all."""
+        """Restore the values of one model, or of all."""
         self._last = None
         if not self._originals:
             return
-        own: set[int] = set()
+        own: set[int] = set()  # ids of the model's dicts
         for module in () if model is None else model.modules():
             own |= {id(module._parameters), id(module._buffers), id(vars(module))}
         with _CLAIMING:
@@ -304,11 +319,11 @@ class ModulePatch:
                         _CLAIMED[key] = owner, times - 1
 
     def values(self) -> PatchState:
-        """The values that modules have now in the place of their own."""
+        """The present values of everything that was replaced."""
         return [(store, name, store[name]) for (_, name), (store, _) in self._originals.items()]
 
     def in_use(self, model: nn.Module) -> bool:
-        """Whether a module of this model is running with swapped parameters."""
+        """Whether the model shares a module with a model that runs with swapped parameters now."""
         own = {id(module) for module in model.modules()}
         return any(id(module) in own for running in self.running for module in running.modules())
 
@@ -316,16 +331,16 @@ class ModulePatch:
 def _patch_model(
     patch: ModulePatch, model: nn.Module, params: Params, dtype: Any, norm_policy: NormPolicy
 ) -> _Slots | None:
-    """Replaces parameters, and buffers by copies, in every module that holds them.
+    """Replace parameters, and buffers by copies, in all modules that hold them.
 
-    A tensor that several modules share gets one replacement, except in an embedding with max_norm,
-    which changes its weight in place and so gets a copy.
+    Modules that share a tensor share its replacement, except an embedding with max_norm, which changes
+    its weight in place and so gets a copy.
 
-    Returns the slots of the parameters, unless a later swap has more to do than to fill these.
+    Returns the slots of the parameters, or None if a later swap has more to replace.
     """
     refuse_sharded(type(model).__name__, list(params.values()))
-    replacements: dict[int, Tensor] = {}
-    names: dict[int, str] = {}
+    replacements: dict[int, Tensor] = {}  # by id of the module's own tensor
+    names: dict[int, str] = {}  # id of an own parameter -> its qualified name
     for name, value in params.items():
         path, _, own_name = name.rpartition(".")
         own_id = id(getattr(model.get_submodule(path), own_name))
@@ -335,11 +350,11 @@ def _patch_model(
     every = [*model.modules()]
     seen, owned = _structure_of(every), _own_of(every)  # before anything is replaced
     parameters_alone = len(names) == len(params)
-    computed_in: dict[int, torch.dtype] = {}  # dtypes of fully_shard's mixed precision
-    for k, (prefix, module) in enumerate(model.named_modules()):  # each once, by its first name
+    computed_in: dict[int, torch.dtype] = {}  # id of a parameter -> dtype of fully_shard's policy
+    for k, (prefix, module) in enumerate(model.named_modules()):  # each once, under its first name
         if isinstance(module, DistributedDataParallel) and not _reaches_parameters(given):
             for name in ("require_backward_grad_sync", "require_forward_param_sync"):
-                patch.put(module, name, False)  # it would wait for gradients that never arrive
+                patch.put(module, name, False)  # DDP would wait for gradients that never arrive
         for name, attribute in wrapped_attributes(module, mixed_precision=dtype is None).items():
             patch.put(module, name, attribute)
         if dtype is None:
@@ -365,7 +380,7 @@ def _patch_model(
                 patch.put(module, name, value.clone() if renormalized else value)
             if id(own) in names:
                 slots.append((k, name, names[id(own)]))
-            elif value is not own:  # a DTensor
+            elif value is not own:  # a DTensor, replaced by its whole tensor
                 parameters_alone = False
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
@@ -375,7 +390,7 @@ def _patch_model(
                 replacements[id(buffer)] = buffer.clone() if converted is buffer else converted
             patch.put(module, name, replacements[id(buffer)])
         if isinstance(module, nn.RNNBase):
-            for name in RNN_WEIGHT_LISTS:  # its forward creates them anew
+            for name in RNN_WEIGHT_LISTS:  # the RNN fills them again when its parameters change
                 if name in vars(module):
                     patch.put(module, name, vars(module)[name])
         norm_policy(patch, module)
@@ -385,37 +400,42 @@ def _patch_model(
 
 
 def _reaches_parameters(given: Sequence[tuple[int, Tensor]]) -> bool:
-    """Whether a backward may reach the model's own parameters, by whose ids others are given."""
+    """Whether a backward may reach the model's own parameters: None is replaced, or one is given, or a
+    given tensor has a graph."""
     return not given or any(i == id(x) or x.grad_fn is not None for i, x in given)
 
 
-# What is replaced in modules: the thread that did it, and how often. Two threads that swap the
-# parameters of one model would each find the other's, and one would restore the other's for good.
+# (id of a module's dict, name) -> (thread that replaced the value, number of its patches). If two
+# threads swapped parameters of one model, one would take the other's for the own ones, and restore them
+# for good.
 _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 
 
 def is_swapped(module: nn.Module, name: str) -> bool:
-    """Whether a parameter of a module is replaced now, in any thread."""
+    """Whether a parameter of a module is swapped now, by any thread."""
     return (id(module._parameters), name) in _CLAIMED
 
 
 @final
 class restore_buffers:  # noqa: N801 a context manager
-    """Collects the modules that run inside, in order, each once, and restores their buffers at the end.
+    """Collects the modules that run inside, in order, each once, and restores their buffers at exit.
 
     Modules in training mode run with copies of their buffers: running statistics, and the vectors of
     spectral norm, are updated by a training step and not by a penalty.
+
+    Attributes:
+        modules: The modules that have run.
     """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
 
     def __enter__(self) -> list[nn.Module]:
-        self._seen: set[int] = set()
-        self._copied: set[int] = set()  # modules that have copies
-        self._copies: dict[int, Tensor] = {}  # by the buffer, which modules may share
-        self._scripted: list[tuple[nn.Module, str, Tensor]] = []
+        self._seen: set[int] = set()  # ids of modules that ran
+        self._copied: set[int] = set()  # ids of modules with copies of their buffers
+        self._copies: dict[int, Tensor] = {}  # id of a buffer, which modules may share -> its copy
+        self._scripted: list[tuple[nn.Module, str, Tensor]] = []  # (module, name, own buffer)
         self._patch, self._thread = ModulePatch(), logical_thread()
         self._handle = register_module_forward_pre_hook(self._before_forward)
         return self.modules
@@ -429,7 +449,7 @@ class restore_buffers:  # noqa: N801 a context manager
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
             return
-        # as `logical_thread`, without a call for each module
+        # `logical_thread`, inlined: a call for each module costs time
         this = AMBIENT.in_place_of or threading.get_ident()
         if id(module) in self._seen or this != self._thread:
             return
@@ -437,7 +457,7 @@ class restore_buffers:  # noqa: N801 a context manager
         self.modules.append(module)
         attributes = vars(module)
         if isinstance(module, torch.jit.ScriptModule):
-            # the hooks of its parts are not called
+            # hooks of submodules of scripted modules are not called
             for part in module.modules():
                 own = (
                     list(part.named_buffers(recurse=False))
@@ -448,8 +468,8 @@ class restore_buffers:  # noqa: N801 a context manager
                     self._scripted.append((part, name, buffer))
                     setattr(part, name, buffer.clone())
         elif "_orig_mod" in attributes["_modules"] or "forward" in attributes:
-            # Hooks of the parts of a compiled module are not called. A block that is recomputed runs
-            # them with the buffers that it has before.
+            # Hooks of submodules of a compiled module are not called. A recomputed block fixes the
+            # buffers of its submodules before it runs them, so their hooks would copy too late.
             if is_compiled(module) or getattr(module.forward, "recomputes", False):
                 for part in module.modules():
                     self._copy_buffers(part)

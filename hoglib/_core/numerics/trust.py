@@ -1,18 +1,21 @@
-"""A way to compute something is compared with another one at its first call, and trusted from then on.
+"""The first call of a computation is compared with another way to compute it; later calls trust it.
 
     max |a - b| <= r max(|a|, |b|, |terms|)        r by the dtype, and by how a and b were computed
 
-    BITS          the same run once more                                     r = 0
-    KERNELS       the same operations, of other shapes or by other kernels   r = 4 eps
+    BITS          a repeated run                                             r = 0
+    KERNELS       equal operations, on other shapes or by other kernels      r = 4 eps
     SUMS          sums in another order                                      r = 1000 eps
     DIGITS        another formula, which may cancel                          r = sqrt(eps)
-    DERIVATIVES   a value or a derivative of a whole model                   r that of `TOLERANCES`
+    DERIVATIVES   a value or a derivative of a whole model                   r from `TOLERANCES`
 
-Not compared by this rule are: inner products of random vectors, which are small beside their terms, and
-where what is not finite passes (symmetric, adjoint and linear maps); compiled code, of which the least
-precise dtype inside decides, and the norm of all outputs; gradients and checksums of several processes,
-at each call; a part that has to be zero and not small (samples that are apart); and derivatives with
-differences, whose errors are measured.
+This rule is not used for:
+
+    symmetric, adjoint, linear maps    compared by inner products of random vectors, which are small
+                                       beside their terms; values that are not finite pass
+    compiled code                      compared by the norm of all outputs, in its least precise dtype
+    several processes                  their gradients and checksums are compared at each call
+    independence of samples            a part has to be exactly zero, not small
+    finite differences                 their errors are measured
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,13 +32,18 @@ T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """r = factor eps^power, of the dtype; with the power 0 factor times its entry in TOLERANCES."""
+    """r = factor eps^power for a dtype with precision eps; if power is 0, factor times the rtol of
+    TOLERANCES.
+
+    factor: In units of eps^power, or of the rtol.
+    power: Of eps; 0 for a model's tolerance.
+    """
 
     factor: float
     power: float = 1.0
 
     def of(self, dtype: torch.dtype) -> float:
-        """r."""
+        """r for a dtype."""
         if not self.power:
             return self.factor * TOLERANCES[dtype].rtol
         return float(self.factor * torch.finfo(dtype).eps ** self.power)
@@ -52,10 +60,10 @@ def agree(
     terms: Sequence[Tensor | float] = (),
     dtype: torch.dtype | None = None,
 ) -> bool:
-    """Whether two computations of the same are the same, up to rounding; not so for NaN on one side.
+    """Whether two computations of one quantity agree up to rounding; False for NaN in one of them.
 
-    terms: what they were added up from, which is larger where it cancels. dtype: that they were
-    computed in, if it is not theirs.
+    terms: The summands of a and b: they are larger if the sum cancels.
+    dtype: The dtype of the computation, if the results have another one.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape:
@@ -70,12 +78,12 @@ def agree(
 
 
 def largest(x: Tensor | float) -> float:
-    """The largest magnitude; 0 of no numbers."""
+    """The largest magnitude; 0 if there are no numbers."""
     return _largest_of(x)[0]
 
 
 def _largest_of(*given: Tensor | float) -> list[float]:
-    """The largest magnitudes, of tensors of one device and dtype in one read, for which it waits."""
+    """The largest magnitude of each; tensors of one device and dtype are read at once."""
     found = [x.detach().abs().max() for x in given if isinstance(x, Tensor) and x.numel()]
     alike = len({(x.device, x.dtype) for x in found}) == 1
     values = iter(torch.stack(found).tolist() if alike else map(float, found))
@@ -84,17 +92,17 @@ def _largest_of(*given: Tensor | float) -> list[float]:
     ]
 
 
-_FOUND: Any = WeakIdKeyDictionary()  # object -> key -> what was found
+_FOUND: Any = WeakIdKeyDictionary()  # object -> key -> result of find()
 
 
 def found_once(owner: object, key: Hashable, find: Callable[[], T | None]) -> T | None:
-    """The first result of `find` that is not None, kept for an object as long as it lives.
+    """The first result of `find` that is not None, kept while `owner` lives.
 
-    key: all else that the result depends on.
+    key: Everything but the owner that the result depends on.
     """
     try:
         known: dict[Hashable, T] = _FOUND.setdefault(owner, {})
-    except TypeError:  # such as a builtin function, which has no weak references
+    except TypeError:  # the owner, such as a builtin function, has no weak references
         return find()
     if key not in known:
         found = find()

@@ -1,8 +1,8 @@
-"""Values of a device that checks look at, without making it wait.
+"""Values that checks read from a device without making it wait.
 
-A read of a value (`float(x)`, `bool(x)`) stops a GPU until all that was launched is done. A copy that
-is started and read later does not: of the calls with one key the first is checked at once, each later
-one when the next is made.
+A read (`float(x)`, `bool(x)`) waits for all kernels that were launched on a GPU. A copy that is started
+now and read later does not. `read_late` checks the first call of a key at once, later calls from
+copies.
 """
 
 from collections.abc import Hashable
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @final
 class DeviceRead:
-    """A copy of a few numbers to the CPU, behind which the device goes on."""
+    """A copy of a few numbers to the CPU that does not block the device."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._event: torch.Event | None = None
+        self._event: torch.Event | None = None  # recorded behind the copy; None on the CPU
         self._copy = numbers
         if numbers.device.type != "cpu":
             self._copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
@@ -30,22 +30,23 @@ class DeviceRead:
         return self._event is None or bool(self._event.query())
 
     def numbers(self) -> Tensor:
-        """The numbers, for which this waits if it must."""
+        """The numbers; waits if the copy has not arrived."""
         if self._event is not None and not self.has_arrived:
             self._event.synchronize()
         self._event = None
         return self._copy
 
 
-_READS: dict[Hashable, list[DeviceRead]] = {}  # those that were not looked at
-LIMIT = 1000  # of keys, which hold shapes
+_READS: dict[Hashable, list[DeviceRead]] = {}  # key -> copies that were not read, oldest first
+LIMIT = 1000  # keys: they contain shapes, so their number may grow
 
 
 def read_late(key: Hashable, numbers: Tensor) -> Tensor | None:
-    """The numbers of a call on the CPU, each at most once.
+    """The numbers of a call, on the CPU; the numbers of one call are returned at most once.
 
-    On a device, the first call of a key waits; later ones get numbers of calls before: the first that
-    are not finite among those that have arrived, else the latest, and None while none have.
+    On a device, the first call of a key waits and returns its own numbers. A later call returns the
+    numbers of an earlier one that have arrived: the first that are not finite (or False), else the
+    latest; None if none have arrived.
     """
     if numbers.device.type == "cpu":
         return numbers

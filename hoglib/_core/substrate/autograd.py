@@ -1,4 +1,4 @@
-"""Gradients that can be differentiated again, wherever the caller stands.
+"""Gradients that can be differentiated again, in every context of the caller.
 
 g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
 Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
@@ -46,31 +46,37 @@ ScalarFunction = Callable[..., Tensor]
 
 
 class Gradient(NamedTuple):
-    """The gradient of a scalar function, with a graph of its own."""
+    """The gradient of a scalar function, with a graph.
+
+    value: The value of the function.
+    leaves: The tensors that the value was computed from, and is differentiated by.
+    parts: The gradient by each leaf; None for a leaf that the value does not depend on.
+    graph: The graph of the value.
+    """
 
     value: Tensor
-    leaves: Vector  # the arguments that the value was computed from
-    parts: list[Tensor | None]  # None for a leaf that the value does not depend on
-    graph: GraphSummary  # of the value
+    leaves: Vector
+    parts: list[Tensor | None]
+    graph: GraphSummary
 
     @property
     def has_no_graph(self) -> bool:
-        """Whether nothing of it depends on the leaves, so that the second derivative is zero."""
+        """Whether the gradient depends on no leaf: the second derivative is zero."""
         return not any(part is not None and part.requires_grad for part in self.parts)
 
 
 def gradient_with_graph(
     func: ScalarFunction, leaves: Vector, what: str, create_graph: bool
 ) -> Gradient:
-    """The value of func at the leaves and its gradient, which can be differentiated again.
+    """The value of func at the leaves, and its gradient, which can be differentiated again.
 
-    create_graph: whether derivatives reach the leaves that are passed in, and what they depend on.
+    create_graph: Connect the graph to the given leaves; otherwise func gets detached copies.
     """
     with without_stand_ins():
         p = fresh_leaves(leaves, create_graph)
     value = func(*p)
-    # func alone runs with the stand-ins, and a backward that needs them: each torch call, also for a
-    # shape, takes a microsecond longer where they are on
+    # Stand-ins are on only for func, and for a backward that needs them: while they are on, each torch
+    # call, also for a shape, takes a microsecond longer.
     with without_stand_ins() as suspended:
         graph = graph_summary(value)
         if graph.functions:
@@ -86,7 +92,7 @@ def gradient_with_graph(
             except Exception as error:
                 translate_errors(what).explain(error)
                 raise
-    if {*map(type, parts)} <= {NoneType}:  # asked without a generator, which calls for each part
+    if {*map(type, parts)} <= {NoneType}:  # all None; a generator would make a call for each part
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
             "Look for .detach(), .item(), .data or torch.no_grad() in func, and for a func that uses "
@@ -96,7 +102,7 @@ def gradient_with_graph(
 
 
 def check_uses_given_params(graph: GraphSummary, leaves: Vector, what: str) -> None:
-    """Refuses a value computed from the leaves themselves besides the copies that func was given."""
+    """Refuse a value computed from the leaves themselves besides the tensors that func was given."""
     if not graph.leaves.keys().isdisjoint(map(id, leaves)):
         direct = graph.reached(leaves)
         shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
@@ -117,10 +123,10 @@ def vjp(
     create_graph: bool = False,
     graph: GraphSummary | None = None,
 ) -> list[Tensor | None]:
-    """The vector-Jacobian product d <outputs, cotangents> / d inputs; None where there is none.
+    """The vector-Jacobian product d <outputs, cotangents> / d inputs; None for inputs without one.
 
-    Outputs that are None or have no graph are constants. graph: of the value whose gradient the outputs
-    are; an error names its custom Functions.
+    Outputs that are None or have no graph are constants.
+    graph: The graph behind the outputs, for errors that name its custom Functions.
     """
     values, weights = [], []
     for y, u in zip(outputs, cotangents, strict=True):
@@ -138,13 +144,13 @@ def vjp(
 
 
 def at_even(u: Tensor) -> Tensor:
-    """The vector; a copy of a slice of pairs with an odd offset, which view_as_complex refuses."""
+    """u, or a copy if u is a slice of pairs with an odd offset, which view_as_complex refuses."""
     return u.clone() if u.shape[-1:] == (2,) and u.storage_offset() % 2 else u
 
 
 def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
-    """Tensors with the same values to differentiate by: views that are connected to the leaves with
-    create_graph, detached otherwise."""
+    """Tensors with the values of the leaves, to differentiate by: views connected to the leaves with
+    create_graph, detached tensors otherwise."""
     fresh: Vector = []
     for x in leaves:
         linked = create_graph and x.requires_grad
@@ -153,17 +159,17 @@ def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
 
 
 def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
-    """Gradients with zeros for None: what does not depend on a leaf has a derivative of zero."""
+    """Gradients with zeros instead of None, as dense tensors."""
     found: Vector = []
     for part, x in zip(parts, like, strict=True):
-        # as `dense`, without a call for each
+        # `dense`, inlined: a call for each part costs time
         whole = part is None or part.layout is torch.strided
         found.append(torch.zeros_like(x) if part is None else part if whole else part.to_dense())
     return found
 
 
 def dense(part: Tensor) -> Tensor:
-    """A gradient in the layout of its parameter; that of an embedding may be sparse."""
+    """A gradient as a dense tensor; an embedding's may be sparse."""
     return part if part.layout is torch.strided else part.to_dense()
 
 
@@ -176,13 +182,12 @@ def with_gradients(
     with_graph: Callable[[], Sequence[Tensor]] | None = None,
     recompute: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Tensor:
-    """The value with gradients computed before: its backward multiplies them by the incoming one.
+    """The value with gradients that were computed before: backward multiplies them by its own.
 
-    with_graph: computes the gradients with a graph of their own, for a backward with
-    create_graph=True. Without it such a backward raises NoSecondDerivative with the text
-    `no_second_derivative`.
-    recompute: computes the gradients again. With it the first backward scales the known ones in place
-    and returns them without a copy, so nothing else may hold them or share their memory.
+    with_graph: Computes the gradients with a graph, for a backward with create_graph=True. Without this
+    function such a backward raises NoSecondDerivative with the text `no_second_derivative`.
+    recompute: Computes the gradients again. With this function the first backward scales the known ones
+    in place and returns them without a copy, so nothing else may refer to them or to their storages.
     """
     options = no_second_derivative, with_graph, recompute, list(grads)
     return apply(_PrecomputedGradients, value, options, *tensors)
@@ -192,7 +197,7 @@ class _PrecomputedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, options: Any, *tensors: Tensor) -> Tensor:
         ctx.no_second_derivative, ctx.with_graph, ctx.recompute, ctx.grads = options
-        # Reading them in backward raises if a step changed them since: the gradients would be stale.
+        # reading these in backward raises if a step changed them: the gradients would be stale
         ctx.save_for_backward(*tensors)
         return value.clone()
 
@@ -207,7 +212,7 @@ class _PrecomputedGradients(torch.autograd.Function):
             scaled = [grad * part for part in ctx.grads or ctx.recompute()]
         else:
             scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
-            # a factor of 1 changes nothing; on a device to ask for it would wait
+            # scaling by 1 is left out on the CPU only: reading a device's value would wait
             if not (grad.device.type == "cpu" and grad.item() == 1):
                 scaled = [part.mul_(grad) for part in scaled]
         return None, None, *scaled
@@ -215,11 +220,11 @@ class _PrecomputedGradients(torch.autograd.Function):
 
 @final
 class grad_enabled:  # noqa: N801 a context manager
-    """Inside, autograd records, also where the caller is in inference mode."""
+    """Inside, autograd records, also if the caller is in inference mode."""
 
     def __enter__(self) -> None:
-        # most callers have gradients enabled already, and to enter these modes takes its time
-        self._entered: list[Any] = []
+        # most callers have gradients enabled already, and entering these modes takes time
+        self._entered: list[Any] = []  # modes to leave at exit
         if torch.is_inference_mode_enabled():
             self._entered.append(torch.inference_mode(False))
         if self._entered or not torch.is_grad_enabled():
@@ -233,7 +238,7 @@ class grad_enabled:  # noqa: N801 a context manager
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
-    """Inside, new tensors can be differentiated by: inference mode becomes no_grad."""
+    """Inside, new tensors can be differentiated by: no_grad replaces inference mode."""
     return _no_grad_instead() if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -244,9 +249,9 @@ def _no_grad_instead() -> Iterator[None]:
 
 
 def clone_inference_tensors(tree: T) -> T:
-    """The tree with its inference tensors, which autograd refuses to save, replaced by copies."""
+    """The tree with copies instead of inference tensors, which autograd refuses to save."""
     leaves, structure = pytree.flatten(tree)
-    with without_functions_seen():  # modes would see each of these questions
+    with without_functions_seen():  # an active mode would see each of these calls
         found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
     if not found:
         return tree
@@ -258,8 +263,8 @@ def clone_inference_tensors(tree: T) -> T:
 def without_graph(function: Callable[[], Tensor]) -> Tensor:
     """The value of a function, without its graph.
 
-    Under no_grad, which takes less memory; with gradients enabled for a function that differentiates
-    inside.
+    It runs under no_grad, which takes less memory, and again with gradients enabled if the function
+    differentiates inside.
     """
     with torch.no_grad():
         try:
@@ -271,7 +276,7 @@ def without_graph(function: Callable[[], Tensor]) -> Tensor:
         return function().detach()
 
 
-# What torch says of an operation that it cannot differentiate.
+# Words of torch's errors about operations that it cannot differentiate.
 NOT_DIFFERENTIABLE = (
     "not implemented", "forward AD", "does not currently support double backward",
     "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
@@ -285,7 +290,7 @@ def no_forward_mode(
     error: Exception,
     instead: str = "Outside of torch.func transforms use the reverse mode.",
 ) -> Exception:
-    """What to raise for an error in forward mode: explained, where torch lacks a derivative."""
+    """The exception to raise for an error in forward mode: explained if torch lacks a derivative."""
     words = (
         *NOT_DIFFERENTIABLE,
         "ZeroTensor",
@@ -293,11 +298,11 @@ def no_forward_mode(
         "autocast",
         "forward mode AD",
         "functorch transform",
-        "to not have been used in the graph",  # a derivative that the function takes itself
-        "set a forward gradient",  # of another size or layout
+        "to not have been used in the graph",  # a derivative inside the function
+        "set a forward gradient",  # a tangent of another size or layout
         "flat_bdims",  # a Function without a jvp, under vmap
         "view size is not compatible",  # rules that view tangents of any layout
-        "do not have strides",  # sparse layouts, within torch.func
+        "do not have strides",  # sparse layouts inside torch.func
     )
     if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
         return error
@@ -311,10 +316,10 @@ def no_forward_mode(
 
 
 class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
-    """Raises UnsupportedError where hooks of a module fail that can be turned off.
+    """Raise UnsupportedError if hooks of a module fail that can be turned off.
 
-    Opacus' GradSampleModule has such hooks: they count forward passes on the parameters, which hoglib
-    replaces, and expect one backward for each.
+    Opacus' GradSampleModule has such hooks. They count forward passes on the module's own parameters,
+    which hoglib swaps, and expect one backward for each forward.
     """
 
     def __init__(self, what: str) -> None:
@@ -336,9 +341,9 @@ class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
 
 @final
 class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
-    """Raises UnsupportedError for torch's error about an operation that it cannot differentiate, and
-    for hooks that fail (see :class:`translate_hook_errors`); NoSecondDerivative where a tensor that a
-    derivative needs was changed in place, with the custom Functions of the graph."""
+    """Raise UnsupportedError for torch's error about an operation that it cannot differentiate, and for
+    failing hooks (see :class:`translate_hook_errors`); raise NoSecondDerivative, with the names of the
+    graph's custom Functions, if a tensor that a derivative needs was changed in place."""
 
     def __init__(self, what: str, graph: GraphSummary | None = None) -> None:
         super().__init__(what)
@@ -376,10 +381,10 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
 
 
 def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
-    """Whether second derivatives are infinite or NaN where the value is finite.
+    """Whether second derivatives are infinite or NaN although the value is finite.
 
-    It passes over the numbers once. On a device the answer may be about an earlier call with the same
-    shapes, so that nothing waits; each call is answered once.
+    It reads the numbers once. On a device nothing waits, so the answer may be about an earlier call
+    with equal shapes; there is one answer for each call.
     """
     if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
@@ -387,16 +392,16 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
         if value.is_cpu:
             total = 0.0
             for x in parts:
-                total += x.detach().sum().item()  # half the time of a norm
-            # the sum of finite numbers may overflow
+                total += x.detach().sum().item()  # takes half the time of a norm
+            # a sum of finite numbers may overflow
             return not (cmath.isfinite(total) or _finite(parts)) and _finite([value])
         parts = [x.detach() for x in parts]
-        # one launch for all of them
+        # one kernel launch for all parts
         norms = _foreach_norm([x for x in parts if x.numel()] or [value.detach()], math.inf)
         of_value = value.detach().sum() if value.dim() else value.detach()
         numbers = torch.stack([of_value, *(x.to(value.device) for x in norms)])
         found = read_late((caller, *(x.shape for x in parts)), numbers)
-        # no numbers have arrived yet: nothing is said
+        # None: no earlier call's numbers have arrived, so do not warn
         finite, *of_parts = [True] if found is None else found.isfinite().tolist()
         return finite and not all(of_parts)
 
@@ -409,7 +414,7 @@ def warn_if_not_finite(
     leaves: Vector,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Warns of second derivatives that are not finite where the value is, as `warn_of_not_finite`."""
+    """`warn_of_not_finite` if second derivatives are not finite although the value is."""
     if is_not_finite(caller, value, parts):
         warn_of_not_finite(caller, func, leaves, around)
 
@@ -421,17 +426,18 @@ def warn_of_not_finite(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     by: Vector | None = None,
 ) -> None:
-    """Warns of second derivatives that are not finite, and names the operation that made them, which
-    one more evaluation finds.
+    """Warn of second derivatives that are not finite, and name the operation that made them.
 
-    around: the context of that evaluation. by: further leaves that the user's own backward
-    differentiates by. Its cause may lie outside of func: nothing is said where no operation is found.
+    One more evaluation finds the operation.
+    around: The context of this evaluation.
+    by: More leaves that the user's own backward differentiates by. The cause may then lie outside of
+    func: no warning if no operation is found.
     """
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves, by or [])
         if not where and by is not None:
             return
-        # on a device the numbers may be those of an earlier call
+        # on a device the numbers may be an earlier call's
         here = "" if leaves[0].device.type == "cpu" else " in this call"
         where = where or f"an operation whose backward shows none{here}"
         warn_once(
@@ -443,8 +449,11 @@ def warn_of_not_finite(
 
 
 def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
-    """The operation behind whose first or second derivative something is not finite first; "" if none
-    is. by: leaves of the second derivative besides those of func."""
+    """The operation whose backward first makes a first or second derivative infinite or NaN; "" if
+    none.
+
+    by: Leaves of the second derivative besides those of func.
+    """
     found: list[Any] = []
     with record_backward_origins():
         p = fresh_leaves(leaves, False)
@@ -457,6 +466,7 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
             vjp(outputs, [*p, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
     if not found:
         return ""
+    # nodes of the second derivative were made by backwards of nodes of func
     node = found[0]
     while made_by(node) is not None:
         node = made_by(node)
@@ -466,7 +476,7 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
 
 
 def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
-    """Puts the first node whose later backward makes finite gradients infinite or NaN into `found`."""
+    """Append to `found` the first node whose backward turns finite gradients infinite or NaN."""
 
     def note(node: object, by: Any, given: Any) -> None:
         if not found and _finite(given) and not _finite(by):

@@ -1,10 +1,10 @@
-"""The graph that a gradient is computed by: one walk answers what hoglib asks of it.
+"""The graph of a value: a walk finds its leaves and custom Functions.
 
     graph = graph_summary(value)
-    check_custom_functions(graph, "hvp")      # refuses what has no second derivative
+    check_custom_functions(graph, "hvp")      # refuses Functions without a second derivative
     grads = torch.autograd.grad(value, leaves, create_graph=True)
 
-A summary is made once for a value and passed to all who ask, because a walk takes time for each node.
+A walk takes time for each node, so one summary of a value is made and passed on.
 """
 
 from collections.abc import Iterable, Iterator, Set
@@ -28,33 +28,42 @@ Parents = tuple[tuple[Any, int], ...]
 
 
 class FunctionNode(NamedTuple):
-    """A node whose backward runs Python, and the custom Function that it belongs to."""
+    """A node with a backward in Python.
+
+    node: The node of the graph.
+    function: The custom Function of the node; None for code compiled by torch.compile.
+    """
 
     node: Any
-    function: type[Function] | None  # None for code that torch.compile made
+    function: type[Function] | None
 
     @property
     def by_user(self) -> bool:
-        """Whether the Function is neither torch's nor hoglib's."""
+        """Whether the Function is the user's, not torch's or hoglib's."""
         function = self.function
         return function is not None and not function.__module__.startswith(("torch.", "hoglib."))
 
     @property
     def is_compiled(self) -> bool:
-        """Whether torch.compile made it, whose backward has no derivative."""
+        """Whether torch.compile made the node; its backward has no derivative."""
         return type(self.node).__name__ == "CompiledFunctionBackward"
 
 
 class GraphSummary(NamedTuple):
-    """What tensors were computed from, and by which custom Functions."""
+    """The leaves and custom Functions in the graphs of tensors.
 
-    leaves: dict[int, Tensor]  # those that require grad, by id
+    leaves: The leaves that require grad, by id.
+    functions: The nodes with a backward in Python.
+    cpp_functions: The names of custom Functions in C++.
+    """
+
+    leaves: dict[int, Tensor]
     functions: list[FunctionNode]
-    cpp_functions: set[str]  # the names of those in C++
+    cpp_functions: set[str]
 
     @property
     def user_functions(self) -> list[FunctionNode]:
-        """The nodes of custom Functions that are neither torch's nor hoglib's."""
+        """The nodes of the user's custom Functions."""
         return [entry for entry in self.functions if entry.by_user]
 
     @property
@@ -69,37 +78,37 @@ class GraphSummary(NamedTuple):
 
     @property
     def has_user_code(self) -> bool:
-        """Whether a user's custom Function, or code that torch.compile made, runs in it."""
+        """Whether the graph has a custom Function of the user, or code compiled by torch.compile."""
         return any(entry.by_user or entry.is_compiled for entry in self.functions)
 
     @property
     def needs_stand_ins(self) -> bool:
-        """Whether a backward runs Python that may call a torch function which has a stand-in."""
+        """Whether a backward runs Python that may call a torch function with a stand-in."""
         return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
 
     def backward_modes(self) -> AbstractContextManager[object]:
-        """The context of a backward: without the stand-ins, unless it needs them. Each torch call,
-        also for a shape or a dtype, takes a microsecond longer where they are on."""
+        """A context for a backward: without stand-ins, unless it needs them. While they are on, each
+        torch call, also for a shape or a dtype, takes a microsecond longer."""
         needed = self.functions and self.needs_stand_ins
         return nullcontext() if needed else without_stand_ins()
 
     def reached(self, tensors: Iterable[Tensor]) -> list[int]:
-        """The indices of those tensors that are leaves of the graph."""
+        """The indices of the given tensors that are leaves of the graph."""
         return [i for i, tensor in enumerate(tensors) if id(tensor) in self.leaves]
 
 
 def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) -> GraphSummary:
-    """The leaves and custom Functions in the graphs of tensors, up to those in `since`."""
+    """The leaves and custom Functions in the graphs of tensors, back to the tensors in `since`."""
     leaves, functions, cpp_functions = {}, [], set()
     for node, parents in walk([values] if isinstance(values, Tensor) else values, since):
         if not parents:
-            # as `_leaf_of`, which would be a call for each
+            # `_leaf_of`, inlined: a call for each node costs time
             leaf = node if type(node).__name__ == "Error" else getattr(node, "variable", None)
             if leaf is not None:
                 leaves[id(leaf)] = leaf
         elif isinstance(node, BackwardCFunction):
             functions.append(FunctionNode(node, torch_internals.custom_function(node)))
-        # asked here too: a call for each node takes longer than the walk
+        # the type is compared here, because a call for each node takes longer than the walk
         elif type(node).__name__ == "CppFunction" and (name := torch_internals.cpp_function(node)):
             cpp_functions.add(name)
     if cpp_functions and (examiner := AMBIENT.examination.examiner) is not None:
@@ -110,10 +119,10 @@ def graph_summary(values: Tensor | Iterable[Any], since: Iterable[Tensor] = ()) 
 def walk(
     outputs: Iterable[Any], since: Iterable[Tensor] = (), until: Set[int] = frozenset()
 ) -> list[tuple[Any, Parents]]:
-    """Each node in the graphs of the tensors among the outputs, with its parents.
+    """Each node in the graphs of the tensors among the outputs, with its next_functions.
 
-    The nodes that `since` were computed by are not visited, nor is anything that is reached through
-    them alone. until: ids of leaf tensors; the walk ends at the first of them.
+    since: Tensors at whose nodes the walk stops.
+    until: Ids of leaf tensors; the walk ends at the first of these.
     """
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
     seen: set[Any] = {None, *[x.grad_fn for x in since]} if since else {None}
@@ -134,32 +143,32 @@ def walk(
 
 
 def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> list[Tensor]:
-    """The leaves of graphs."""
+    """The leaf tensors of the graphs."""
     ends = [_leaf_of(node) for node, parents in walk(outputs, since) if not parents]
     return [leaf for leaf in ends if leaf is not None]
 
 
 def _leaf_of(node: object) -> Any:
-    """The tensor at the end of a graph; the end itself for an input of what torch.compile traces, which
-    stands for a tensor outside."""
+    """The tensor at an end of a graph, or None. While torch.compile traces, the end of an input's graph
+    is an `Error` node, which stands for a tensor outside and is returned itself."""
     return node if type(node).__name__ == "Error" else getattr(node, "variable", None)
 
 
 def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
-    """The dtypes of half precision that the graphs of the outputs computed in."""
+    """The half-precision dtypes of operations in the graphs of the outputs."""
     found = (dtype for node, _ in walk(outputs) for dtype in torch_internals.output_dtypes(node))
     return {dtype for dtype in found if dtype in HALF_DTYPES}
 
 
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Whether a value was computed from one of these leaf tensors; ends at the first."""
+    """Whether a value was computed from one of the leaf tensors."""
     wanted = {*map(id, leaves)}
     found = walk([value], until=wanted)
     return bool(found) and id(_leaf_of(found[-1][0])) in wanted
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:
-    """Roughly the memory that graphs hold: the outputs of every operation in them."""
+    """The approximate memory of graphs: the bytes of all outputs of operations in them."""
     return sum(torch_internals.output_bytes(node) for node, _ in walk(values))
 
 
@@ -181,10 +190,10 @@ def check_custom_functions(graph: GraphSummary, what: str) -> None:
 def saved_tensors(node: Any, *, unpack: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The floating-point and complex tensors that the node of a custom Function keeps, by name.
 
-    unpack: also those that saved-tensor hooks keep, for which a checkpoint runs again.
+    unpack: Unpack tensors that saved-tensor hooks packed, too; a checkpoint recomputes to unpack.
     """
     if unpack or not torch_internals.has_saved_by_hooks(node):
-        with suppress(RuntimeError):  # the graph was freed, or a tensor changed: using it raises
+        with suppress(RuntimeError):  # the graph was freed, or a saved tensor was changed in place
             for k, tensor in enumerate(node.saved_tensors):
                 if is_float(tensor):
                     yield f"ctx.saved_tensors[{k}]", tensor

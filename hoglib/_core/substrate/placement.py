@@ -1,13 +1,13 @@
 """Parameters that torch.distributed shards (DTensor), as the whole tensors that a loss takes.
 
-Each process r computes the loss f_r of its own batch, and differentiates by its own shards x. With
-weights w_r that add up to one,
+Process r computes the loss f_r of its own batch, and differentiates by its own shards x. With weights
+w_r that add up to one,
 
     gather(x) = the whole tensors               average(a) = the shards of sum_r w_r a_r
 
-are adjoint to each other, for the inner products  <x, y> = sum over all shards  and
-<a, b> = sum_r w_r <a_r, b_r>  of whole tensors, which differ between processes. As each is the
-derivative of the other, autograd gives derivatives of any order of sum_r w_r f_r.
+are adjoint to each other, for the inner product  <x, y> = sum over all shards  of shards and
+<a, b> = sum_r w_r <a_r, b_r>  of whole tensors, which differ between processes. Each is the derivative
+of the other, so autograd gives derivatives of sum_r w_r f_r of any order.
 """
 
 import sys
@@ -31,7 +31,8 @@ from hoglib._core.torch_api.torch_internals import apply
 from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, UnsupportedError
 
 Vector = list[Tensor]
-ROUNDING = 1e-9  # of a checksum, between processes, which may run on unlike machines
+ROUNDING = 1e-9  # tolerance for checksums of processes, which may run on different processors
+# The names of the numbers that `Sharding.check_agreement` compares between processes.
 AGREEMENT = (
     "call, with its options, criterion and parameters,",
     "number of vectors",
@@ -42,19 +43,19 @@ INSTEAD = "for anything else pass `p.full_tensor()` of each, or the model before
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor, without importing the module that defines them."""
+    """Whether a value is a DTensor; does not import torch's module of DTensor."""
     library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
     return library is not None and isinstance(value, library.DTensor)
 
 
 def any_sharded(values: Iterable[object]) -> bool:
-    """Whether one of them is a DTensor."""
+    """Whether one of the values is a DTensor."""
     library: Any = sys.modules.get("torch.distributed.tensor")
     return library is not None and any(map(isinstance, values, repeat(library.DTensor)))
 
 
 def full_tensor(value: Any) -> Any:
-    """A DTensor as the whole tensor, without a graph; anything else as it is."""
+    """The whole tensor of a DTensor, without a graph; any other value itself."""
     if not is_sharded(value):
         return value
     with torch_internals.without_transforms(), torch.no_grad():
@@ -64,7 +65,7 @@ def full_tensor(value: Any) -> Any:
 def refuse_sharded(
     caller: str, tensors: Iterable[Any], what: str = "params", instead: str = INSTEAD
 ) -> None:
-    """Raise for DTensors, in functions that need whole tensors."""
+    """Raise for DTensors, in a function that needs whole tensors."""
     if any_sharded(tensors):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
@@ -74,7 +75,7 @@ def refuse_sharded(
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise for FullyShardedDataParallel, whose parameters are parts of flat ones."""
+    """Raise for FullyShardedDataParallel: its parameters are slices of flat ones."""
     library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
     for name, module in model.named_modules() if library is not None else ():
         if isinstance(module, library.FullyShardedDataParallel):
@@ -86,20 +87,28 @@ def refuse_fsdp1(model: nn.Module) -> None:
 
 
 class Layout(NamedTuple):
-    """How a tensor is spread over the processes of a mesh."""
+    """The distribution of one tensor over the processes of a mesh.
+
+    mesh: The DeviceMesh.
+    placements: The placement in each dimension of the mesh.
+    shape: Of the whole tensor.
+    stride: Of the whole tensor.
+    plain: Each process holds the whole tensor, which is no DTensor.
+    """
 
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
-    plain: bool = False  # every process holds it, as a tensor of its own
+    plain: bool = False
 
     @classmethod
     def of(cls, tensor: Any) -> "Layout":
         return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
     def wrap(self, local: Tensor) -> Any:
-        """The DTensor of these shards. Trailing dimensions that the layout lacks are not sharded."""
+        """The DTensor of local shards. Trailing dimensions beyond those of the layout are not
+        sharded."""
         from torch.distributed.tensor import DTensor
 
         more = local.shape[len(self.shape) :]
@@ -110,7 +119,7 @@ class Layout(NamedTuple):
         )
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The shard of this process of a tensor that all of them hold, without communication."""
+        """This process's shard of a tensor that all processes hold, without communication."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if self.plain:
@@ -120,9 +129,10 @@ class Layout(NamedTuple):
         return everywhere.redistribute(placements=self.placements).to_local()
 
     def average(self, value: Tensor, weight: float) -> Tensor:
-        """The shards of the sum over the processes of weight times value."""
+        """The shards of sum_r weight_r value_r over the processes r."""
         from torch.distributed.tensor import DTensor, Partial
 
+        # a constant of autograd: the derivative is `_Exchange`'s
         value = weight * value.detach()
         if self.copies() == self.mesh.size():
             return all_reduce(value, self.mesh)
@@ -131,14 +141,16 @@ class Layout(NamedTuple):
         return partial.redistribute(placements=self.placements).to_local()
 
     def copies(self) -> int:
-        """How many processes of its mesh hold the same shard."""
+        """The number of processes of the mesh that hold each shard."""
         dims = zip(self.mesh.shape, self.placements, strict=True)
         return prod(size for size, placement in dims if placement.is_replicate())
 
 
 class _Exchange(torch.autograd.Function):
-    """The whole tensor of shards, or the shards of an average over the processes. Each of the two maps
-    is the derivative of the other; both are linear."""
+    """The whole tensor of shards (gathers=True), or the shards of an average over the processes.
+
+    The two maps are linear, and adjoint to each other: the backward of each applies the other.
+    """
 
     @staticmethod
     def forward(value: Tensor, gathers: bool, layout: Layout, weight: float) -> Tensor:
@@ -161,15 +173,16 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: object, in_dims: Any, value: Tensor, *options: Any) -> Any:
+        # as a trailing dimension, which is not sharded
         return apply(_Exchange, value.movedim(in_dims[0], -1), *options), -1
 
 
 @final
 @dataclass(frozen=True)
 class Whole:
-    """The placement of tensors that this process holds whole: nothing is communicated.
+    """The placement of tensors that this process holds whole; nothing is communicated.
 
-    It has the methods of :class:`Sharding`, which say what they do where tensors are shared.
+    Its methods are the ones of :class:`Sharding`, which documents them.
     """
 
     is_sharded = False
@@ -227,12 +240,13 @@ WHOLE = Whole()
 
 
 def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
-    """How tensors are spread over processes, with equal weights."""
+    """The distribution of tensors over processes, with equal weights: WHOLE, or a Sharding."""
     if not any_sharded(tensors):
         return WHOLE
     from torch.distributed.tensor import Replicate
 
     found: list[Any] = [t for t in tensors if is_sharded(t)]
+    # each tensor's mesh is this one or a part of it
     mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
     everywhere = tuple(Replicate() for _ in mesh.shape)
     layouts = tuple(
@@ -245,33 +259,37 @@ def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) 
 @final
 @dataclass(frozen=True)
 class Sharding:
-    """How several tensors are spread over the processes of one mesh.
+    """The distribution of several tensors over the processes of one mesh.
 
     Attributes:
-        layouts: That of each tensor; one that is no DTensor is held by every process.
-        weight: w of this process.
+        layouts: The layout of each tensor; processes hold a tensor that is no DTensor whole.
+        mesh: The largest DeviceMesh of the tensors.
+        weight: w_r of this process r.
+        names: The qualified names of the tensors, if they are parameters of a module.
+        deferred: Indices of the tensors that blocks gather when they run, see `defer`.
+        gathered: Indices of the tensors that have been gathered for the current loss.
+        order: Indices of the tensors in the order in which they were gathered for the current loss.
     """
 
     is_sharded = True
     layouts: tuple[Layout, ...]
     mesh: Any
     weight: float
-    names: tuple[str, ...] = ()  # of the tensors in a module, where they are its parameters
-    deferred: frozenset[int] = frozenset()  # tensors that blocks gather, see `defer`
-    # of these the ones that blocks have gathered for the current loss
+    names: tuple[str, ...] = ()
+    deferred: frozenset[int] = frozenset()
     gathered: set[int] = field(default_factory=set, compare=False)
-    order: list[int] = field(default_factory=list, compare=False)  # in which they were
+    order: list[int] = field(default_factory=list, compare=False)
 
     def weighted(self, weight: float) -> "Sharding":
-        """The same with another weight of this process."""
+        """A copy with another weight of this process."""
         return replace(self, weight=weight)
 
     def local(self, tensors: Sequence[Any]) -> Vector:
-        """The shards of this process, without a graph."""
+        """This process's shards, without a graph."""
         return [t.detach().to_local() if is_sharded(t) else t for t in tensors]
 
     def local_vector(self, what: str, tensors: Sequence[Any]) -> Vector:
-        """The shards of vectors, which have to be spread as the parameters are."""
+        """This process's shards of vectors; raises if their placements differ from the parameters'."""
         for name, layout, x in zip(self.names, self.layouts, tensors, strict=True):
             expected = layout.mesh, layout.placements
             got = (x.device_mesh, x.placements) if is_sharded(x) else None
@@ -288,16 +306,16 @@ class Sharding:
         return self.local(tensors)
 
     def wrap(self, shards: Sequence[Tensor]) -> Vector:
-        """DTensors of these shards."""
+        """The DTensors of local shards."""
         pairs = zip(self.layouts, shards, strict=True)
         return [x if layout.plain else layout.wrap(x) for layout, x in pairs]
 
     def gather(self, shards: Sequence[Tensor]) -> Vector:
-        """The whole tensors, differentiable to any order by the shards; of deferred ones the shards."""
+        """The whole tensors, differentiable to any order by the shards; deferred ones stay shards."""
         return [x if i in self.deferred else self.gather_one(i, x) for i, x in enumerate(shards)]
 
     def gather_named(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`gather` of some of the tensors, by their names in the module."""
+        """`gather` for some of the tensors, by their names in the module."""
         index = {name: i for i, name in enumerate(self.names)}
         return {
             name: x if index[name] in self.deferred else self.gather_one(index[name], x)
@@ -307,17 +325,17 @@ class Sharding:
     def gather_one(self, index: int, shard: Tensor) -> Tensor:
         """A whole tensor, differentiable to any order by its shard."""
         layout = self.layouts[index]
-        # what a submesh averages over is 1 / copies of the whole mesh
+        # rescaled, because a submesh sums over its own processes only
         weight = self.weight * self.mesh.size() / layout.mesh.size()
         whole: Tensor = apply(_Exchange, shard, True, layout, weight)
         self.gathered.add(index)
-        # compared with the loss (`_Mean`): processes whose blocks differ would gather each other's
-        # parameters
+        # `_Mean` compares the order between processes, with the loss: processes that run different
+        # blocks would gather each other's parameters
         self.order.append(index)
         return whole
 
     def whole_rows(self, index: int, rows: Tensor) -> Tensor:
-        """The whole tensors of shards [k, *shape], without a graph."""
+        """The whole tensors [k, *shape] of shards of k vectors, without a graph."""
         layout = self.layouts[index]
         if layout.plain:
             return rows
@@ -328,10 +346,10 @@ class Sharding:
         layout, value = self.layouts[index], rows.movedim(0, -1).contiguous()
         if layout.mesh == self.mesh:
             return layout.average(value, 1.0).movedim(-1, 0)
-        return layout.part_of(self.sum(value)).movedim(-1, 0)  # of a part of the mesh
+        return layout.part_of(self.sum(value)).movedim(-1, 0)  # the layout is on a part of the mesh
 
     def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
-        """The items that this process owns: each, the costliest first, goes to the least loaded one."""
+        """The items that this process owns: in order of falling cost, each goes to the least loaded."""
         loads: dict[int, float] = dict.fromkeys(self.mesh.mesh.flatten().tolist(), 0.0)
         mine = []
         for i in sorted(range(len(items)), key=lambda i: -costs[i]):
@@ -341,14 +359,15 @@ class Sharding:
         return mine
 
     def defer(self, model: object, blocks: Sequence[Any]) -> "Sharding":
-        """This sharding, where each block gathers the parameters that it alone uses, when it runs.
+        """A copy in which each block gathers, when it runs, the parameters that no other block uses.
 
-        blocks: of `hoglib._core.remat.blocks.rematerialized`.
+        blocks: From `hoglib._core.remat.blocks.rematerialized`.
         """
         if not isinstance(model, nn.Module) or not blocks:
             return self
         own = dict(model.named_parameters(remove_duplicate=False))
         index = {id(own[name]): i for i, name in enumerate(self.names) if name in own}
+        # index of a tensor -> (module, name) of each place where the model has it
         users: dict[int, list[Any]] = defaultdict(list)
         for module in model.modules():
             for name, p in module._parameters.items():
@@ -361,10 +380,11 @@ class Sharding:
                 if all(id(module) in parts for module, _ in places):
                     block.gathers.append((partial(self.gather_one, i), places))
                     deferred.add(i)
+        # block.gathers calls this object's gather_one, so the copy shares its records
         return replace(self, deferred=frozenset(deferred), gathered=self.gathered, order=self.order)
 
     def copy_share(self, index: int) -> float:
-        """What a shard of that tensor counts in a sum over processes: copies count once together."""
+        """The weight of a shard in a sum over processes: copies of one shard count once together."""
         layout = self.layouts[index]
         return layout.mesh.size() / (layout.copies() * self.mesh.size())
 
@@ -381,17 +401,16 @@ class Sharding:
         leaves: Vector,
         changed: bool = False,
     ) -> bool:
-        """Raise in all processes where their calls differ, or what each of them holds whole, by one
-        all-reduce.
+        """Raise in all processes if their calls, or the tensors that each holds whole, differ.
 
-        Returns whether something has changed in any of them.
+        It takes one all-reduce. Returns whether `changed` is True in any process.
         """
         of_call = checksum_of_call(caller, call, [layout.shape for layout in self.layouts])
         numbers = [of_call, columns, *map(self.checksum_of_whole, (vector, leaves))]
         return bool(self.check_same(caller, AGREEMENT, numbers, leaves[0].device, float(changed)))
 
     def checksum_of_whole(self, shards: Vector) -> float:
-        """A number that changes with the tensors that every process holds whole."""
+        """A checksum of the tensors that every process holds whole."""
         pairs = zip(shards, self.layouts, strict=True)
         held = [x for x, at in pairs if at.copies() == at.mesh.size()]
         return checksum_of_tensors(held)
@@ -405,16 +424,16 @@ class Sharding:
         flag: float = 0.0,
         error: Exception | None = None,
     ) -> float:
-        """Raise in all processes where a number differs between them; the largest flag of all.
+        """Raise in all processes if a number differs between them; return the largest flag.
 
-        numbers: At most as many as of AGREEMENT. The message has that size in every call, because gloo
-        aborts a process that is sent another number of bytes.
-        error: of this process, which it raises then, and all others one that says so.
+        numbers: At most len(AGREEMENT). All calls send a message of one size, because gloo aborts a
+        process that receives another number of bytes than it expects.
+        error: An error of this process, which raises it; the others then raise one that says so.
         """
         local = torch.zeros(len(AGREEMENT), dtype=torch.float64, device=device)
         local[: len(numbers)] = local.new_tensor(numbers)
         flags = local.new_tensor([flag, error is not None])
-        # the least of a number is minus the largest of its negative: both in one all-reduce
+        # the minimum is minus the maximum of the negatives: both in one all-reduce
         extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
         if error is not None:
             raise error
@@ -435,7 +454,7 @@ class Sharding:
         return float(extremes[-2])
 
     def dot(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-        """<a, b> of shards, in float64, the same in all processes."""
+        """<a, b> of shards, in float64; all processes get an equal number."""
         total = torch.zeros((), dtype=torch.float64, device=a[0].device)
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             flat = x.detach().reshape(-1).double(), y.detach().reshape(-1).double()
@@ -446,10 +465,10 @@ class Sharding:
         return self.dot(a, a).sqrt()
 
     def mean_of(self, compute: Callable[[], Tensor]) -> Tensor:
-        """sum_r w_r value_r of what each process computes, differentiable to any order.
+        """sum_r w_r value_r of the values that processes compute, differentiable to any order.
 
-        Raises in all processes where one has an error; before it has gathered the parameters of all
-        blocks that do so when they run, the others wait for these, and only the error is raised.
+        An error in one process raises in all. If a process fails before it has gathered the parameters
+        of all deferring blocks, only it raises: the others wait for it to gather the rest.
         """
         self.gathered.clear()
         self.order.clear()
@@ -458,29 +477,30 @@ class Sharding:
         except Exception:
             if self.deferred <= self.gathered:
                 device = self.mesh.device_type
-                failed = [0.0, 1.0, 0.0, 0.0]  # as in `_Mean`
+                # the message of `_Mean`: value, failed, order, order^2
+                failed = [0.0, 1.0, 0.0, 0.0]
                 self.sum(torch.tensor(failed, dtype=torch.float64, device=device))
             raise
         return apply(_Mean, value, self)
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over the processes, in place where it is on a device of the mesh."""
+        """The sum over the processes, in place if `value` is on a device of the mesh."""
         # NCCL sums on GPUs only
         return all_reduce(value.to(self.mesh.device_type), self.mesh).to(value.device)
 
     def translate_errors(self, caller: str) -> AbstractContextManager[None]:
-        """Inside, an error of the communication says what the other processes did."""
+        """Inside, an error of the communication says that another process made another call."""
         return translate_distributed_errors(caller)
 
     def reduce(self, value: Tensor, op: str) -> Tensor:
-        """Another reduction over the processes, in place."""
+        """A reduction over the processes by another operation than the sum, in place."""
         return all_reduce(value, self.mesh, op)
 
 
 Placement = Whole | Sharding
 
 
-# what the backends of torch.distributed say where a process does not take part
+# words in the errors of torch.distributed's backends when another process does not take part
 COMMUNICATION = (
     "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
     "gloo", "NCCL", "ncclUnhandled",
@@ -489,10 +509,10 @@ COMMUNICATION = (
 
 @contextmanager
 def translate_distributed_errors(caller: str) -> Iterator[None]:
-    """Says of an error of the communication that another process ended, raised or made another call.
+    """Say of an error of the communication that another process ended, raised or made another call.
 
-    An error ends its process, and what waits for that process then raises within seconds. Where the
-    error is caught, and the process lives, the others wait until the timeout of their group.
+    An error ends its process, and processes that wait for it raise within seconds. If the user catches
+    the error, and the process lives, the others wait until their group's timeout.
     """
     try:
         yield
@@ -517,14 +537,15 @@ def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """The average of a number, which all processes hold; its derivative is that of each process."""
+    """sum_r w_r value_r, equal in all processes. The derivative by each process's value is the
+    identity: `_Exchange` applies the weights."""
 
     @staticmethod
     def forward(value: Tensor, sharding: Sharding) -> Tensor:
         wide = sharding.weight * value.detach().reshape(-1).double()
-        # so small that float64 adds up the squares of 2^13 processes without rounding
+        # below 2^20, so that float64 adds the squares of 2^13 processes without rounding
         order = float(zlib.crc32(repr(sharding.order).encode()) % 2**20)
-        # the squares of numbers add up to the square of their sum over their count where all are equal
+        # n sum_r order_r^2 = (sum_r order_r)^2 exactly where all are equal
         sums = sharding.sum(torch.cat([wide, wide.new_tensor([0.0, order, order**2])]))
         failed, total, squares = sums[-3:].tolist()
         if failed:

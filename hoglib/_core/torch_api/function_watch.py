@@ -1,17 +1,16 @@
-"""Sees each application of a custom Function, also by an `apply` that was bound before.
+"""Sees each application of a custom Function, also through a bound alias, `f = MyFunction.apply`.
 
-All of them end in C++, on every release of torch, which looks three names up on the Function's class:
+On every release of torch, apply ends in C++, which looks up three names on the Function's class:
 
-    _backward_cls      when the application begins; one instance of it is the node of the graph
-    setup_context      to compare it with torch's own, which is none
-    forward            to call it, without gradients
+    _backward_cls      at the beginning of the application; an instance of it is the node of the graph
+    setup_context      to compare it with torch.autograd.Function's own, which stands for none
+    forward            to call it, with gradients disabled
 
 Python calls a data descriptor of the metaclass `FunctionMeta` before it reads an attribute of a class.
-While anything watches, `FunctionMeta` has a descriptor of each of the three names. The descriptors
-return functions that call the watches before and after `forward` and `setup_context`.
-`FunctionMeta.__getattribute__` would also be called for the other look-ups, some 35 in an application.
-From torch 2.14 on `Function.apply` is the C++ method itself: an alias `f = MyFunction.apply` runs no
-Python before these look-ups.
+While a watch is active, `FunctionMeta` has descriptors of the three names. They return functions that
+call the watches before and after `forward` and `setup_context`. `FunctionMeta.__getattribute__` would
+also be called for the other look-ups, some 35 in each application. From torch 2.14 on `Function.apply`
+is the C++ method itself, so an alias runs no Python before these look-ups.
 """
 
 import threading
@@ -26,21 +25,22 @@ from torch.autograd.function import BackwardCFunction, FunctionMeta
 
 from hoglib._core.torch_api import torch_forward_mode, torch_internals, torch_library
 
-# What a watch is called with when an application has ended: its node, and what forward returned.
+# Called at the end of an application, with its node and the result of forward.
 Ended = Callable[[Any, Any], None]
+# Called at the beginning of an application, with the Function and its arguments.
 Seen = Callable[[type[Function], tuple[Any, ...]], Ended | None]
 
-# All watches, of all threads: the first one changes FunctionMeta, the last one changes it back.
+# The active watches of all threads: the first one patches FunctionMeta, the last one restores it.
 _WATCHES: list["watching_functions"] = []
-# Reentrant: the garbage collector may run code that watches, too, while the lock is held.
+# Reentrant: garbage collection inside the lock may run a destructor that enters a watch.
 _LOCK = threading.RLock()
 
 
 class Applying:
-    """How many custom Functions are running their forward; true also in a hook that packs what one of
-    them has saved, which C++ calls after it."""
+    """Whether a custom Function runs its forward: also True in a pack hook of saved tensors, which C++
+    calls after forward."""
 
-    depth = 0
+    depth = 0  # the number of nested forwards and setup_contexts that run
 
     def __bool__(self) -> bool:
         return self.depth > 0 or torch_internals.packs_saved_tensor()
@@ -48,13 +48,13 @@ class Applying:
 
 @final
 class watching_functions:  # noqa: N801 a context manager
-    """Calls seen(function, args) for each custom Function that is applied inside, before it runs; not
-    for those that another one's forward applies (unless it `recomputes` what the user wrote), nor in
-    other threads. If that returns a function, it is called with the node and what forward returned.
-    Both run where forward does, without gradients unless `as_around` enables them.
+    """Calls seen(function, args) before each custom Function that this thread applies inside; not for a
+    Function that another one's forward applies (unless the outer one `recomputes` the user's code). If
+    seen returns a function, it is called at the end with the node and the result of forward. Both are
+    called where forward runs, with gradients disabled unless `as_around` enables them.
 
-    May stand inside of another one, and in several threads at once. A class, as it stands around each
-    derivative: generators of contextlib take several times as long to enter and to leave.
+    Watches can be nested, and be active in several threads. A class, because each derivative enters
+    one: contextlib's generators take several times as long.
     """
 
     def __init__(self, seen: Seen) -> None:
@@ -78,8 +78,8 @@ class watching_functions:  # noqa: N801 a context manager
 
 
 def sees_applications() -> bool:
-    """Whether the installed torch looks the names up, so that an application is seen."""
-    # In a thread of its own: hoglib may be imported under no_grad or inside of a transform.
+    """Whether the installed torch looks these names up, so that applications are seen."""
+    # In a new thread: hoglib may be imported under no_grad or inside a transform.
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(_sees_application)
     return done.exception() is None and done.result()
@@ -104,12 +104,12 @@ class _Identity(Function):
 
 @final
 class _State(threading.local):
-    """What C++ is doing in this thread, between two look-ups."""
+    """The application that C++ runs in this thread, between two look-ups."""
 
-    begun: type[Function] | None = None  # it looks forward up next
-    # Whether gradients and tangents were enabled where apply was called; forward runs without both.
+    begun: type[Function] | None = None  # the Function with the next look-up of forward
+    # Whether gradients, and tangents, were enabled at the call of apply; forward runs without both.
     enabled = False, False
-    ran: "_Application | None" = None  # its forward has run: setup_context is looked up next
+    ran: "_Application | None" = None  # its forward has run, its setup_context is looked up next
 
 
 _STATE = _State()
@@ -117,7 +117,7 @@ _STATE = _State()
 
 @final
 class _Descriptor:
-    """A data descriptor of FunctionMeta: `answer(function, value)` is what a look-up returns."""
+    """A data descriptor of FunctionMeta: a look-up of `name` returns answer(function, its value)."""
 
     def __init__(self, name: str, answer: Callable[[Any, Any], Any]) -> None:
         self._name, self._answer = name, answer
@@ -135,8 +135,8 @@ class _Descriptor:
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
-        """Without the descriptor, so that the class gets the attribute: torch sets `_backward_cls` of
-        each new class."""
+        """Inside, FunctionMeta lacks the descriptor, so that the class gets the attribute: torch sets
+        `_backward_cls` of each new class."""
         with _LOCK:
             delattr(FunctionMeta, self._name)
             try:
@@ -146,7 +146,7 @@ class _Descriptor:
 
 
 def _look_up(function: Any, name: str) -> Any:
-    """function.name, without the descriptor."""
+    """function.name, past the descriptor."""
     for kind in function.__mro__:
         if name in kind.__dict__:
             found = kind.__dict__[name]
@@ -161,7 +161,7 @@ def _answer_backward_class(function: Any, backward_class: object) -> Any:
 
 def _answer_forward(function: object, forward: Any) -> Any:
     if (begun := _STATE.begun) is None or begun is not function:
-        return forward  # looked up by Python code
+        return forward  # not C++, but Python code looks forward up
     _STATE.begun = None
     here = threading.get_ident()
     watches = [watch for watch in reversed(_WATCHES) if watch.thread == here]
@@ -187,14 +187,14 @@ _DESCRIPTORS = {name: _Descriptor(name, answer) for name, answer in _ANSWERS.ite
 
 
 def records_gradients() -> bool:
-    """Whether gradients were enabled where `apply` was called; for a watch, while it is called."""
+    """Whether gradients were enabled at the call of `apply`; for a watch, while it is called."""
     return _STATE.enabled[0]
 
 
 @contextmanager
 def as_around() -> Iterator[None]:
-    """Inside, gradients and tangents are enabled as where `apply` was called; for a watch, which runs
-    where `forward` does, without them."""
+    """Inside, gradients and tangents are enabled as at the call of `apply`. For a watch, which runs
+    with both disabled, as `forward` does."""
     before = _enabled()
     _switch(*_STATE.enabled)
     try:
@@ -208,8 +208,8 @@ def _enabled() -> tuple[bool, bool]:
 
 
 def _switch(gradients: bool, tangents: bool) -> None:
-    """Switches gradients and tangents. Modes do not see the call: they would take it for a `no_grad` of
-    the user's."""
+    """Enables or disables gradients and tangents. Modes do not see the call: they would take it for a
+    user's `no_grad`."""
     with torch_internals.without_functions_seen():
         torch_internals.set_grad_enabled(gradients)
     if torch_internals.forward_mode_active():
@@ -218,7 +218,11 @@ def _switch(gradients: bool, tangents: bool) -> None:
 
 @final
 class _Application:
-    """An application of a Function, whose forward is looked up, with those that watch it."""
+    """One application of a Function, between C++'s look-up of forward and the end.
+
+    Attributes:
+        function: The applied Function.
+    """
 
     def __init__(
         self,
@@ -229,7 +233,7 @@ class _Application:
         self.function, self._forward, self._watches = function, forward, watches
 
     def forward(self, *args: Any) -> Any:
-        """The Function's forward, which has all there is to do where it takes ctx."""
+        """The Function's forward; the application ends with it if forward takes ctx."""
         takes_context = bool(args) and isinstance(args[0], BackwardCFunction)
         self._count(1)
         try:
@@ -244,7 +248,7 @@ class _Application:
         return result
 
     def setup_context(self, setup_context: Callable[..., Any]) -> Callable[..., None]:
-        """The Function's setup_context, after which the application has ended."""
+        """The Function's setup_context, at whose end the application ends."""
 
         def run(ctx: object, inputs: object, output: object) -> None:
             self._count(1)
@@ -261,12 +265,12 @@ class _Application:
             watch.applying.depth += change
 
     def _begin(self, args: tuple[Any, ...]) -> list[Ended]:
-        """Tells the watches for which it is the outermost; what they want to be told at its end."""
+        """Calls the watches that see no outer application; returns the functions to call at the end."""
         outermost = [watch for watch in self._watches if watch.applying.depth == 1]
         if not outermost:
             return []
         written = torch_library.as_written(self.function, args)
-        # torch hides the tangents of arguments while they are not enabled
+        # while tangents are disabled, torch hides the tangents of the arguments
         with as_around() if torch_internals.forward_mode_active() else nullcontext():
             return [ended for watch in outermost if (ended := watch.seen(*written)) is not None]
 

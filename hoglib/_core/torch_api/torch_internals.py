@@ -1,10 +1,10 @@
-"""The state of torch that its public API does not show, with `torch_forward_mode`, `torch_sharding` and
-`torch_library`. All private names are bound through the table in `torch_private`.
+"""The state of torch that its public API does not show; see also `torch_forward_mode`, `torch_sharding`
+and `torch_library`. All private names are bound through the table in `torch_private`.
 
 torch.func keeps a stack of active transforms (`grad`, `jvp`, `vmap`), autograd a level of forward-mode
-differentiation and the dispatcher a stack of tracers; torch exposes them only in `torch._C` and in
-private names. At the end stand the kernels that only private operations reach.
-`tests/core/test_torch_internals.py` notices when a torch release changes any of it.
+differentiation, and the dispatcher a stack of tracers. torch shows them only under private names. The
+last section calls kernels that only private operators reach.
+`tests/core/test_torch_internals.py` fails when a torch release changes any of this.
 """
 
 import inspect
@@ -37,13 +37,13 @@ from hoglib._core.torch_api.torch_private import (
 )
 from hoglib.errors import UnsupportedError
 
-# Other parameters and buffers in a module, of which Dynamo traces what happens.
+# Swaps the parameters and buffers of a module for a time; Dynamo can trace it.
 reparametrize_module = private("torch.nn.utils.stateless._reparametrize_module")
 _parametrize = holder("torch.nn.utils.parametrize._cache")
 _levels = holder("torch.autograd.forward_ad._current_level")
 _interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
-# Whether the caller runs inside a `torch.func` transform. Bound without a function around it: each
-# entry point asks several times.
+# Whether a `torch.func` transform is active. Not wrapped in a function, because each entry point calls
+# it several times.
 transforms_active: Callable[[], bool] = private(
     "torch._C._are_functorch_transforms_active", lambda: _interpreter_stack() is not None
 )
@@ -53,18 +53,18 @@ _maybe_get_bdim = private("torch._C._functorch.maybe_get_bdim")
 _unwrap_if_dead = private("torch._C._functorch.unwrap_if_dead")
 _is_legacy_batched = private("torch._C._functorch.is_legacy_batchedtensor")
 _warn_of_vmap_loops = private("torch._C._functorch._set_vmap_fallback_warning_enabled")
-_made_functions = private("torch._functorch.autograd_function")  # the module that makes them
+_made_functions = private("torch._functorch.autograd_function")  # makes a Function for each level
 
 
 def exchange_parametrized(tensors: dict[Any, Any]) -> dict[Any, Any]:
-    """Puts other tensors in the place of those that `parametrize.cached()` keeps, which it returns."""
+    """Replace the cache of `torch.nn.utils.parametrize.cached()`; return the previous cache."""
     before, _parametrize._cache = _parametrize._cache, tensors
     return before
 
 
 def constant_transforms_active() -> bool:
-    """`transforms_active()`, which Dynamo asks while it traces. It is marked as by
-    `torch.compiler.assume_constant_result`, which would import Dynamo."""
+    """`transforms_active()` as a constant for Dynamo. The mark is set by hand, because
+    `torch.compiler.assume_constant_result` would import Dynamo."""
     return transforms_active()
 
 
@@ -72,71 +72,71 @@ constant_transforms_active._dynamo_marked_constant = True  # type: ignore[attr-d
 
 
 def transform_kinds() -> list[str]:
-    """The kinds of the active transforms of torch.func, the outermost first: Grad, Jvp, Vmap."""
+    """The kinds of the active transforms of torch.func, outermost first: Grad, Jvp, Vmap."""
     return [level.key().name for level in _interpreter_stack() or ()]
 
 
 def forward_levels() -> int:
-    """How many `torch.func.jvp` transforms are active around the caller."""
+    """The number of active `torch.func.jvp` transforms."""
     return transform_kinds().count("Jvp")
 
 
 def innermost_is_forward() -> bool:
-    """Whether the innermost derivative of torch.func around the caller is a `jvp`, not a gradient."""
+    """Whether the innermost active `grad` or `jvp` of torch.func is a `jvp`."""
     return next((kind for kind in reversed(transform_kinds()) if kind != "Vmap"), "") == "Jvp"
 
 
 def forward_mode_active() -> bool:
-    """Whether the caller runs inside `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level`."""
+    """Whether a `torch.func.jvp` or a `torch.autograd.forward_ad.dual_level` is active."""
     return _levels._current_level >= 0
 
 
 def reverse_mode_active(x: Tensor) -> bool:
-    """Whether a gradient can be taken of what is computed from x, at any level of torch.func."""
+    """Whether a backward, at any level of torch.func, can reach results computed from x."""
     if "Grad" in transform_kinds() or x.requires_grad:
         return True
     inner = beneath(x)
     return inner is not x and reverse_mode_active(inner)
 
 
-# A context manager: inside, no transform of torch.func is active.
+# A context manager that clears the stack of torch.func's transforms.
 without_transforms: Callable[[], AbstractContextManager[Any]] = private(
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
 )
 
 
 def beneath(tensor: object) -> Any:
-    """The tensor beneath the outermost wrapper of torch.func; itself where there is none."""
+    """The tensor inside the outermost wrapper of torch.func; the argument if it is no wrapper."""
     return _get_unwrapped(tensor) if _is_wrapped(tensor) else tensor
 
 
 def unwrap(tensor: object) -> Any:
-    """The tensor beneath the wrappers of torch.func, with all samples that vmap maps over."""
+    """The tensor inside all wrappers of torch.func; vmap's sample dimension is part of its shape."""
     while (inner := beneath(tensor)) is not tensor:
         tensor = inner
     return tensor
 
 
 def first_sample(x: Any) -> Any:
-    """A tensor without the wrappers of torch.func; of samples that vmap maps over, the first."""
+    """The tensor inside all wrappers of torch.func, of its first sample where vmap maps over it."""
     while isinstance(x, Tensor) and _is_wrapped(x):
-        dim = _maybe_get_bdim(x)  # -1 where vmap does not map over it
+        dim = _maybe_get_bdim(x)  # -1 for a wrapper of grad or jvp
         x = _get_unwrapped(x)
         x = x if dim == -1 else x.select(dim, 0)
     return x
 
 
 def get_data(x: Tensor) -> Tensor:
-    """x.data: a constant of all transforms of torch.func, where it is one of the innermost alone."""
+    """A constant with x's values. Under nested transforms `x.data` is one for the innermost only."""
     return x.detach() if transforms_active() else x.data
 
 
 def set_data(x: Tensor, value: Any) -> None:
-    """x.data = value. Inside torch.func the value is wrapped, even where it is x.data itself, as in
-    `module.to(device)`; torch puts the wrapper into a tensor that outlives it, and the process ends at
-    its next use (pytorch/pytorch#184876)."""
+    """x.data = value. Inside torch.func `value` is a wrapper, even if it is `x.data`, as in
+    `module.to(device)`. torch would store the wrapper in x, which outlives the transform, and the
+    process crashes at the next use of x (pytorch/pytorch#184876)."""
     own, inner = (unwrap(x), unwrap(value)) if transforms_active() else (x, value)
-    # torch compares tensors of one device and layout only
+    # is_set_to() raises for tensors of two devices or layouts, so storages are compared first
     if inner is not value and storage_id(own) == storage_id(inner) and own.is_set_to(inner):
         return
     if inner is not value and own is x:
@@ -150,14 +150,14 @@ def set_data(x: Tensor, value: Any) -> None:
 
 
 def closed_over(func: object) -> list[Any]:
-    """The variables that a function closes over, without those that are not assigned yet."""
+    """The values of the variables that a function closes over, except unassigned ones."""
     cells, empty = getattr(func, "__closure__", None) or (), CellType()
     return [cell.cell_contents for cell in cells if cell != empty]
 
 
 def unwrap_kept(func: Callable[..., Any]) -> None:
-    """Takes the wrappers of transforms that have ended off the tensors that the modules of a function
-    keep, such as tables that are filled in the first call: torch fails at them in the next one."""
+    """Unwrap tensors that func's modules cached inside a transform that has ended, such as tables
+    filled in the first call. torch raises when a later call uses such a dead wrapper."""
     reached = getattr(func, "model", func), *closed_over(func)
     models = [m for m in reached if isinstance(m, torch.nn.Module)]
     for module in [part for model in models for part in model.modules()]:
@@ -169,27 +169,27 @@ def unwrap_kept(func: Callable[..., Any]) -> None:
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Whether the innermost level of forward mode differentiates a tensor."""
+    """Whether x has a tangent at the innermost level of forward mode."""
     if _levels._current_level < 0 or x.layout is not torch.strided:
         return False
     return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_differentiated(x: Tensor) -> bool:
-    by_func = _is_wrapped(x) and _maybe_get_bdim(x) == -1
+    by_func = _is_wrapped(x) and _maybe_get_bdim(x) == -1  # a wrapper of grad or jvp, not of vmap
     return x.requires_grad or by_func or has_tangent(x)
 
 
 def outside_transforms(
     function: type[Function], args: tuple[Any, ...]
 ) -> tuple[type[Function], tuple[Any, ...], tuple[bool, ...]]:
-    """An application of a Function as it would be outside of torch.func: the Function that the user
-    wrote, its arguments without wrappers, those of the first sample under vmap, and which of them it is
-    differentiated by."""
+    """The application of a Function without torch.func: the Function that the user wrote, its arguments
+    without wrappers (under vmap the first sample), and for each argument whether it is
+    differentiated."""
     if transforms_active():
         require(_made_functions)
     by = tuple(isinstance(x, Tensor) and _is_differentiated(x) for x in args)
-    while function.__module__.startswith("torch._functorch"):  # made for one level of a transform
+    while function.__module__.startswith("torch._functorch"):  # torch makes one for each transform
         made_of = inspect.getclosurevars(function.forward).nonlocals
         if not isinstance(made_of.get("autograd_function"), type):
             break
@@ -201,12 +201,13 @@ def outside_transforms(
 
 
 def under_vmap(function: type[Function], made: type[Function]) -> bool:
-    """Whether vmap maps over an application of a Function, also if its own rule applies it. made: what
-    torch made of the Function for a transform, or itself."""
+    """Whether vmap maps over an application of a Function, also while the Function's own vmap rule
+    runs. made: the Function that torch made of `function` for a transform, or `function`."""
     if made is not function and "in_dims" in inspect.getclosurevars(made.forward).nonlocals:
         return True
     own = function.vmap is not Function.vmap
     rule = getattr(function.vmap, "__code__", None) if own else None
+    # vmap's level is not active while the user's rule runs, so look for the rule on the Python stack
     frame: Any = sys._getframe(1) if rule is not None else None
     while frame is not None and frame.f_code is not rule:
         frame = frame.f_back
@@ -220,32 +221,34 @@ _TensorGuards = private("torch._C._dynamo.guards.TensorGuards")
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number that is the same for tensors that share memory, also beneath wrappers of torch.func."""
+    """An id of the tensor's storage, also for a wrapper of torch.func: aliases have equal ids."""
     inner = unwrap(tensor)
     return int(inner.untyped_storage()._cdata) if inner.layout is torch.strided else id(inner)
 
 
 def is_held_elsewhere(grad: Tensor) -> bool:
-    """Whether a gradient that a pre-hook of a node gets is that of another node, too: autograd hands on
-    the same tensor to both terms of a sum. Views of parts of it, as those of `cat`, are not."""
+    """Whether another node holds this gradient, which the pre-hook of a node received: autograd passes
+    one tensor to both terms of a sum. A view of part of a storage (backward of `cat`) does not
+    count."""
     if grad.layout is not torch.strided:
         return False
     if not grad._is_view():
-        return bool(grad._use_count() > 2)  # type: ignore[attr-defined]  # this object and the engine
+        # references: the Python object and the engine's input buffer
+        return bool(grad._use_count() > 2)  # type: ignore[attr-defined]
     storage = grad.untyped_storage()
     is_whole = grad.numel() * grad.element_size() >= storage.nbytes()
-    # this object of the storage, the view and what it is a view of
+    # references: the Python object of the storage, the view and its base
     return is_whole and _storage_use_count(storage._cdata) > 3
 
 
 def is_batched(tensor: object) -> bool:
-    """Whether a tensor stands for the samples of `torch.autograd.grad(is_grads_batched=True)`, whose
-    vmap is not one of the transforms of torch.func."""
+    """Whether a tensor is a batch of `torch.autograd.grad(is_grads_batched=True)`, which uses an older
+    vmap that is no transform of torch.func."""
     return bool(_is_legacy_batched(tensor))
 
 
 class without_fallback_warnings:  # noqa: N801 a context manager
-    """Inside, torch does not warn of operations that vmap loops over, for want of a rule."""
+    """Inside, torch does not warn of operations without a vmap rule, over which vmap loops."""
 
     def __enter__(self) -> None:
         _warn_of_vmap_loops(False)
@@ -255,8 +258,8 @@ class without_fallback_warnings:  # noqa: N801 a context manager
 
 
 def tensor_check(tensors: list[Tensor]) -> Callable[..., bool]:
-    """Whether tensors have the type, dtype, device, sizes, strides and requires_grad of these, in C++;
-    False also where only the state of the thread differs (autocast, inference mode)."""
+    """A check in C++ that tensors have the type, dtype, device, sizes, strides and requires_grad of the
+    given ones. It also fails if only the state of the thread (autocast, inference mode) differs."""
     return _TensorGuards(
         *tensors,
         dynamic_dims_sizes=[list(x.size()) for x in tensors],
@@ -273,8 +276,8 @@ _queue_callback = private("torch.autograd.Variable._execution_engine.queue_callb
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """function.apply. Outside of transforms without its search for tensors that have left one, which
-    takes as long as to record the call."""
+    """function.apply(*args). Outside of transforms it skips torch's search for dead wrappers, which
+    takes as long as recording the call."""
     if transforms_active() or torch.compiler.is_compiling():
         return function.apply(*args)
     direct: Any = super(Function, function)
@@ -290,13 +293,14 @@ def gradients(
     create_graph: bool = False,
     unhandled: bool = False,
 ) -> list[Tensor | None]:
-    """torch.autograd.grad, of the sum of the outputs without weights; None for inputs that they do not
-    depend on.
+    """torch.autograd.grad of sum_i <weights[i], outputs[i]>; None for inputs that the outputs do not
+    depend on. Weights default to ones.
 
-    For plain tensors torch's Python code around the engine is left out. It compares each shape as one
-    of symbols, and takes 25 to 80 us for a small network; the engine compares shapes, too.
+    For plain tensors it calls the engine directly. torch's Python code around the engine compares
+    shapes symbolically, which takes 25 to 80 us for a small network; the engine checks shapes, too.
 
-    unhandled: no mode handles the call, so that modes see what backward calls.
+    unhandled: Skip the `__torch_function__` of modes, so that they stay active and see the calls of
+    backward functions.
     """
     weights = list(map(torch.ones_like, outputs)) if weights is None else weights
     keep = create_graph if retain_graph is None else retain_graph
@@ -312,88 +316,90 @@ def gradients(
 
 
 def running_backward() -> int:
-    """The number of the backward pass of the engine that the caller runs inside, each another; -1 for
-    none."""
+    """The id of the backward pass (the engine's graph task) that the caller runs in; -1 outside."""
     return int(_graph_task_id())
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls it at the end of the backward that runs, after DistributedDataParallel is through.
+    """Call `callback` at the end of the running backward, after DistributedDataParallel has finished.
 
-    What is queued in a backward is called at its end, in turn; DistributedDataParallel queues its last
-    step late in the backward, so this waits until what was queued in it has been called.
+    The engine runs queued callbacks in order at the end of a backward. DistributedDataParallel queues
+    its last step late in the backward, so `callback` is queued from inside a callback, behind that
+    step.
     """
     _queue_callback(lambda: _queue_callback(callback))
 
 
 def running_function() -> type[Function] | None:
-    """The custom Function whose backward is running, if one is."""
+    """The custom Function whose backward runs now, or None."""
     node = _running_node()
     return None if node is None else custom_function(node)
 
 
 def record_backward_origins() -> AbstractContextManager[None]:
-    """Nodes made inside know by which node's backward, and by which lines of code; torch's anomaly mode
-    notes it."""
+    """Inside, torch's anomaly mode notes in each new node the stack, and the node whose backward ran;
+    `made_by` and `made_at` read them."""
     return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def made_by(node: Any) -> Any:
-    """The node in whose backward a node was made; None for one of a forward."""
+    """The node whose backward created `node`; None for a node of a forward."""
     return node.metadata.get("parent_")
 
 
 def made_at(node: Any) -> list[str]:
-    """The stack that made a node, as `traceback.format_stack` gives it."""
+    """The Python stack at the creation of `node`, as from `traceback.format_stack`."""
     return list(node.metadata.get("traceback_", ()))
 
 
-# Nodes of a graph, and the custom Functions that they belong to
+# Nodes of a graph, and their custom Functions
 
 
 def is_custom(node: object) -> bool:
-    """Whether a node of a graph belongs to a custom Function in Python."""
+    """Whether a node of a graph belongs to a custom Function written in Python."""
     return isinstance(node, torch_function.BackwardCFunction)
 
 
 def custom_function(node: object) -> type[Function] | None:
-    """The custom Function that a node of a graph belongs to, if to one."""
+    """The custom Function of a node of a graph, or None."""
     if not is_custom(node):
         return None
     function: Any = getattr(type(node), "_forward_cls", None) or refuse("Node._forward_cls")
     while function is not None and function.__module__.startswith("torch._functorch"):
-        # made by torch.func for one level; what it stands for is in the closure of its rules
+        # torch.func made this class for one level; the user's Function is in the closure of its rules
         function = inspect.getclosurevars(function.backward).nonlocals.get("autograd_function")
     return None if function is None else torch_library.as_written(function)[0]
 
 
 def cpp_function(node: Any) -> str:
-    """The name of the user's `torch::autograd::Function` in C++ that a node belongs to, or of the
-    user's own `torch::autograd::Node`; "" for none."""
-    if type(node).__name__ != "CppFunction":  # what has no class of its own in Python
+    """The C++ name of a node's `torch::autograd::Function`, or of the node itself if it is a user's
+    `torch::autograd::Node`; "" for other nodes."""
+    if type(node).__name__ != "CppFunction":  # the Python type of nodes without a binding
         return ""
     name: str = node.name()
     _, is_function, function = name.partition("CppNode<")
     if is_function:
         return function.removesuffix(">")
-    return "" if name.startswith(("torch::", "Foreach")) else name  # torch's own without a class
+    # torch has nodes of its own without a binding
+    return "" if name.startswith(("torch::", "Foreach")) else name
 
 
 def backward_rule(function: type[Function]) -> Any:
-    """Its backward, under either of the names that torch accepts."""
+    """The backward of a Function, which torch also accepts under the name `vjp`."""
     return function.backward if function.vjp is Function.vjp else function.vjp
 
 
 def backward_lines(
     frames: Iterable[tuple[Any, int]],
 ) -> Iterator[tuple[type[Function], source_location.SourceLine]]:
-    """The custom Functions whose backward is among frames, which have its context, and the lines."""
+    """Yield (custom Function, line) for each frame that runs a backward: its first variable is ctx."""
     for frame, line in frames:
         first = frame.f_code.co_varnames[:1]
         function = custom_function(frame.f_locals.get(first[0])) if first else None
         if function is None:
             continue
         file = frame.f_code.co_filename
+        # ctx is also the first argument of other functions, such as setup_context
         if getattr(inspect.unwrap(backward_rule(function)), "__code__", None) is frame.f_code:
             yield function, source_location.SourceLine(file, line)
 
@@ -411,26 +417,26 @@ def has_forward_mode(function: type[Function]) -> bool:
 
 
 def has_saved_by_hooks(node: Any) -> bool:
-    """Whether saved-tensor hooks keep what a custom Function saved."""
+    """Whether saved-tensor hooks packed the tensors that a custom Function saved."""
     return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)
 
 
 def output_bytes(node: Any) -> int:
-    """The bytes of what the operation of a node put out; 0 where a parameter's gradient accumulates."""
+    """The bytes of the outputs of a node's operation; 0 for AccumulateGrad."""
     if not node.next_functions:
         return 0
-    # the sizes of nested tensors are not in it
+    # _input_metadata has no sizes of nested tensors
     every = [x for x in node._input_metadata if not x.is_nested_tensor]
     return sum(math.prod(map(int, x.shape)) * x.dtype.itemsize for x in every)
 
 
 def output_shapes(node: Any) -> list[tuple[int, ...]]:
-    """The shapes of what the operation of a node put out."""
+    """The shapes of the outputs of a node's operation."""
     return [tuple(int(n) for n in out.shape) for out in node._input_metadata]
 
 
 def output_dtypes(node: object) -> list[torch.dtype]:
-    """The dtypes of what the operation of a node put out."""
+    """The dtypes of the outputs of a node's operation."""
     return [out.dtype for out in getattr(node, "_input_metadata", ())]
 
 
@@ -438,12 +444,12 @@ def output_dtypes(node: object) -> list[torch.dtype]:
 
 _top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")
 _checkpoint_hook = private("torch.utils.checkpoint._checkpoint_hook")
-# The custom Function by which a checkpoint of torch 2.11 saves its inputs; None in later releases.
+# The custom Function with which a checkpoint of torch 2.11 saves its inputs; None in later releases.
 SAVES_INPUTS = private("torch.utils.checkpoint._NoopSaveInputs", None)
 
 
 def checkpoint_frame() -> Any:
-    """What the innermost non-reentrant checkpoint around the caller keeps to run again, or None."""
+    """The `_CheckpointFrame` of the innermost non-reentrant checkpoint around the caller, or None."""
     if torch.compiler.is_compiling():
         return None
     hooks = _top_saved_tensors_hooks(True)
@@ -452,13 +458,13 @@ def checkpoint_frame() -> Any:
     require(_checkpoint_hook)
     if not getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
         return None
-    pack: Any = hooks[0]
+    pack: Any = hooks[0]  # a closure, the only holder of the frame
     cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
     return next((cell.cell_contents for name, cell in cells if name == "frame"), None)
 
 
 def packs_saved_tensor() -> bool:
-    """Whether the caller runs in the hook that packs what autograd saves, as that of a checkpoint."""
+    """Whether the caller runs inside the pack hook of the innermost `saved_tensors_hooks`."""
     hooks = _top_saved_tensors_hooks(True)
     frame = None if hooks is None else sys._getframe(1)
     code: Any = None if hooks is None else getattr(hooks[0], "__code__", None)
@@ -469,11 +475,11 @@ def packs_saved_tensor() -> bool:
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Disables the saved-tensor hooks of the caller inside, such as those of a checkpoint."""
+    """Inside, the saved-tensor hooks that surround the caller, such as a checkpoint's, are off."""
     taken = []
     while (pair := _top_saved_tensors_hooks(True)) is not None:
         taken.append(saved_tensors_hooks(*pair))
-        taken[-1].__exit__()  # left here, and entered again
+        taken[-1].__exit__()  # pops the pair off torch's stack
     try:
         yield
     finally:
@@ -487,7 +493,7 @@ _get_dispatch_mode = needing(private("torch._C._get_dispatch_mode"), _PROXY, _FU
 
 
 def tracing() -> bool:
-    """Whether torch.compile, torch.export or make_fx is recording the caller."""
+    """Whether torch.compile, torch.export or make_fx traces the caller."""
     return (
         torch.compiler.is_compiling()
         or _get_dispatch_mode(_PROXY) is not None
@@ -496,23 +502,23 @@ def tracing() -> bool:
 
 
 def fresh_copy(x: Tensor) -> Tensor:
-    """While a graph is traced, a copy; what is computed from it is computed again, where the graph has
-    computed it before, instead of being kept. Otherwise the tensor itself."""
+    """While a graph is traced, a copy of x: the graph recomputes operations on the copy. On x itself
+    they would merge with equal operations before them, whose results stay in memory. Otherwise x."""
     return x.clone(memory_format=torch.preserve_format) if tracing() else x
 
 
-# Who watches. What stands in torch's place meanwhile is put there by the first one in any thread,
-# and taken away by the last.
+# The active watches, as (thread id, handle). The first watch in any thread patches torch, the last one
+# to leave restores it.
 _CONSTRUCTOR_WATCHES: list[tuple[int, Callable[..., Any]]] = []
-# reentrant: an object that is freed inside may run code that watches too
+# reentrant: garbage collection inside the lock may run a destructor that enters a watch
 _LOCK = threading.RLock()
 
 
 @contextmanager
 def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
-    `torch.autograd.backward(...)`, which no mode of torch sees. `make` is what they do without it,
-    under their names."""
+    """Call handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
+    `torch.autograd.backward(...)` in this thread: no TorchFunctionMode sees them. `make(*args,
+    **kwargs)` is the original call, with its `__name__`."""
     watch = (threading.get_ident(), handle)
     with _LOCK:
         if not _CONSTRUCTOR_WATCHES:
@@ -532,7 +538,7 @@ def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 def _constructed(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `make` makes, through the innermost that watches this thread."""
+    """Call `make` through the innermost watch of this thread."""
     here = threading.get_ident()
     watches = [watch for thread, watch in _CONSTRUCTOR_WATCHES if thread == here]
     return watches[-1](make, (), args, kwargs) if watches else make(*args, **kwargs)
@@ -546,14 +552,14 @@ def _constructor(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _constructed(make, *args, **kwargs)
 
 
-# `torch.autograd.Variable` and `torch.nn.Parameter`, by the metaclasses that run when they are called.
+# The metaclasses of `torch.autograd.Variable` and `torch.nn.Parameter`: their `__call__` constructs.
 _CONSTRUCTORS = (type(torch.autograd.Variable), type(torch.nn.Parameter))
 _BACKWARD = torch.autograd.backward
 
 
 class watching_scripts:  # noqa: N801 a context manager
-    """Calls `AMBIENT.stand_ins.run_script` for scripted code that is differentiated, whose torch calls
-    no mode sees, and which drops tangents without an error where torch has optimized it."""
+    """Inside, differentiated calls of scripted code go to `AMBIENT.stand_ins.run_script`: no mode sees
+    torch calls in scripted code, and code that torch has optimized drops tangents without an error."""
 
     def __enter__(self) -> None:
         if _UNSEEN_SCRIPTS:
@@ -577,7 +583,7 @@ def _call_script(script: object, call: Callable[..., Any], *args: Any, **kwargs:
 
 
 def is_followed() -> bool:
-    """Whether forward mode, torch.func or a dispatch mode is active around the caller."""
+    """Whether forward mode, a transform of torch.func or a dispatch mode is active."""
     return forward_mode_active() or transforms_active() or _dispatch_mode() is not None
 
 
@@ -593,20 +599,20 @@ _SCRIPT_WATCHES: list[watching_scripts] = []
 _function_mode = private("torch.overrides._get_current_function_mode")
 _push_mode = private("torch.overrides._push_mode")
 _pop_mode = needing(private("torch.overrides._pop_mode"), _push_mode)
-# False while a `__torch_function__` of a type calls torch's own (DisableTorchFunctionSubclass)
+# False inside a subclass's own `__torch_function__` (DisableTorchFunctionSubclass)
 types_handle_calls = private("torch._C._is_torch_function_enabled")
 _function_modes = private("torch.overrides._get_current_function_mode_stack")
 
 
 class SuspendedMode:
-    """Inside, the innermost mode that sees torch's functions is not there, if it is of this class.
+    """Inside, the innermost TorchFunctionMode is off the stack, if it is of class `kind`.
 
-    The ops need no stand-ins for what they do themselves, and each call that a mode sees takes several
-    microseconds. A class, for it is entered often: contextlib takes longer than all it does.
+    hoglib's ops need no stand-ins, and each call that a mode sees takes several microseconds. A class,
+    because each op enters one: contextlib would take longer than all the rest.
     """
 
     __slots__ = ("_mode",)
-    kind: type[TorchFunctionMode]  # of a subclass
+    kind: type[TorchFunctionMode]  # set by each subclass
 
     def __enter__(self) -> Self:
         self._mode = _pop_mode() if isinstance(_function_mode(), self.kind) else None
@@ -617,12 +623,12 @@ class SuspendedMode:
             _push_mode(self._mode)
 
     def resumed(self) -> AbstractContextManager[object]:
-        """Inside of it, the mode is there again."""
+        """A context manager that puts the mode back on the stack."""
         return nullcontext() if self._mode is None else self._mode
 
 
 def enter_beneath(mode: TorchFunctionMode) -> None:
-    """Enters a mode beneath the user's modes, which replace calls first, as they do without it."""
+    """Enter `mode` below the user's modes, which then handle calls first, as without hoglib."""
     stack = [] if _function_mode() is None or torch.compiler.is_compiling() else _function_modes()
     above = stack[next((i for i, other in enumerate(stack) if _is_users(other)), len(stack)) :]
     for _ in above:
@@ -633,7 +639,7 @@ def enter_beneath(mode: TorchFunctionMode) -> None:
 
 
 def leave_beneath(mode: object) -> None:
-    """Leaves a mode that others may lie above."""
+    """Remove `mode` from torch's stack, also from below other modes."""
     above = []
     while (top := _pop_mode()) is not mode:
         above.append(top)
@@ -646,7 +652,7 @@ def _is_users(mode: object) -> bool:
 
 
 def function_modes(kind: type[TorchFunctionMode]) -> list[TorchFunctionMode]:
-    """The mode of this class that sees torch's functions now, and the user's, the outermost first."""
+    """The active modes of class `kind` and of the user, outermost first."""
     if _function_mode() is None:
         return []
     return [mode for mode in _function_modes() if isinstance(mode, kind) or _is_users(mode)]
@@ -654,7 +660,7 @@ def function_modes(kind: type[TorchFunctionMode]) -> list[TorchFunctionMode]:
 
 @contextmanager
 def entered(modes: Iterable[TorchFunctionMode]) -> Iterator[None]:
-    """Inside, these modes see torch's functions, too."""
+    """Inside, these TorchFunctionModes are active, too."""
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
@@ -662,34 +668,38 @@ def entered(modes: Iterable[TorchFunctionMode]) -> Iterator[None]:
 
 
 def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
-    """The mode of this class that sees torch's functions now."""
+    """The innermost active mode of class `kind`."""
     return next((mode for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
 
 
 def default_device() -> torch.device | None:
-    """That of tensors that are made here; None outside of modes, of which it is one."""
-    # which takes its time to ask for
+    """The device of new tensors; None if no TorchFunctionMode is active, because a default device is
+    one."""
+    # torch.get_default_device() is slow
     return None if _function_mode() is None else torch.get_default_device()
 
 
 _included_keys = private("torch._C._dispatch_tls_local_include_set")
 _excluded_keys = private("torch._C._dispatch_tls_local_exclude_set")
 _ForcedKeys = private("torch._C._ForceDispatchKeyGuard")
-without_functions_seen = private("torch._C.DisableTorchFunction")  # by modes; a context manager
-# A context manager: inside, autocast casts nothing, also where a region of it is entered.
+without_functions_seen = private("torch._C.DisableTorchFunction")  # a context manager, for modes
+# A context manager: inside, autocast casts nothing, also in a nested autocast region.
 no_autocast: Callable[[], AbstractContextManager[Any]] = private("torch._C._DisableAutocast")
-set_grad_enabled = private("torch._C._set_grad_enabled")  # as modes see it
+set_grad_enabled = private("torch._C._set_grad_enabled")  # modes see calls of this function
 _autocast_devices = private("torch._C._autocast_supported_devices")
 _is_any_autocast_enabled = private("torch._C._is_any_autocast_enabled")
 
 
 @final
 class RecordingBelow:
-    """Inside a dispatch mode's handler: autograd records again, as it did where this was made, with no
-    autocast and no saved-tensor hooks; what runs is seen by the dispatch modes beneath."""
+    """Inside a dispatch mode's handler: autograd records again, as where this object was created,
+    without autocast and saved-tensor hooks. Outer dispatch modes see the operations.
+
+    The handler runs with autograd's dispatch keys excluded, so the keys of the creation are forced.
+    """
 
     def __init__(self) -> None:
-        self._keys = _included_keys(), _excluded_keys()
+        self._keys = _included_keys(), _excluded_keys()  # dispatch keys of this thread, now
 
     @contextmanager
     def __call__(self, record: bool) -> Iterator[None]:
@@ -708,59 +718,59 @@ class RecordingBelow:
 
 
 def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    """The device types for which autocast is active, and its dtypes."""
+    """(device type, dtype) of each active autocast."""
     if not _is_any_autocast_enabled():
         return ()
     kinds = filter(torch.is_autocast_enabled, _autocast_devices())
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-# What torch.compile made
+# torch.compile
 
-# without it torch itself refuses to change the stance there
+# Where this name is missing, torch itself refuses to change the stance inside compiled code.
 _frame_callback = private("torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 
 
 @cache
 def _stances() -> tuple[Any, Any]:
-    """torch's function that sets a stance, and its class of stances, which torch imports late."""
+    """torch's function that sets a stance, and its class of stances; torch imports both late."""
     set_stance = private("torch._dynamo.eval_frame._set_stance")
     return set_stance, private("torch._dynamo.eval_frame.DynamoStance")
 
 
 def has_dynamo() -> bool:
-    """Whether anything can have been compiled by torch.compile in this process, or will be by torch."""
+    """Whether this process may have compiled code. flex_attention compiles by itself."""
     return "torch._dynamo" in sys.modules or "torch.nn.attention.flex_attention" in sys.modules
 
 
 def is_compiled(func: Callable[..., Any]) -> bool:
-    """Whether it is a module that torch.compile made of another one."""
-    return type(func).__name__ == "OptimizedModule"  # whose home takes two seconds to import
+    """Whether torch.compile made this module of another one."""
+    return type(func).__name__ == "OptimizedModule"  # importing its module takes two seconds
 
 
 def has_compiled(module: torch.nn.Module) -> bool:
-    """Whether a part of it was compiled, as a new module or in place."""
+    """Whether a submodule was compiled, as a new module or in place."""
     parts = module.modules()
     return any(is_compiled(part) or part._compiled_call_impl is not None for part in parts)
 
 
 @final
 class eagerly:  # noqa: N801 a context manager
-    """Inside, what torch.compile made of modules and functions runs as it was before: compiled code has
-    no second derivative, and one with a custom Function a wrong one, without an error.
+    """Inside, compiled modules and functions run uncompiled: compiled code has no second derivative,
+    and around a custom Function a wrong one without an error.
 
-    torch has one stance for all threads: the first that enters changes it, the last that leaves puts it
-    back. A class, as it stands around each derivative; `torch.compiler.set_stance` takes twice as long.
+    torch has one stance for all threads: the first entry changes it, the last exit restores it. A
+    class, because each derivative enters one; `torch.compiler.set_stance` takes twice as long.
     """
 
-    _inside = 0  # of all threads
-    _before: Any = None
+    _inside = 0  # the number of entered managers, over all threads
+    _before: Any = None  # the stance that the last exit restores
 
     def __init__(self, wanted: bool = True) -> None:
         self._wanted = wanted
 
     def __enter__(self) -> None:
-        # not in what is compiled now
+        # Dynamo cannot trace a change of its stance
         wanted = self._wanted and has_dynamo() and not torch.compiler.is_compiling()
         self._entered = wanted and _frame_callback() in (None, False)
         if self._entered:
@@ -779,7 +789,7 @@ class eagerly:  # noqa: N801 a context manager
 
 
 def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch.compile was given: compiled code has no second derivative."""
+    """The function or module that torch.compile was given: compiled code has no second derivative."""
     if is_compiled(func):
         return uncompiled(func._orig_mod)  # type: ignore[attr-defined]
     if isinstance(func, torch.nn.Module):
@@ -788,7 +798,7 @@ def uncompiled(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decomposition(func: Any) -> Callable[..., Any] | None:
-    """An operation of the dispatcher by others, as torch decomposes it; None if it does not."""
+    """torch's decomposition of a dispatcher operation into other operations, or None."""
     table = private("torch._decomp.decomposition_table")
     found: Callable[..., Any] | None = table.get(func)
     if found is None and func._can_decompose():
@@ -796,8 +806,8 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     return found
 
 
-# A context manager: inside, settings of torch.backends can be changed, also where
-# `torch.testing._internal` has forbidden it to the whole process, as tests of others do.
+# A context manager: inside, settings of torch.backends can be changed, even where a user's tests have
+# frozen them for the process with `torch.testing._internal`.
 settable_precisions: Callable[[], AbstractContextManager[Any]] = private(
     "torch.backends.__allow_nonbracketed_mutation", nullcontext
 )
@@ -805,9 +815,9 @@ settable_precisions: Callable[[], AbstractContextManager[Any]] = private(
 
 @contextmanager
 def native_kernels() -> Iterator[None]:
-    """Without the kernels of oneDNN and cuDNN.
+    """Inside, oneDNN and cuDNN are off.
 
-    `torch.backends.mkldnn.flags` sets TF32 too, by an interface that torch warns of.
+    `torch.backends.mkldnn.flags` would also set TF32, by an interface for which torch warns.
     """
     backends: Any = torch.backends
     onednn, cudnn = backends.mkldnn.enabled, backends.cudnn.enabled
@@ -820,8 +830,8 @@ def native_kernels() -> Iterator[None]:
             backends.mkldnn.enabled, backends.cudnn.enabled = onednn, cudnn
 
 
-# torch's fused attention for the CPU, [n, h, L, E], of which `F.scaled_dot_product_attention` hides the
-# second output.
+# torch's fused attention for the CPU, [n, h, L, E]. `F.scaled_dot_product_attention` does not return
+# its second output, the logsumexp.
 _cpu_attention = private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
 _cpu_attention_backward = private(
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"
@@ -831,8 +841,8 @@ _cpu_attention_backward = private(
 def cpu_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """softmax(Q K^T + B) V and the logarithm of the sums of the softmax, [n, h, L]; zero where a row
-    attends to nothing."""
+    """softmax(Q K^T + B) V, and the logsumexp of each row of Q K^T + B, [n, h, L]. Both are zero in a
+    row that attends to nothing."""
     query, key, value = map(_with_dense_rows, (query, key, value))
     return _cpu_attention(query, key, value, 0.0, causal, attn_mask=bias, scale=1.0)
 
@@ -847,7 +857,7 @@ def cpu_attention_gradients(
     bias: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by query, key and value, from the outputs of `cpu_attention`."""
+    """The gradients by query, key and value, given the outputs of `cpu_attention`."""
     given = map(_with_dense_rows, (grad, query, key, value))
     return _cpu_attention_backward(
         *given, output, logsumexp, 0.0, causal, attn_mask=bias, scale=1.0
@@ -855,5 +865,5 @@ def cpu_attention_gradients(
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """The kernel reads rows without a look at the stride of their elements."""
+    """x with elements of a row side by side: the kernel ignores their stride."""
     return x if x.stride(-1) == 1 else x.contiguous()

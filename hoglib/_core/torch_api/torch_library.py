@@ -5,16 +5,16 @@
 
     sine.register_autograd(backward, setup_context=setup_context)
 
-torch makes a Function of these rules. It has no setup_context, so that torch.func refuses it, and
-forward mode passes the operator by: what it returns has no tangent, without an error. Its class is
-torch's, and its last argument the state of the dispatcher. Here the same rules are a Function as a user
-writes one:
+torch makes a Function of these rules. This Function has no setup_context, so torch.func refuses it.
+Forward mode ignores it: the operator's results have no tangent, without an error. Its class is torch's,
+and its last argument is the state of the dispatcher. hoglib makes another Function of the rules, in the
+form in which a user writes one:
 
-    forward(*args)                    the operator, without derivatives
+    forward(*args)                    the operator, below autograd
     setup_context, backward           the user's own
 
-It is applied in the place of the operator where hoglib's stand-ins are on, and it is what the checks of
-custom Functions see.
+While hoglib's stand-ins are on, this Function is applied instead of the operator; the checks of custom
+Functions see it, too.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from torch.autograd import Function
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.torch_private import private, require
 
-Overload = Any  # an operator of torch.ops for arguments of given types, and a packet of them
+Overload = Any  # an OpOverload, one signature of an operator; or an OpOverloadPacket, all of them
 OpOverloadPacket: Any = type(torch.ops.aten.sin)
 OPERATORS = (type(torch.ops.aten.sin.default), OpOverloadPacket)
 _is_list_of_tensors = private("torch._library.utils.is_tensorlist_like_type")
@@ -42,21 +42,23 @@ _LIBRARIES = private("torch.library._impls")
 _BINDINGS = private("torch._C._nn")
 _resolve_packet = private("torch._C._jit_resolve_packet")
 _BelowAutograd = private("torch._C._AutoDispatchBelowAutograd")
-_made_functions = private("torch._library.autograd")  # the module that makes them
+_made_functions = private("torch._library.autograd")  # makes torch's Functions of operators
 _OWN = frozenset({"aten", "prim", "prims", "hoglib"})
-Rules = tuple[Any, Any]  # backward, setup_context
-Application = tuple[type[Function], tuple[Any, ...]]  # and the arguments
+Rules = tuple[Any, Any]  # (backward, setup_context)
+Application = tuple[type[Function], tuple[Any, ...]]  # (Function, arguments)
+# overload -> (its rules, the Function made of them)
 _FUNCTIONS: WeakKeyDictionary[Overload, tuple[Rules, type[Function]]] = WeakKeyDictionary()
-# Of operators whose rules torch keeps in its dispatcher alone; None for one that has none.
+# overload with rules in torch's dispatcher only -> its Function; None if the rules are not in Python
 _BY_LIBRARY: WeakKeyDictionary[Overload, type[Function] | None] = WeakKeyDictionary()
 
 
 def call_as_function(
     operator: object, args: tuple[Any, ...], kwargs: dict[str, Any], applied: Callable[..., Any]
 ) -> Application | None:
-    """A call of an operator as the application of a Function; None for one without rules in Python.
+    """A call of an operator as the application of a Function; None if the operator has no Python rules.
 
-    applied: applied(operator, args, kwargs) are the custom Functions that a call applies, `as_written`.
+    applied: applied(operator, args, kwargs) returns the custom Functions that a call applies, each
+    `as_written`.
     """
     if not is_users(operator):
         return None
@@ -79,13 +81,13 @@ def call_as_function(
 
 
 def is_users(operator: object) -> bool:
-    """Whether an operator is neither torch's nor hoglib's."""
-    return operator.__module__.rpartition(".")[-1] not in _OWN  # torch._ops.aten
+    """Whether an operator is the user's, not torch's or hoglib's."""
+    return operator.__module__.rpartition(".")[-1] not in _OWN  # "aten" of "torch._ops.aten"
 
 
 def callables(name: str) -> Iterator[tuple[Any, Any]]:
-    """Each operator of aten of that name that returns its results, and torch's bindings of it; and by
-    what `overload_of` finds the overload that a call of it is."""
+    """Each callable that runs aten's operator `name`: its overloads without out=, its packet, and
+    torch's bindings; each with the argument from which `overload_of` finds the overload of a call."""
     packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return
@@ -110,9 +112,9 @@ def overload_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def as_written(function: type[Function], args: tuple[Any, ...] = ()) -> Application:
-    """An application of a Function, with the rules and the arguments that the user wrote where torch
-    made it of an operator's."""
-    if not function.__module__.startswith("torch._library"):  # where those that torch makes are
+    """An application of a Function. If torch made the Function of an operator, the Function and the
+    arguments are as the user wrote them."""
+    if not function.__module__.startswith("torch._library"):  # torch makes them in this package
         return function, args
     require(_made_functions)
     overload, rules = _made_of(function)
@@ -126,14 +128,15 @@ def as_written(function: type[Function], args: tuple[Any, ...] = ()) -> Applicat
 
 
 def result_of(function: Any, outputs: Any) -> Any:
-    """What the operator returns, from what its Function does."""
+    """The operator's result, from the outputs of its Function: a list, not a tuple, if it returns
+    one."""
     return list(outputs) if _returns_list(function.operator) else outputs
 
 
 def _made_of(function: type[Function]) -> tuple[Overload, Rules]:
-    """The operator, and its rules."""
+    """The operator and the rules that torch made a Function of."""
     cells = getclosurevars(function.backward).nonlocals
-    if "orig_backward" in cells:  # it takes or returns lists of tensors
+    if "orig_backward" in cells:  # torch's wrapper for operators with lists of tensors
         cells = getclosurevars(cells["orig_backward"]).nonlocals
     return cells["op"], (cells["info"]._backward_fn, cells["info"]._setup_context_fn)
 
@@ -146,7 +149,7 @@ def _has_python_rules(overload: Overload) -> bool:
 
 
 def _is_supported(overload: Overload) -> bool:
-    """Whether it returns tensors, or one list of them."""
+    """Whether an operator returns tensors, or a single list of tensors."""
     returns = overload._schema.returns
     return len(returns) == 1 or not any(_is_list_of_tensors(r.type) for r in returns)
 
@@ -157,14 +160,15 @@ def _returns_list(overload: Overload) -> bool:
 
 
 def _has_structure(overload: Overload) -> bool:
-    """Whether its arguments are more than tensors and constants by position, or its result a list."""
+    """Whether an operator has lists of tensors or keyword-only arguments, or returns a list."""
     arguments = overload._schema.arguments
     lists = any(_is_list_of_tensors(a.type) or a.kwarg_only for a in arguments)
     return lists or _returns_list(overload)
 
 
 def _flat(overload: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments in the order of the schema, with defaults; lists flat, and their structure last."""
+    """The arguments in the order of the schema, with defaults; if they have structure, as flat leaves
+    with the structure last."""
     names = [a.name for a in overload._schema.arguments if not a.kwarg_only]
     by_name = dict(kwargs)
     by_position = list(args)
@@ -180,7 +184,7 @@ def _flat(overload: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _function_of(overload: Overload, rules: Rules) -> type[Function]:
-    """The Function of an operator with these rules, the same one each time."""
+    """The Function of an operator with these rules, made once."""
     known = _FUNCTIONS.get(overload)
     if known is None or known[0] != rules:
         _FUNCTIONS[overload] = known = rules, _make_function(overload, *rules)
@@ -200,7 +204,7 @@ def _make_function(overload: Overload, backward: Any, setup_context: Any) -> typ
 
     def run(*args: Any) -> Any:
         given, named = opened(args)
-        # the operator without its own autograd rules: this Function has them
+        # below autograd, because this Function has the operator's autograd rules
         with _BelowAutograd():
             result = overload(*given, **named)
         return tuple(result) if isinstance(result, list) else result
@@ -231,7 +235,7 @@ def _make_function(overload: Overload, backward: Any, setup_context: Any) -> typ
         run.__signature__ = Signature(  # type: ignore[attr-defined]
             [Parameter(a.name, Parameter.POSITIONAL_OR_KEYWORD) for a in schema.arguments]
         )
-    # a rule can be generated where the operator inside has a kernel for vmap
+    # a vmap rule can be generated if the operator itself has a kernel for vmap
     maps = overload.has_kernel_for_dispatch_key("FuncTorchBatched")
     name = f"torch.ops.{str(overload).removesuffix('.default')}"
     rules = {

@@ -2,12 +2,12 @@
 
     _get_unwrapped = private("torch._C._functorch.get_unwrapped")      # at import: no look-up later
 
-A release of torch may remove any of them. `private` then returns an object that raises UnsupportedError
-on every use: `import hoglib` succeeds, and no feature runs without a name that it needs. `hoglib check`
-runs the probes.
+A release of torch may remove any of these names. `private` then returns an object that raises
+UnsupportedError on every use: `import hoglib` succeeds, and a feature raises when it needs the name.
+`hoglib check` runs the probes.
 
 The comment over a group of rows says what torch has no public API for. hoglib reads private attributes
-of torch's objects directly; they have rows, too: `Tensor._version`.
+of torch's objects directly; these have rows, too: `Tensor._version`.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,16 +38,17 @@ STAND_INS = "stand-ins for torch calls (second_order)"
 TAYLOR = "Taylor mode (jet, laplacian)"
 SHARDED = "models that processes share"
 SPEED = "nothing; another way is slower"
-NOTHING = "nothing; no call of it is left"  # the stand-in is for this name itself
+NOTHING = "nothing; no call of it is left"  # hoglib replaces the function of this name itself
 
 
 class PrivateName(NamedTuple):
-    """A private name of torch, or of an attribute of its objects.
+    """A private name of torch, or a private attribute of its objects.
 
     name: As Python resolves it from torch; "Tensor._version" for an attribute of each Tensor.
-    used_for: What hoglib uses it for.
-    without: What is not available where torch lacks it.
-    probe: Whether it does what hoglib expects, of what it names; of an object with the attribute.
+    used_for: The purpose in hoglib.
+    without: The feature that is not available if torch lacks the name.
+    probe: Called with the object that has this name (or with one that has the attribute); returns
+        whether it does what hoglib expects.
     """
 
     name: str
@@ -59,11 +60,11 @@ class PrivateName(NamedTuple):
 R = PrivateName
 
 
-# What several probes need
+# Helpers of several probes
 
 
 def _within(transform: Callable[..., Any], probe: Callable[[Tensor], Any]) -> Any:
-    """What a probe returns of a tensor inside a transform of torch.func."""
+    """The result of a probe, called with a tensor inside a transform of torch.func."""
     found: list[Any] = []
 
     def look(x: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ def _in_backward(probe: Callable[[], Any]) -> Any:
 
 
 def _within_mode(probe: Callable[[Any], Any]) -> Any:
-    """What a probe returns of the mode that is active, and a call that the mode has seen."""
+    """The result of a probe, called with an active mode; `mode.seen` is the last call that it saw."""
 
     class Mode(TorchFunctionMode):
         seen: Any = None
@@ -108,7 +109,7 @@ def _top_hooks_are_seen(top: Any) -> bool:
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with hooks:
         inside = top(True)
-        hooks.__exit__()  # as `without_saved_tensor_hooks` takes them off, and puts them on again
+        hooks.__exit__()  # `without_saved_tensor_hooks` pops and pushes hooks in this way
         without = top(True)
         hooks.__enter__()
     return inside == (Tensor.detach, Tensor.detach) and without is None
@@ -136,7 +137,7 @@ _is_off: Callable[[Any], bool] = lambda ask: not ask()  # noqa: E731
 
 
 class _Twice(Function):
-    """What probes of nodes look at."""
+    """The custom Function that probes of nodes apply."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ class _Twice(Function):
 
 
 def _made_of() -> Any:
-    """The Function that one inside torch.func is made of, which is in a closure alone."""
+    """The user's Function behind the class that torch.func makes of it; only a closure holds it."""
 
     def made(x: Tensor) -> Any:
         node: Any = _Twice.apply(x).grad_fn
@@ -168,7 +169,7 @@ def _identity(x: object) -> Any:
 
 
 def _uses(*attributes: str) -> Callable[[Any], bool]:
-    """A probe of classes: whether their methods use one of these attributes."""
+    """A probe of classes: whether their methods use any of the attributes."""
 
     def probe(kind: Any) -> bool:
         methods = [f for one in kind.__mro__ for f in vars(one).values() if type(f) is FunctionType]
@@ -189,7 +190,7 @@ def _fsdp_module() -> Any:
 
 def _node() -> Any:
     y: Any = _Twice.apply(torch.ones(2, requires_grad=True))
-    y.grad_fn.output = y  # before torch 2.13 a node of Python is void without its output
+    y.grad_fn.output = y  # before torch 2.13 a custom Function's node dies with its output
     return y.grad_fn
 
 
@@ -218,7 +219,7 @@ def _sdpa(op: Any) -> bool:
 _F = "torch._C._functorch."
 # fmt: off
 _ROWS = (
-    # The stack of active transforms of torch.func, and the wrappers of their tensors.
+    # The stack of active transforms of torch.func, and the wrappers of tensors inside them.
     R("torch._C._are_functorch_transforms_active", "whether any is active", SPEED,
       lambda f: f() is False),
     R(f"{_F}get_interpreter_stack", "which are active", FUNC,
@@ -243,15 +244,16 @@ _ROWS = (
       lambda f: _within(torch.func.grad, lambda _: callable(f().lower))),
     R("torch._functorch.eager_transforms.JVP_NESTING", "whether torch.func.jvp entered the level", f"{REMAT} in {FORWARD}",
       lambda n: n == 0),
-    # Forward mode: its level, which torch keeps for the process, and its switch.
+    # Forward mode: its level, one for the process, and its switch.
     R("torch.autograd.forward_ad._current_level", "its level", ALL, lambda n: n == -1),
     R("torch.autograd.forward_ad._set_fwd_grad_enabled", "its switch", FORWARD,
       lambda f: f(True).__exit__(None, None, None) is None),
     R("torch._C._is_fwd_grad_enabled", "its switch", FORWARD, lambda f: f() is True),
-    # What a mode sees of `no_grad`, and what costs a third of `torch.set_grad_enabled`.
+    # The function behind `no_grad` that modes see; it takes a third of the time of
+    # torch.set_grad_enabled.
     R("torch._C._set_grad_enabled", "constants under no_grad", FORWARD,
       lambda f: _within_mode(lambda mode: mode.seen is f)),
-    # The state of the dispatcher, which torch has no public way to put back as it was.
+    # The thread-local state of the dispatcher: saved and restored.
     R("torch._C._is_any_autocast_enabled", "autocast", ALL, _is_off),
     R("torch._C._autocast_supported_devices", "the devices of autocast", ALL, lambda f: "cpu" in f()),
     R("torch._C._DisableAutocast", "runs without autocast", COMPILE),
@@ -259,7 +261,7 @@ _ROWS = (
     R("torch._C._ForceDispatchKeyGuard", "records beneath a mode", TAYLOR),
     R("torch._C._dispatch_tls_local_include_set", "the dispatch keys of the thread", TAYLOR),
     R("torch._C._dispatch_tls_local_exclude_set", "the dispatch keys of the thread", TAYLOR),
-    # Modes and tracers that are active.
+    # Active modes and tracers.
     R("torch._C._TorchDispatchModeKey.PROXY", "whether a graph is traced", ALL, lambda key: key.name == "PROXY"),
     R("torch._C._TorchDispatchModeKey.FUNCTIONAL", "whether a graph is traced", ALL, lambda key: key.name == "FUNCTIONAL"),
     R("torch._C._get_dispatch_mode", "whether a graph is traced", ALL,
@@ -293,27 +295,27 @@ _ROWS = (
     R("torch.utils.checkpoint._checkpoint_hook", "checkpoints", REMAT,
       lambda kind: "frame" in str(signature(kind))),
     R("torch.utils.checkpoint._NoopSaveInputs", "before torch 2.13", NOTHING),
-    # Bases of public classes, from which users derive layers of their own.
+    # Bases of public classes, from which users derive their own layers.
     R("torch.nn.modules.batchnorm._BatchNorm", "layers that normalise by the batch", ALL),
     R("torch.nn.modules.batchnorm._NormBase", "layers with running statistics", ALL),
     R("torch.nn.modules.dropout._DropoutNd", "layers that draw", ALL),
-    # Parameters, swapped where torch keeps or traces them.
+    # Parameters, swapped where torch caches or traces them.
     R("torch.nn.utils.parametrize._cache", "parametrizations", ALL, lambda c: c == {}),
     R("torch.nn.utils.stateless._reparametrize_module", "swaps that Dynamo traces", COMPILED),
     R("torch.backends.__allow_nonbracketed_mutation", "precision, where it is frozen", "verify"),
-    # Pytrees, which torch.func takes; torch.utils has no public name of them.
+    # Pytrees, as torch.func takes them; they have no public name in torch.utils.
     R("torch.utils._pytree.tree_flatten", "trees", "trees of other containers than dict, list and tuple",
       lambda f: f({"a": [1, 2]})[0] == [1, 2]),
     R("torch.utils._pytree.tree_flatten_with_path", "names of leaves", "messages that name a leaf of a tree",
       lambda f: f({"a": 1})[0][0][0][0].key == "a"),
     R("torch.utils._pytree.SUPPORTED_NODES", "classes of trees", "named tuples of tensors",
       lambda kinds: dict in kinds),
-    # Loops of torch.compile's control flow, which torch.ops runs without what their functions close over.
+    # Loops of torch.compile's control flow: torch.ops runs them without their functions' closures.
     R("torch._higher_order_ops.scan", "its stand-in", STAND_INS),
     R("torch._higher_order_ops.map", "its stand-in", STAND_INS),
     R("torch._higher_order_ops.while_loop", "its stand-in", STAND_INS),
     R("torch.nn.attention.flex_attention._validate_device", "gradients of it on a CPU", STAND_INS),
-    # Operators of torch.library, whose rules torch keeps to itself.
+    # Operators of torch.library, whose autograd rules have no public name.
     R("torch._library.custom_ops.OPDEFS", "their rules", OPERATORS, lambda d: d.get),
     R("torch.library._impls", "rules in the dispatcher", OPERATORS, lambda names: isinstance(names, set)),
     R("torch._C._jit_resolve_packet", "the overload of a call", OPERATORS),
@@ -341,7 +343,7 @@ _ROWS = (
     R("torch.ops.aten._to_copy.default", "casts in a graph", COMPILE),
     R("torch._decomp.decomposition_table", "operations by others", TAYLOR, lambda d: len(d) > 99),
     R("torch._C.ScriptMethod", "scripted calls", ALL, lambda kind: kind.__call__),
-    # Graphs of hog.compile: which tensors are a tracer's, and the compiler, which takes a graph.
+    # Graphs of hog.compile: a tracer's tensors, and the compiler of a graph.
     R("torch._subclasses.fake_tensor.FakeTensor", "tensors without values", COMPILE,
       lambda kind: issubclass(kind, Tensor)),
     R("torch._C._dynamo.guards.TensorGuards", "whether a call is like another one", COMPILE,
@@ -360,9 +362,9 @@ _ROWS = (
     R("torch._inductor.utils.fresh_cache", "another cache, where one fails", COMPILE),
     R("torch._inductor.runtime.cache_dir_utils.default_cache_dir", "its cache", COMPILE),
     R("torch._inductor.cpu_vec_isa.pick_vec_isa", "instructions of the processor", COMPILE),
-    # How often a tensor was changed, what it is a view of, and who else has it.
-    # Where C++ begins an application of a Function, and makes its node.
+    # The beginning of an application of a Function in C++, which makes its node.
     R("Function._backward_cls", "applications", EXAMINATION, lambda f: f._backward_cls._forward_cls is f),
+    # A tensor's version counter, base, references and storage.
     R("Tensor._version", "changes in place", ALL, lambda x: x.add_(1)._version == 1),
     R("Tensor._base", "the base of a view", TAYLOR, lambda x: x[:1]._base is x),
     R("Tensor._is_view", "whether it is a view", ALL, lambda x: x[:1]._is_view()),
@@ -370,13 +372,13 @@ _ROWS = (
     R("Tensor._nnz", "buffers that are sparse", ALL, lambda x: x.to_sparse()._nnz() == 2),
     R("Tensor._is_zerotensor", "tangents", FORWARD, lambda x: not x._is_zerotensor()),
     R("Storage._cdata", "whose memory a tensor is", ALL, lambda s: s._cdata == s._cdata > 0),
-    # What a node of a graph belongs to, and what it put out and saved.
+    # A node's custom Function, outputs and saved tensors.
     R("Node._forward_cls", "its custom Function", EXAMINATION, lambda n: n._forward_cls is _Twice),
     R("Node._input_metadata", "shapes and dtypes of its outputs", "graph()",
       lambda n: ((*n._input_metadata[0].shape, n._input_metadata[0].dtype.is_floating_point) == (2, True))),
     R("Node._raw_saved_tensors", "hooks that keep them", EXAMINATION,
       lambda n: len(n._raw_saved_tensors)),
-    # What the dispatcher knows of an operator.
+    # The dispatcher's record of an operator.
     R("Operator._schema", "its arguments", OPERATORS, lambda o: o._schema.name == "aten::sin"),
     R("Operator._overloadname", "its name", TAYLOR, lambda o: o._overloadname == "default"),
     R("Operator._can_decompose", "decomposition", TAYLOR, lambda o: not o._can_decompose()),
@@ -385,7 +387,7 @@ _ROWS = (
     R("CustomOpDef._opoverload", "its operator", OPERATORS, _uses("_opoverload")),
     R("CustomOpDef._backward_fn", "its rules", OPERATORS, _uses("_backward_fn")),
     R("CustomOpDef._setup_context_fn", "its rules", OPERATORS, _uses("_setup_context_fn")),
-    # What a module holds, and what is called around its forward: these are replaced for a time.
+    # A module's tensors and submodules, and the hooks around its forward: replaced for a time.
     R("Module._parameters", "parameters, swapped", ALL, lambda m: "weight" in m._parameters),
     R("Module._buffers", "buffers, swapped", ALL, lambda m: m._buffers == {}),
     R("Module._forward_hooks", "hooks, left out", SHARDED, _has_none("_forward_hooks")),
@@ -394,7 +396,7 @@ _ROWS = (
       _has_none("_forward_pre_hooks_with_kwargs")),
     R("Module._backward_hooks", "hooks, checked", COMPILE, _has_none("_backward_hooks")),
     R("Module._backward_pre_hooks", "hooks, checked", "audit", _has_none("_backward_pre_hooks")),
-    # Whether torch.compile made it, and of what.
+    # Whether torch.compile made an object, and from which one.
     R("Module._compiled_call_impl", "whether compiled", COMPILED,
       lambda m: m._compiled_call_impl is None),
     R("Module._call_impl", "the call uncompiled", COMPILED, lambda m: callable(m._call_impl)),
@@ -403,7 +405,8 @@ _ROWS = (
       lambda m: type(m._orig_mod) is nn.Linear),
     R("Compiled._torchdynamo_orig_callable", "the function that was compiled", COMPILED,
       lambda f: f._torchdynamo_orig_callable is _identity),
-    # Who averages gradients, and what fully_shard has gathered: read of the classes, without processes.
+    # Gradient averaging of DDP, and parameter groups of fully_shard: read from the classes, without
+    # processes.
     R("DDP._comm_hooks", "hooks of the user's", SHARDED, _uses("_comm_hooks")),
     R("DDP._join_config", "whether in join()", SHARDED, _uses("_join_config")),
     R("FSDPModule._get_fsdp_state", "its groups", SHARDED, lambda kind: callable(kind._get_fsdp_state)),
@@ -418,13 +421,15 @@ _ROWS = (
 TABLE = {row.name: row for row in _ROWS}
 _REFUSE: Any = object()
 _ABSENT: Any = object()
-REFUSED: list[str] = []  # each time that a name was: for code that goes on after errors
+# each refused name: user code may have caught the error, see `nothing_refused`
+REFUSED: list[str] = []
 
 
 def private(name: str, default: object = _REFUSE) -> Any:
-    """What a name of the table stands for; where torch lacks it the default, or what refuses all use.
+    """The object with a name of the table. Where torch lacks the name: the default, or a class that
+    raises UnsupportedError on every use.
 
-    To be bound at import; modules that torch imports later, in the function that needs them.
+    Call it at import; for modules that torch imports late, in the function that needs them.
 
     Raises:
         KeyError: For a name that is not in the table.
@@ -437,31 +442,31 @@ def private(name: str, default: object = _REFUSE) -> Any:
 
 
 def holder(name: str) -> Any:
-    """The module that has a name of the table, whose value changes; where torch lacks it, what refuses
-    all use."""
+    """The module that contains a name of the table, for a name that torch rebinds; where torch lacks
+    the name, a class that raises on every use."""
     found = private(name)
     return found if is_missing(found) else _resolved(name.rpartition(".")[0])
 
 
 def require(*found: Any) -> None:
-    """Refuses for the first that torch lacks: for what would else go on, as after `func is missing`."""
+    """Raise for the first missing object, where a use might not: `func is missing` is only False."""
     for one in found:
         if is_missing(one):
             one()
 
 
 def is_missing(found: object) -> bool:
-    """Whether it is what `private` returns where torch lacks a name."""
+    """Whether an object is the class that `private` returns for a missing name."""
     return type(found) is _Refusing
 
 
 def needing(found: object, *others: Any) -> Any:
-    """found, where torch has these others, too, without which it is of no use."""
+    """found, or the first missing object of `others`, without which found is of no use."""
     return next(filter(is_missing, (found, *others)), found)
 
 
 def refuse(name: str) -> NoReturn:
-    """Raises UnsupportedError for a name of the table, which torch lacks."""
+    """Raise UnsupportedError for a name of the table that torch lacks."""
     row = TABLE[name]
     REFUSED.append(name)
     raise UnsupportedError(
@@ -472,7 +477,7 @@ def refuse(name: str) -> NoReturn:
 
 @contextmanager
 def nothing_refused() -> Iterator[None]:
-    """Refuses at its end for what was refused inside, and taken for an error of the user's function."""
+    """At exit, raise again for a name that was refused inside if something caught the error."""
     before = len(REFUSED)
     yield
     if len(REFUSED) > before:
@@ -480,21 +485,21 @@ def nothing_refused() -> Iterator[None]:
 
 
 def failing() -> Iterator[PrivateName]:
-    """The rows whose probe fails: what torch lacks, or what does something else now."""
+    """The rows with a failing probe: torch lacks the name, or its behaviour has changed."""
     for row in TABLE.values():
         owner = row.name.partition(".")[0]
         try:
             holds = row.probe(_resolved(row.name) if owner == "torch" else _OWNERS[owner]())
-        except OSError:  # of a directory or a compiler: no word on the name
+        except OSError:  # from a directory or a compiler, not from torch
             continue
-        except Exception:  # whatever torch raises
+        except Exception:  # a changed function may raise anything
             holds = False
         if not holds and row.without not in (NOTHING, SPEED):
             yield row
 
 
 def missing(feature: str) -> str:
-    """The first name that a feature needs and torch lacks; "" if it has all."""
+    """The first name that a feature needs and torch lacks; "" if torch has all."""
     names = (row.name for row in TABLE.values() if row.without == feature)
     lacking = (n for n in names if n.startswith("torch.") and private(n, _ABSENT) is _ABSENT)
     return next(lacking, "")
@@ -514,7 +519,10 @@ def _resolved(name: str) -> Any:
 
 
 class _Refusing(type):
-    """Of classes that stand for what torch lacks: they can be subclassed, and refuse all other use."""
+    """The metaclass of stand-ins for missing names: they can be subclassed, and raise on other uses.
+
+    torch_name: The missing name.
+    """
 
     torch_name = ""
 
@@ -523,9 +531,9 @@ class _Refusing(type):
 
     __call__ = __instancecheck__ = __subclasscheck__ = __iter__ = __bool__ = __len__ = _refused
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __getitem__ = _refused
-    __hash__ = type.__hash__  # for tables by torch's functions
+    __hash__ = type.__hash__  # tables are keyed by torch's functions
 
     def __getattr__(cls, attribute: str) -> Any:
         if attribute.startswith("__"):
-            raise AttributeError(attribute)  # which Python itself asks for
+            raise AttributeError(attribute)  # Python itself asks for dunder attributes
         refuse(cls.torch_name)
