@@ -46,11 +46,13 @@ from hoglib.curvature.sums.dataset_sum import DATA_OPTIONS, DataOptions
 from hoglib.curvature.sums.term import Term
 from hoglib.curvature.sums.watchers import Draws
 
-TENSORS = ("A", "G", "values")  # of a block
-FEW_OUTPUTS = 100  # of an example, for each of which kind="exact" takes a backward pass
+TENSORS = ("A", "G", "values")  # the tensors of a KroneckerBlock
+FEW_OUTPUTS = 100  # per example: kind="auto" takes a backward pass for each, up to so many
 
 
 class _Distances(NamedTuple):
+    """The tuple of `KFACError`, which describes its fields."""
+
     ggn: Estimate
     blocks: Estimate
     hessian: Estimate
@@ -59,13 +61,13 @@ class _Distances(NamedTuple):
 class KFACError(_Distances):
     """Relative distances |K - M| / |M| of an approximation K in the Frobenius norm.
 
-    A tuple of three, with the distances by layer beside them.
+    A tuple of the first three; ``layers`` is an attribute beside the tuple.
 
     Attributes:
         ggn: From the Gauss-Newton matrix of all parameters.
-        blocks: From its blocks on the diagonal, which K approximates.
+        blocks: From the diagonal blocks of the Gauss-Newton matrix, which K approximates.
         hessian: From the Hessian.
-        layers: Of the blocks of each layer from those of the Gauss-Newton matrix, by its name.
+        layers: For each layer, by name: from its diagonal blocks of the Gauss-Newton matrix.
     """
 
     layers: Mapping[str, Estimate] = {}
@@ -106,65 +108,72 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         reduce    A = mean of a_n a_n^T over examples     G = sum over examples of g_n g_n^T
         eigenvalue_corrected    Q_G diag(L) Q_A^T instead, L_ij = sum_n (q_i^T dW_n r_j)^2
 
-    with the inputs a of a layer and the gradients g by its outputs of the columns s of M = sum s s^T,
-    the matrix on the model's outputs: a_r and g_r of each position that shares the weights, a_n their
-    mean over the positions of an example, g_n their sum; dW_n = sum of g_r a_r^T the gradient of an
-    example by the weights. G is a sum over columns and weighted as the matrix of `GGNOperator`; so is A
-    as a mean. Where the data is one example without shared weights, and for linear networks with a
-    squared error, K is the block diagonal of the Gauss-Newton matrix.
+    with M = sum over columns s of s s^T, the matrix on the model's outputs, and
 
-    `LinearOperator` describes ``@``, the algebra of operators and the algorithms; here ``inverse``,
+    - a_r, the input of a layer at row r, a position or call that shares the weights;
+    - g_r, the gradient of s . outputs by the layer's output at row r, for each column s;
+    - a_n, the mean of a_r, and g_n, the sum of g_r, over the rows of example n;
+    - dW_n = sum of g_r a_r^T over the rows of example n, its gradient by the weights.
+
+    G also sums over the columns; batches weigh as in `GGNOperator`. A is a mean over all rows of the
+    data. For one example without shared weights, and for linear networks with a squared error, K equals
+    the diagonal blocks of the Gauss-Newton matrix.
+
+    `LinearOperator` describes ``@``, the algebra of operators and the algorithms; ``inverse``,
     ``solve``, ``damped``, ``sqrt``, ``map``, ``eigenvalues``, ``logdet``, ``trace`` and ``diagonal``
-    are in closed form. Factors are computed at the first use, and kept: after a step of the parameters
-    call ``update()``. Where params are DTensors, each process gives its own data, and keeps the factors
-    of some of the layers, their eigenvectors and inverses; all make the same calls.
+    are in closed form. Factors are computed at the first use and kept: call ``update()`` after a step
+    of the parameters. If params are DTensors, each process gives its own data and keeps the factors of
+    some layers; all processes make the same calls.
 
-    The layers are found by the torch functions that they call, in any module, or operators of exported
-    programs: linear layers (also LoRA's, attention's projections, those of GPT-2, and products with a
-    matrix, transposed or not, by matmul, bmm or einsum of two), convolutions (each group by itself,
-    also transposed ones), embeddings (always "expand", with a diagonal A; those of positions as one of
-    each example), and layer, group, RMS, instance and (in eval mode) batch norm, PReLU, and parameters
-    of which functions of each element take one number for a feature, or which are copied for each
-    example, whose blocks are exact; with more dimensions than that of features, as of queries, they are
-    embeddings of which all rows are used. Where a weight
-    is a function of each element of a parameter, as W * mask, the block is the exact diagonal. A layer
-    that is called twice, or shares its weight with another, has one block, of the rows of all its
-    calls. A batch that does not call a layer, as an expert that is given none of its examples, has no
-    part in its factors. At the first batch the gradient that the layers give is compared with
-    autograd's. Any other
-    use of a parameter is refused by name, or with ``unsupported="diagonal"`` the parameter has the
-    exact diagonal of its block, from the gradients of single examples (LSTM and GRU, tied embeddings,
-    parametrized weights, custom Functions): for each column a pass of the model over the examples by
-    themselves, side by side where `torch.func.vmap` can; where an example by itself has other outputs
-    than in its batch, a backward pass of the batch for each. ``print(K)`` names these parameters.
+    Layers are found by the torch functions or exported operators that they call, in any module:
+
+    - linear layers, and products with a matrix by matmul, bmm or einsum (LoRA, attention, GPT-2);
+    - convolutions, also transposed ones, with factors for each group;
+    - embeddings: always "expand", with a diagonal A. If position embeddings are computed once for all
+      examples, each example gets a row;
+    - layer, group, RMS and instance norm, batch norm in eval mode, PReLU: exact blocks;
+    - parameters that are added, multiplied or copied for each example: an exact block for one number
+      per feature; with more dimensions, as of queries, an embedding with every row used;
+    - weights that are pointwise functions of a parameter, such as W * mask: the exact diagonal.
+
+    A layer that is called twice, or shares its weight with another, has one block, with the rows of all
+    its calls. A batch that does not call a layer, such as an expert without examples, adds nothing to
+    its factors. At the first batch the layers' gradients are compared with autograd's.
+
+    Any other use of a parameter raises an error that names it. With ``unsupported="diagonal"`` the
+    parameter gets its exact diagonal instead (LSTM and GRU, tied embeddings, parametrized weights,
+    custom Functions; ``print(K)`` names them). For each column the examples are run alone, by
+    `torch.func.vmap` if possible; if an example's outputs depend on its batch, each takes a backward
+    pass of the batch.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
-            ``criterion(outputs, batch)``; of `hoglib.language_model_loss` the logits exist as a whole.
-        params: Where the matrix is taken: a dict of parameters of such layers.
-        data: A batch, or a DataLoader or another re-iterable of batches, as of `hoglib.GGNOperator`.
-        kind: What M is: "exact", the Hessian of the criterion (with a likelihood its Fisher matrix), by
-            a backward pass for each output of an example; "mc", num_samples draws from the likelihood,
-            or, of a criterion without a known one, random sums of the columns; "empirical", the
-            gradients at the targets. "auto" is "exact" up to 100 outputs of an example, and "mc" for
-            more; ``print(K)`` says which.
+            ``criterion(outputs, batch)``. With `hoglib.language_model_loss` all logits are in memory.
+        params: Where the matrix is taken: a dict of the parameters of layers as above.
+        data: A batch, or a DataLoader or another re-iterable of batches, as for `hoglib.GGNOperator`.
+        kind: The matrix M. "exact": the Hessian of the criterion (with a likelihood its Fisher
+            matrix), by a backward pass for each output of an example. "mc": num_samples draws from the
+            likelihood, or random sums of the columns if the criterion has no known likelihood.
+            "empirical": the gradients at the targets. "auto": "exact" up to 100 outputs of an example,
+            "mc" for more; ``print(K)`` says which.
         approximation: "expand" or "reduce", as above. They differ for weights that are shared over
             positions.
         eigenvalue_corrected: Replace the eigenvalues by the diagonal in the basis of the eigenvectors
             (EKFAC), in a second pass over the data.
-        joint_bias: A bias is a column of its weight; or else has a block of its own, that of a weight
-            whose input is 1.
-        likelihood: The distribution of the targets, as of `hoglib.FisherOperator`.
-        num_samples: Samples for each example, of kind "mc".
-        generator: Of the seed for these samples; None is torch's global generator.
-        unsupported: "raise" or "diagonal", for parameters that no such layer explains, as above.
-        **options: Those of :class:`~hoglib.curvature.DataOptions`: ``reduction`` ("mean" or "sum", that
-            of the criterion), ``batch_size``, ``micro_batch``, ``check_deterministic``, ``progress``,
-            ``processes``, and ``dtype`` (of flat vectors; factors are in float32 at least).
+        joint_bias: Make a bias a column of its weight's block; else the bias has its own block, as a
+            weight with input 1.
+        likelihood: The distribution of the targets, as for `hoglib.FisherOperator`.
+        num_samples: Samples for each example with kind="mc".
+        generator: Draws the seed of these samples; None is torch's global generator.
+        unsupported: "raise" or "diagonal", for parameters with uses that are not in the list above.
+        **options: :class:`~hoglib.curvature.DataOptions`: ``reduction`` ("mean" or "sum", as the
+            criterion), ``batch_size``, ``micro_batch``, ``check_deterministic``, ``progress``,
+            ``processes``, and ``dtype`` (of flat vectors; factors are at least in float32).
     Raises:
-        UnsupportedError: at the first use, for parameters that something else than these layers uses,
-            and for layers that mix examples.
-        ArgumentValueError: for outputs whose rows are no examples, and a criterion that is not convex.
+        UnsupportedError: at the first use, for parameters with uses that are not in the list above, and
+            for layers that mix examples.
+        ArgumentValueError: for outputs with rows that are not examples, and a criterion that is not
+            convex.
     References:
         Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature,
         2015. Grosse and Martens, A Kronecker-factored Approximate Fisher Matrix for Convolution Layers,
@@ -203,36 +212,37 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         validation.choice("approximation", approximation, ("expand", "reduce"))
         check_option_names("KFACOperator", options, DATA_OPTIONS)
         reduction = options.get("reduction", "mean")
-        # until the outputs of the first batch are known
+        # "auto" is decided when the outputs of the first batch are known.
         self._automatic = validation.choice("kind", kind, ("auto", *get_args(FisherKind))) == "auto"
         given = "exact" if self._automatic else kind
         metric = FisherMetric(given, likelihood, reduction, num_samples, generator).seeded()
-        # of a language model the logits, whose columns the layers are differentiated by
+        # KFAC differentiates columns of outputs: a language model must return its logits as a whole.
         loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
         plain: Any = {**options, "stand_ins": False}
         further = approximation, joint_bias, unsupported, eigenvalue_corrected
         super().__init__(loss, params, data, GaussNewtonKind("auto", metric), plain, further)
         check_named(params)
+        # `error` makes a GGNOperator and a HessianOperator from these
         self._loss, self._data, self._given = loss, data, options
         joint_bias = validation.boolean("joint_bias", joint_bias)
         validation.choice("unsupported", unsupported, ("raise", "diagonal"))
         self._factors = FactorOptions(metric, approximation, joint_bias, unsupported)
         self._corrected = validation.boolean("eigenvalue_corrected", eigenvalue_corrected)
-        # whether layers have to show the gradients of single examples
+        # whether the rows of layers must be assigned to examples
         self.by_example = self._corrected or approximation == "reduce" or unsupported != "raise"
-        # how the calls of layers are read; None until the layers were compared with autograd
+        # how to read the calls of layers; None until they are compared with autograd
         self.row_order: RowOrder | None = None
-        # whether parameters that no batch uses have zeros, as the experts that an optimizer's batch is
-        # without; and the blocks of the others
+        # leaves_out: give parameters that no batch uses zeros instead of an error (KFAC's experts
+        # without examples). called: the blocks that some batch used.
         self.leaves_out, self.called = False, frozenset[BlockLayout]()
         self._blocks: list[KroneckerBlock] | None = None
         self._error: KFACError | None = None
-        self.computed_at: Numbers | None = None  # values of the parameters, where they are known
-        self._last: Any = None  # blocks, options and inverse of `precondition_`
+        self.computed_at: Numbers | None = None  # fingerprint of the parameters at update()
+        self._last: Any = None  # blocks, options and inverse of the last precondition_()
 
     def blocks(self) -> Sequence[KroneckerBlock]:
-        """The blocks, in the order of the parameters; they are computed at the first use. Of processes
-        that share the parameters each has some of them."""
+        """The blocks, in the order of the parameters, computed at the first use. If params are
+        DTensors, each process holds some of them."""
         return self.update().blocks() if self._blocks is None else self._blocks
 
     def update(self) -> "KFACOperator":
@@ -268,8 +278,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         return self
 
     def _factor_sums(self) -> tuple[FactorSums, float]:
-        """The sums over the data and their weight; where a layer is left to single examples in a later
-        batch only, in a second pass, in which it is from the first one on."""
+        """The sums over the data, and their weight. If a later batch is the first to leave a layer to
+        single examples, a second pass does so from the first batch on."""
         factors = FactorSums()
         weight = self._sum.weight(self._pass(factors))
         alone = {one.first.leaf for one in factors.sums if one.role.name == EXACT_DIAGONAL}
@@ -284,15 +294,15 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         return again, self._sum.weight(self._pass(again))
 
     def corrected(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """The diagonal of the matrix in the basis of eigenvectors, in a pass over the data.
+        """The diagonal of the matrix in the basis of the eigenvectors, by a pass over the data.
 
         Args:
-            blocks: Of this operator's layers, by their eigenvectors.
+            blocks: The blocks of this operator's layers, with eigenvectors as A and G.
         Returns:
-            The blocks with these eigenvalues; those of norms as they are.
+            The blocks with this diagonal as eigenvalues; exact blocks unchanged.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if not self.by_example:  # the order of examples is not known yet
+            if not self.by_example:  # rows are not assigned to examples yet
                 self.by_example, self.row_order = True, None
             sums = EigenvalueSums(self._everywhere(blocks))
             found = sums.blocks(self._sum.weight(self._pass(sums)))
@@ -300,8 +310,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             return [block for block in found if block.layout in own]
 
     def _everywhere(self, blocks: Sequence[KroneckerBlock]) -> Sequence[KroneckerBlock]:
-        """These blocks and the eigenvectors of other processes, into whose basis the gradients of the
-        examples of each are rotated."""
+        """The blocks, and the eigenvectors that other processes hold: each process rotates the
+        gradients of its own examples into all of them."""
         if not self.space.placement.is_sharded:
             return blocks
         shared = FactorSums()
@@ -311,7 +321,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         for block in blocks:
             vectors = shared.sums.get(block.layout, {})
             for name in vectors.keys() & {"A", "G"}:
-                if (own := getattr(block, name)) is not None:  # as of a diagonal A
+                if (own := getattr(block, name)) is not None:  # None for a diagonal A
                     vectors[name].copy_(own)
         self._add_up(shared)
         for layout, vectors in shared.sums.items():
@@ -320,11 +330,11 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         return sorted(others, key=lambda block: block.layout.first)
 
     def _include(self, sums: BlockSums, layouts: Iterable[BlockLayout]) -> None:
-        """Zeros for the blocks that are not there."""
+        """Add zeros for missing blocks."""
         sums.include(layouts, torch.promote_types(self.dtype, torch.float32), self.device)
 
     def _add_up(self, sums: BlockSums) -> None:
-        """The sums over the processes that share the parameters."""
+        """Sum over the processes that share the parameters."""
         if self.space.placement.is_sharded:
             kind, what = self._factors.metric.kind, "kind, and layers,"
             self.space.check_same_call("KFACOperator", kind, sums.layouts(), what=what)
@@ -337,11 +347,12 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         @cache
         def include_all() -> None:
             own = list(sums.sums), [] if self.row_order is None else list(self.row_order.met)
+            # All processes need all blocks, in one order, before sums are exchanged.
             every = self._sum.batches.processes.gather(own)
             for called, _ in every:
                 self._include(sums, called)
             sums.called = frozenset(sums.sums)
-            for _, met in every:  # in earlier passes
+            for _, met in every:  # layers that only earlier passes called
                 self._include(sums, met)
 
         @cache
@@ -358,13 +369,14 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 share = term.share * problem.placement.weight
                 add = partial(self._add, sums, problem.gathered(), term.piece.number, share, draws)
                 value = problem.placement.mean_of(add) if placement.is_sharded else add()
-                del add  # the whole parameters, before the next batch gathers them
+                del add  # frees the gathered parameters before the next batch gathers
             term.advance()
             if self._sum.batches.weight_cancels:
-                read = sums.read()  # with the loss
+                read = sums.read()  # to be read together with the loss
             return value
 
-        # the corrected eigenvalues take another pass, which is compared with this one
+        # Draws warns of randomness where no second pass shows it; corrected eigenvalues take a second
+        # pass.
         compared = self._given.get("check_deterministic", True) and not placement.is_sharded
         once = compared and self._blocks is None and not self._corrected
         also = [draws] if once else []
@@ -384,7 +396,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     def _add(
         self, sums: BlockSums, problem: Problem, number: int, share: float, draws: Draws
     ) -> Tensor:
-        """Add what a batch of this process has; return its loss."""
+        """Add a batch of this process to the sums; returns the batch's loss."""
         factors = replace(self._factors, metric=self._factors.metric.for_batch(number))
         run = ModelRun.of(problem, self.space, factors, self.row_order)
         if self._automatic:
@@ -392,16 +404,17 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             if run.outputs_of_an_example() > FEW_OUTPUTS:
                 has_drawn = draws.drawn()
                 sampled = replace(self._factors.metric, kind="mc").seeded()
-                if not has_drawn:  # the seed is no draw of the loss
+                if not has_drawn:  # the seed was drawn by the metric, not by the loss
                     draws.start()
                 self._factors = replace(self._factors, metric=sampled)
                 run = run.with_metric(sampled.for_batch(number))
         first = self.row_order is None
         expanded = first and run.recording.expanded
-        if expanded:  # the outputs may not be those of the model
+        if expanded:  # a row for each example may have changed the outputs
             run = checked_run(run, self.by_example)
         value = run.value()
-        # which is refused where it is recorded; a device is waited for at the first batch only
+        # The pass refuses a loss that is not finite. Looking here waits for a device: at the first
+        # batch only.
         if (first or value.device.type == "cpu") and not bool(value.isfinite()):
             return value
         if not expanded:
@@ -419,16 +432,16 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             yield
 
     def error(self, num_samples: int = 16, *, generator: Generator | None = None) -> KFACError:
-        r"""How far the approximation is from what it approximates, by products with random vectors.
+        r"""Estimate the relative errors of the approximation by products with random vectors.
 
             |K - M| / |M|, |A|^2 = E|A v|^2 in the Frobenius norm, v of independent signs
 
-        ``print(K)`` shows it afterwards.
+        ``print(K)`` then shows the errors.
 
         Args:
-            num_samples: Random vectors. Each takes a product of the Gauss-Newton matrix, one of the
-                Hessian, and one for each block.
-            generator: Of the random vectors; None is torch's global generator. Several processes need
+            num_samples: The number of random vectors. Each takes a product with the Gauss-Newton
+                matrix, one with the Hessian, and one for each block.
+            generator: Draws the vectors; None is torch's global generator. Several processes need
                 generators with the same seed.
         Returns:
             `KFACError`: relative distances with one standard error each (a jackknife).
@@ -464,7 +477,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         """
         self.space.refuse_sharded("exact_diagonal")
         with torch.inference_mode(False), torch.no_grad():
-            # in the basis of the parameters themselves
+            # With identity eigenvectors the corrected eigenvalues are the diagonal.
             squares = self.corrected([block.unrotated() for block in self.blocks()])
         return KroneckerMatrix(self.space, squares).diagonal()
 
@@ -472,21 +485,21 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     def precondition_(
         self, params: Any, *, damping: float, method: InverseMethod = "exact"
     ) -> None:
-        r"""Put the preconditioned gradients in the place of the gradients, for any optimizer of torch.
+        r"""Precondition the gradients of the parameters in place, for any optimizer of torch.
 
             p.grad <- (K + damping I)^-1 p.grad
 
-        The inverse is kept until ``update()``, or until another damping. It is linear: gradients may be
-        those of a loss that a scaler multiplied. Clip gradients after it.
+        The inverse is kept until ``update()``, or until another damping. It is linear, so gradients may
+        still be scaled by a ``GradScaler``. Clip gradients afterwards.
 
         Args:
-            params: The model, or its parameters by name. Those that the operator is not of keep their
+            params: The model, or its parameters by name. Parameters outside the operator keep their
                 gradients.
-            damping: What is added to the diagonal, as of ``inverse``.
-            method: As of ``inverse``.
+            damping: Added to the diagonal, as in ``inverse``.
+            method: One of the methods of ``inverse``.
         Raises:
-            ArgumentValueError: for parameters that are not those of the operator, and gradients that
-                are missing or sparse.
+            ArgumentValueError: if a parameter of the operator is missing, or its gradient is missing or
+                sparse.
             NonFiniteError: for a gradient that is not finite.
         Example:
             >>> model = nn.Linear(1, 1, bias=False)
@@ -535,8 +548,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             grads[name].copy_(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The factors, where params are DTensors those of this process, in a form that `torch.save` and
-        ``torch.load(weights_only=True)`` take.
+        """The factors, in a form that `torch.save` and ``torch.load(weights_only=True)`` take.
+
+        If params are DTensors, each process has its own factors.
 
         Returns:
             A dict for `load_state_dict`.
@@ -557,11 +571,10 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the factors of `state_dict`; nothing is computed.
+        """Take the factors from a `state_dict`; nothing is computed.
 
         Args:
-            state_dict: Of an operator with the same options, on parameters of the same names and
-                shapes.
+            state_dict: From an operator with equal options, and parameters of equal names and shapes.
         Raises:
             ArgumentValueError: for other options or parameters.
         """
@@ -571,7 +584,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 f"{validation.describe(state_dict)}."
             )
         wanted = self._saved_options()
-        # before the first batch it is not chosen
+        # "auto" is not decided before the first batch: take the saved kind.
         wanted |= {"kind": state_dict["options"].get("kind")} if self._automatic else {}
         if state_dict["options"] != wanted:
             raise errors.ArgumentValueError(
@@ -592,7 +605,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
                 f"({type(error).__name__}: {error})."
             ) from error
         covered = nothing = torch.zeros(self.space.size, dtype=self.dtype, device=self.device)
-        with suppress(RuntimeError, IndexError):  # of other shapes
+        with suppress(RuntimeError, IndexError):  # blocks of other shapes
             covered = sum((_block_mask(block.layout, self.space) for block in blocks), nothing)
         if not bool((self.space.all_sum(covered) == 1).all()):
             raise errors.ArgumentValueError(
@@ -613,7 +626,7 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
 
 
 def saved_layout(layout: BlockLayout, names: list[str]) -> dict[str, Any]:
-    """A layout in plain numbers and names, to be saved."""
+    """A layout as plain numbers and names, to be saved."""
 
     def place(region: Region | None) -> Any:
         return None if region is None else (names[region.leaf], region.start, region.stop)
@@ -622,7 +635,7 @@ def saved_layout(layout: BlockLayout, names: list[str]) -> dict[str, Any]:
 
 
 def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
-    """The layout that was saved; raises ArgumentValueError for parameters of other names."""
+    """The layout from `saved_layout`; raises ArgumentValueError for parameters of other names."""
     regions: list[Region | None] = []
     for place in (saved["weight"], saved["bias"]):
         if place is not None and place[0] not in names:
@@ -635,7 +648,7 @@ def layout_of(saved: Mapping[str, Any], names: list[str]) -> BlockLayout:
 
 
 def _without_rounding(block: KroneckerBlock) -> KroneckerBlock:
-    """The block with zeros for corrected eigenvalues that are squares of rounding."""
+    """The block with zeros for corrected eigenvalues that are squares of rounding errors."""
     if block.layout.role.matrix != "kronecker" or block.values is None or not block.values.numel():
         return block
     rounding = torch.finfo(block.G.dtype).eps ** 2 * block.values.max()

@@ -1,8 +1,10 @@
 """Block-diagonal matrices of Kronecker products, and functions of them in closed form.
 
-a block maps V to G V A        V, the parameters of a layer as a matrix [out, into]
-its eigenvectors are those of G and A, its eigenvalues their products, or corrected ones L:
-f(block) V = Q_G (f(L) * (Q_G^T V Q_A)) Q_A^T
+    block: V -> G V A        V [out, into]: the parameters of a layer as a matrix
+    f(block) V = Q_G (f(L) * (Q_G^T V Q_A)) Q_A^T
+
+Q_G and Q_A are the eigenvectors of G and A. The eigenvalues L_ij are products of an eigenvalue of G
+and one of A, or corrected eigenvalues.
 """
 
 from abc import abstractmethod
@@ -28,33 +30,34 @@ InverseMethod = Literal["exact", "pi", "factors"]
 
 
 class BlockLayout(NamedTuple):
-    """Which parameters a block is of. With weight and bias, the bias is the last column of V.
+    """The parameters of a block, and how they form its matrix V.
 
-    Where `role.matrix` is not "kronecker", V is one row, in the order of the parameters.
+    A bias beside a weight is the last column of V. Where `role.matrix` is not "kronecker", V is one
+    row: the weight's numbers, then the bias's.
     """
 
-    role: Role
-    weight: Region | None
-    bias: Region | None
+    role: Role  # what the layer does with its weight
+    weight: Region | None  # rows of a parameter; None for a block of a bias alone
+    bias: Region | None  # None for a weight alone
 
     @property
     def regions(self) -> list[Region]:
-        """The weight and the bias, those that there are."""
+        """The regions of the weight and the bias that exist."""
         return list(filter(None, (self.weight, self.bias)))
 
     @property
     def first(self) -> Region:
-        """Where it begins: at the weight, or at the bias of a block of a bias alone."""
+        """The region by which blocks are sorted: the weight, else the bias."""
         return self.weight or self.bias or Region(0, 0, 0)
 
     def overlaps(self, region: Region) -> bool:
-        """Whether rows of a region are in the block."""
+        """Whether the block has rows of a region."""
         own = (r for r in self.regions if r.leaf == region.leaf)
         return any(r.start < region.stop and region.start < r.stop for r in own)
 
     @property
     def widths(self) -> list[int]:
-        """How many columns of V each of the regions has."""
+        """The number of columns of V for each region."""
         role = self.role
         rows = role.groups * role.out if role.matrix == "elementwise" else 1
         widths = [] if self.weight is None else [role.into * rows]
@@ -67,12 +70,12 @@ class BlockLayout(NamedTuple):
         groups, out = self.role.groups, self.role.out
         if self.role.matrix != "kronecker":
             groups, out = 1, 1
-        elif self.weight is None:  # of one group
+        elif self.weight is None:  # a bias alone: all groups in one
             groups, out = 1, groups * out
         return groups, out, sum(self.widths)
 
     def gather(self, leaves: Vector) -> Tensor:
-        """V of vectors that are leaves [k, *shape]: [k, groups, out, into]."""
+        """The matrices V [k, groups, out, into] of k vectors, given as leaves [k, *shape]."""
         parts, (groups, out, _) = [], self.sizes
         for region, width in zip(self.regions, self.widths, strict=True):
             rows = leaves[region.leaf][:, region.start : region.stop]
@@ -83,7 +86,7 @@ class BlockLayout(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def scatter(self, V: Tensor, leaves: Vector) -> None:
-        """Write V into these parameters' places of leaves."""
+        """Write V into the entries of leaves that the block covers; inverse of `gather`."""
         for region, part in zip(self.regions, V.split(self.widths, -1), strict=True):
             target = leaves[region.leaf][:, region.start : region.stop]
             if region is self.weight and self.role.matrix == "kronecker":
@@ -94,10 +97,14 @@ class BlockLayout(NamedTuple):
 @final
 @dataclass(frozen=True)
 class KroneckerBlock:
-    """G ⊗ A, with eigenvalues of its own where they are given.
+    """G ⊗ A, or Q_G diag(values) Q_A^T if values are given.
 
-    A: [groups, into, into], or its diagonal [groups, into]. G: [groups, out, out].
-    values: eigenvalues [groups, out, into], where A and G are eigenvectors (a diagonal A is then None).
+    Attributes:
+        layout: The parameters of the block.
+        A: [groups, into, into], or a diagonal [groups, into]. With values, Q_A; None stands for the
+            identity, the eigenvectors of a diagonal A.
+        G: [groups, out, out]. With values, Q_G.
+        values: Eigenvalues [groups, out, into], or None.
     """
 
     layout: BlockLayout
@@ -115,14 +122,18 @@ class KroneckerBlock:
         return V if self.A is None else V @ self.A.mT
 
     def unrotated(self) -> "KroneckerBlock":
-        """The diagonal of the block as one with unit eigenvectors."""
+        """The diagonal of the block, as a block with identity eigenvectors."""
         A = None if self.A is None or self.A.dim() == 2 else _ones_like(self.A)
         return KroneckerBlock(self.layout, A, _ones_like(self.G), diagonal_of(self))
 
     def inverse_of_damped_factors(self, damping: float, balanced: bool) -> "KroneckerBlock":
-        """(G + d_G I)^-1 ⊗ (A + d_A I)^-1, d_A = pi sqrt(damping), d_G = sqrt(damping) / pi."""
+        """(G + d_G I)^-1 ⊗ (A + d_A I)^-1
+
+        balanced: d_A = pi sqrt(damping), d_G = sqrt(damping) / pi, "pi" of `inverse`
+        else:     d_A = d_G = damping
+        """
         d_A = d_G = self.G.new_tensor(damping)
-        # a block with one factor is damped as a whole
+        # A block with a single factor takes the whole damping.
         if self.layout.role.matrix != "kronecker":
             return KroneckerBlock(self.layout, _inverse(self.A, d_A), self.G)
         if self.layout.weight is None:
@@ -130,23 +141,25 @@ class KroneckerBlock:
         if balanced:
             a, g = (_diagonal_of_factor(x).mean(-1) for x in (self.A, self.G))
             pi = (a / g.clamp(min=torch.finfo(g.dtype).tiny)).sqrt()
+            # A factor that is zero has no scale to balance.
             pi = torch.where((a > 0) & (g > 0), pi, torch.ones_like(pi))
             d_A, d_G = sqrt(damping) * pi, sqrt(damping) / pi
         return KroneckerBlock(self.layout, _inverse(self.A, d_A), _inverse(self.G, d_G))
 
 
 def _ones_like(factor: Tensor) -> Tensor:
-    """The identity, for each group."""
+    """The identity matrix, for each group."""
     return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)
 
 
 def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-    """The same blocks by eigenvectors and eigenvalues; a device is waited for once."""
+    """The blocks as eigenvectors and eigenvalues. All factors are decomposed in one call, which waits
+    for the device once."""
     factors = [not_none(x) for one in blocks if one.values is None for x in (one.A, one.G)]
     several = iter(symmetric_eigens([x for x in factors if x.dim() == 3 and x.shape[-1] > 1]))
 
     def eigen(x: Tensor) -> tuple[Tensor, Tensor | None]:
-        if x.dim() == 2:  # a diagonal, of which no vectors are kept
+        if x.dim() == 2:  # diagonal: its eigenvectors are the identity, None
             return x, None
         return (x[..., 0], torch.ones_like(x)) if x.shape[-1] == 1 else next(several)
 
@@ -155,7 +168,7 @@ def by_eigenvectors(blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
     for one in blocks:
         if one.values is None:
             (a, QA), (g, QG) = next(every), next(every)
-            # factors are semi-definite: what is negative is rounding
+            # Factors are positive semi-definite: negative eigenvalues are rounding.
             values = g.clamp(min=0).unsqueeze(-1) * a.clamp(min=0).unsqueeze(-2)
             one = KroneckerBlock(one.layout, QA, not_none(QG), values)
         found.append(one)
@@ -186,9 +199,9 @@ def _inverse(factor: Tensor | None, damping: Tensor) -> Tensor:
 
 
 class KroneckerOperator(LinearOperator):
-    r"""A block-diagonal matrix of Kronecker products, whose functions are in closed form.
+    r"""A block-diagonal matrix of Kronecker products, with functions of it in closed form.
 
-    Subclasses have the blocks, which do not overlap and cover the parameters.
+    Subclasses supply the blocks, which cover every parameter once.
     """
 
     @abstractmethod
@@ -197,19 +210,20 @@ class KroneckerOperator(LinearOperator):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """That of the factors, of which one of several processes may have none."""
+        """The dtype of the factors; with several processes, one may hold no factor."""
         usual = torch.promote_types(self.dtype, torch.float32)
         return next((block.G.dtype for block in self.blocks()), usual)
 
     def _products(self, rows: Tensor) -> Tensor:
-        # each process holds a part of the rows, and some of the blocks
+        # If sharded, a process holds a slice of the rows and some of the blocks.
         given = leaves_of(self.space, self.space.whole_rows(rows.to(self._dtype)))
         apply = lambda block: block.apply(block.layout.gather(given))  # noqa: E731
         return self._joined(len(rows), apply).to(rows.dtype)
 
     def _joined(self, count: int, part: Callable[[KroneckerBlock], Tensor]) -> Tensor:
-        """Rows [count, length] of the parts V [count, groups, out, into] of all blocks."""
-        # the blocks of all processes cover it
+        """Rows [count, length], assembled from the parts V [count, groups, out, into] of all
+        blocks."""
+        # If sharded, other processes hold the remaining blocks: add_rows sums, so begin with zeros.
         make = torch.zeros if self.space.placement.is_sharded else torch.empty
         total = make(count, self.space.size, dtype=self._dtype, device=self.device)
         leaves = leaves_of(self.space, total)
@@ -221,17 +235,18 @@ class KroneckerOperator(LinearOperator):
         """The function f(K) of the matrix, for instance its square root.
 
         Args:
-            function: From eigenvalues to others, element by element.
+            function: Takes a tensor of eigenvalues to new ones, element by element.
         Returns:
             f(K), with the eigenvectors of K.
         Raises:
-            ArgumentValueError: for a function that is not taken element by element.
+            ArgumentValueError: for a function that does not return one number for each eigenvalue.
             NonFiniteError: for a function that is not finite at an eigenvalue.
         """
         return self._map(validation.function("function", function))
 
     def _map(self, function: Callable[..., Any], checked: bool = True) -> "KroneckerMatrix":
-        # before: processes exchange factors at the first use, and nothing inside of `raise_in_all`
+        # Outside raise_in_all, in which nothing may be communicated: the first call of blocks() is a
+        # pass over data in all processes.
         given_blocks = self.blocks()
         with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("map"):
             blocks = by_eigenvectors(given_blocks)
@@ -243,12 +258,12 @@ class KroneckerOperator(LinearOperator):
             return KroneckerMatrix(self.space, mapped)
 
     def damped(self, damping: float) -> "KroneckerMatrix":
-        """The matrix K + damping I, of the same kind: its inverse and determinant are in closed form.
+        """The matrix K + damping I, again with its inverse and determinant in closed form.
 
         Args:
-            damping: What is added to the diagonal.
+            damping: Added to the diagonal.
         Returns:
-            The matrix.
+            The damped matrix.
         """
         number = validation.number("damping", damping)
         return self.map(lambda values: values + number)
@@ -262,7 +277,7 @@ class KroneckerOperator(LinearOperator):
     def inverse(
         self, damping: float = 0.0, *, method: InverseMethod = "exact"
     ) -> "KroneckerMatrix":
-        r"""The inverse of the damped matrix, of the same kind.
+        r"""The inverse of the damped matrix, again in closed form.
 
             exact     (G ⊗ A + damping I)^-1
             pi        (G + sqrt(damping) / pi I)^-1 ⊗ (A + pi sqrt(damping) I)^-1,
@@ -272,28 +287,29 @@ class KroneckerOperator(LinearOperator):
         "pi" and "factors" need no eigenvectors, and are approximations of the damped inverse.
 
         Args:
-            damping: As above; positive where the matrix is singular.
-            method: As above. Matrices with eigenvalues of their own have "exact" only.
+            damping: Added as above; positive if the matrix is singular.
+            method: One of the three above; "exact" only for a matrix with corrected eigenvalues.
         Returns:
             The inverse, an operator.
         Raises:
-            NotPositiveDefiniteError: for a matrix that is singular with this damping.
-            ArgumentValueError: for a method that the matrix does not have, and damping below 0.
+            NotPositiveDefiniteError: for a damped matrix that is singular.
+            ArgumentValueError: for a method that the matrix does not support, and damping below 0.
         References:
             Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate
             Curvature, 2015, section 6.3 (pi).
         """
         number = validation.number("damping", damping, minimum=0)
         if validation.choice("method", method, get_args(InverseMethod)) == "exact":
-            # values are read once, a device is waited for each time
+            # Unchecked: a check waits for the device, and the extreme eigenvalues are read just
+            # below.
             damped = self._map(lambda values: values + number, checked=False)
             values = damped._values(damped.blocks())
             lowest, largest = self._ends(values)
             rounding = 0.0 if number else torch.finfo(values.dtype).eps * largest
             check_invertible(lowest, number, rounding)
             if not isfinite(largest):
-                self.damped(number)  # which raises
-            # to look at values waits for a device: only where 1 / value may overflow
+                self.damped(number)  # raises
+            # Check the reciprocals, another wait for the device, only where 1 / value can overflow.
             return damped._map(torch.reciprocal, checked=lowest < torch.finfo(values.dtype).tiny)
         blocks = self.blocks()
         if not self.space.true_in_all(all(block.values is None for block in blocks)):
@@ -308,12 +324,12 @@ class KroneckerOperator(LinearOperator):
     def solve(  # type: ignore[override]
         self, b: Tree, *, damping: float = 0.0, method: InverseMethod = "exact"
     ) -> Tree:
-        """x with (K + damping I) x = b, by `inverse`: without iterations.
+        """Solve (K + damping I) x = b by `inverse`, without iterations.
 
         Args:
             b: Right-hand side: a vector or a block, flat or in the structure of params.
-            damping: What is added to the diagonal.
-            method: As of `inverse`.
+            damping: Added to the diagonal.
+            method: One of the three methods of `inverse`.
         Returns:
             x in the form of b.
         """
@@ -332,29 +348,30 @@ class KroneckerOperator(LinearOperator):
         return self._eigenvalues().sort().values.to(self.dtype)
 
     def _eigenvalues(self) -> Tensor:
-        """Those of the blocks of this process."""
+        """The eigenvalues of the blocks of this process."""
         blocks = self.blocks()
         with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("eigenvalues"):
             return self._values(by_eigenvectors(blocks))
 
     def _values(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
-        """The eigenvalues of such blocks; of several processes one may have none."""
+        """The eigenvalues of blocks from `by_eigenvectors`; with several processes, one may hold no
+        block."""
         nothing = torch.empty(0, dtype=self._dtype, device=self.device)
         return torch.cat([nothing, *(not_none(block.values).reshape(-1) for block in blocks)])
 
     def _ends(self, values: Tensor) -> tuple[float, float]:
-        """The smallest eigenvalue of all processes, and the largest magnitude."""
-        ends = values.new_full((2,), -inf)  # of no blocks
+        """The smallest eigenvalue and the largest magnitude, over all processes."""
+        ends = values.new_full((2,), -inf)  # neutral, for a process without blocks
         if len(values):
             ends = torch.stack([-values.min(), values.abs().max()])
         opposite, largest = self.space.placement.reduce(ends, "MAX").tolist()
         return -opposite, largest
 
     def logdet(self) -> Tensor:  # type: ignore[override]
-        """The logarithm of the determinant, a scalar: -inf for a matrix that is singular.
+        """The logarithm of the determinant, a scalar; -inf if the matrix is singular.
 
         Raises:
-            NotPositiveDefiniteError: for an eigenvalue that is negative, beyond rounding.
+            NotPositiveDefiniteError: for an eigenvalue that is negative by more than rounding.
         """
         values = self._eigenvalues()
         lowest, largest = self._ends(values)
@@ -369,10 +386,10 @@ class KroneckerOperator(LinearOperator):
     def trace(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False
     ) -> Any:
-        """The trace, exactly, a scalar.
+        """The exact trace, a scalar.
 
         Args:
-            num_samples: Not needed; there for code that estimates traces.
+            num_samples: Ignored; accepted for code that estimates traces.
             return_error: Return an `Estimate` with an error of zero.
         Returns:
             The trace.
@@ -384,10 +401,10 @@ class KroneckerOperator(LinearOperator):
     def diagonal(  # type: ignore[override]
         self, num_samples: int | None = None, *, return_error: bool = False
     ) -> Any:
-        """The diagonal [P], exactly.
+        """The exact diagonal [P].
 
         Args:
-            num_samples: Not needed; there for code that estimates diagonals.
+            num_samples: Ignored; accepted for code that estimates diagonals.
             return_error: Return an `Estimate` with errors of zero.
         Returns:
             The diagonal.
@@ -403,11 +420,11 @@ class KroneckerOperator(LinearOperator):
 
 @final
 class KroneckerMatrix(KroneckerOperator):
-    """A matrix of given blocks: what functions of a `KFACOperator` return.
+    """A matrix of given blocks; functions of a `KFACOperator`, such as ``inverse``, return one.
 
     Args:
-        space: The vector space that it acts on.
-        blocks: The blocks.
+        space: The vector space that the matrix acts on.
+        blocks: The blocks, in the order of the parameters.
     """
 
     def __init__(self, space: Space, blocks: Sequence[KroneckerBlock]) -> None:
@@ -420,17 +437,19 @@ class KroneckerMatrix(KroneckerOperator):
 
 
 def leaves_of(space: Space, rows: Tensor) -> Vector:
-    """Views [k, *shape] of whole rows [k, P]; of a parameter that is one number [k, 1]."""
-    space.leaves()  # which are checked
+    """Views [k, *shape] of whole rows [k, P], one for each parameter; [k, 1] for a scalar
+    parameter."""
+    space.leaves()  # raises if the shapes of the parameters changed
     shapes = [x.shape if x.dim() else torch.Size([1]) for x in pytree.leaves(space.params)]
     parts = rows.split([shape.numel() for shape in shapes], 1)
     return [part.view(len(rows), *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def diagonal_of(block: KroneckerBlock) -> Tensor:
-    """The diagonal, in the form of V."""
+    """The diagonal of a block, in the shape of V."""
     if block.values is None:
         a, g = (_diagonal_of_factor(x) for x in (block.A, block.G))
         return g.unsqueeze(-1) * a.unsqueeze(-2)
+    # diag(Q diag(L) Q^T) = (Q * Q) L, for each factor.
     found = block.G.square() @ block.values
     return found if block.A is None else found @ block.A.square().mT

@@ -3,8 +3,9 @@
     expand    A = mean of a_r a_r^T over rows r        G = sum over rows and columns c of g_rc g_rc^T
     reduce    A = mean of a_n a_n^T over examples n    G = sum over n and c of g_nc g_nc^T
 
-    a_n = mean of a_r, g_nc = sum of g_rc over the rows r of example n, the positions and the calls that
-    share the weights;  g_rc = d(sum_n s_nc . outputs_n) / d s_r, with the columns s_c of M = sum s s^T.
+The rows r of an example n are its positions and the calls that share the weights. a_r is the layer's
+input in row r. g_rc is the gradient of sum_n s_nc . outputs_n by the layer's output in row r, for the
+columns s_c of M = sum_c s_c s_c^T. a_n is the mean of a_r and g_nc the sum of g_rc over the rows of n.
 
 References:
     Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature, 2015.
@@ -37,56 +38,57 @@ from hoglib.curvature.kronecker.model_run import (
     mean_inputs,
 )
 
-SQUARED_AT_ONCE = 2**20  # numbers of rows that are squared in one product
-PARTS, LARGE = 4, 256  # of the columns of a square, and from how many on
+SQUARED_AT_ONCE = 2**20  # rows are squared once they have so many numbers
+PARTS, LARGE = 4, 256  # squares of LARGE columns or more take PARTS products
 
 
 class BlockSums(ABC):
-    """Tensors of every block, by name, that are summed over batches and processes."""
+    """Tensors of every block, by name, summed over batches and processes."""
 
-    called: frozenset[BlockLayout] = frozenset()  # the blocks that some batch has a part in
+    called: frozenset[BlockLayout] = frozenset()  # blocks of the layers that some batch called
 
     def __init__(self) -> None:
         self.sums: dict[BlockLayout, dict[str, Tensor]] = {}
 
     @abstractmethod
     def add(self, run: ModelRun, share: float) -> None:
-        """Add those of a batch; share is the factor of its outputs' matrix."""
+        """Add the sums of one batch. share: the factor of the batch in the sum over the data."""
 
     def layouts(self) -> list[BlockLayout]:
-        """Those of the blocks, in the order of the parameters."""
-        # by where they begin: one order in all processes, also of a weight and its bias alone
+        """The layouts of the blocks, in the order of the parameters."""
+        # Sorted by their first region: the order must be equal in all processes.
         return sorted(self.sums, key=lambda layout: layout.first)
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors, block by block."""
         return [x for layout in self.layouts() for x in self.sums[layout].values()]
 
     def pack(self) -> Tensor:
-        """All of them as one row [1, n]."""
+        """All tensors as one row [1, n]."""
         parts = [x.reshape(-1) for x in self.tensors()]
         return torch.cat(parts or [torch.zeros(0)]).unsqueeze(0)
 
     def unpack(self, row: Tensor) -> None:
-        """Write such a row into them."""
+        """Copy a row from `pack` back into the tensors."""
         tensors = self.tensors()
         for x, part in zip(tensors, row[0].split([x.numel() for x in tensors]), strict=True):
             x.copy_(part.view(x.shape))
 
     def read(self) -> DeviceRead:
-        """Starts to read whether every number is finite; the total is not where one is not."""
+        """Start to read the sum of every tensor; a sum is not finite if any number is not."""
         totals = [x.sum() for x in self.tensors()]
         return DeviceRead(torch.stack(totals or [torch.zeros(())]))
 
     def finite(self, read: DeviceRead) -> bool:
-        # the sum of finite numbers may overflow
+        """Whether every number is finite. read: from `read`."""
+        # A sum of finite numbers can overflow: then look at each number.
         finite = bool(read.numbers().isfinite().all())
         return finite or all(bool(x.isfinite().all()) for x in self.tensors())
 
-    def include(  # noqa: B027 (whose blocks are known has nothing to do)
+    def include(  # noqa: B027 (EigenvalueSums has all blocks from the start)
         self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: object
     ) -> None:
-        """Zeros for those that are not there: of several processes one may have no batch."""
+        """Add zeros for missing blocks: with several processes, one may have had no batch."""
 
 
 @final
@@ -94,14 +96,16 @@ class FactorSums(BlockSums):
     """A and G of every block, summed over batches."""
 
     def add(self, run: ModelRun, share: float) -> None:
-        """Add those of a batch: A as a sum over rows, which are counted, and share times G."""
+        """Add the sums of one batch: a^T a over the rows to A, the number of rows to count, share g^T
+        g to G."""
         expand = run.options.approximation == "expand"
         layouts = [*(layer.layout for layer in run.layers), *run.unexplained.values()]
         self.include(layouts, run.dtype, run.device)
         for layer in run.layers:
             if layer.layout.role.matrix == "kronecker":
                 self._add_inputs(layer, run, expand)
-        # rows of several columns at once: thousands of small squares one by one are lost in float32
+        # Gather the rows of several columns before squaring: thousands of small squares added one by
+        # one lose digits in float32.
         waiting: dict[BlockLayout, list[Tensor]] = {layer.layout: [] for layer in run.layers}
         for gradients in run.columns():
             for rows in run.of_single_examples(gradients.column):
@@ -109,7 +113,7 @@ class FactorSums(BlockSums):
                     self.sums[layout]["A"].add_(part.square().sum(0), alpha=share)
             for layer in run.layers:
                 if layer.layout.role.matrix == "elementwise":
-                    # an exact diagonal: the squares of the gradients of examples
+                    # exact diagonal: the squared gradients of single examples
                     for part, *_ in layer_gradients(layer, gradients, run):
                         self.sums[layer.layout]["A"].add_(part.square().sum(0), alpha=share)
                     continue
@@ -121,7 +125,7 @@ class FactorSums(BlockSums):
             self._add_outputs(layout, rows, share)
 
     def include(self, layouts: Iterable[BlockLayout], dtype: torch.dtype, device: Any) -> None:
-        """Zeros for those that are not there: of several processes one may have no batch."""
+        """Add zeros for missing blocks: with several processes, one may have had no batch."""
         like = torch.empty(0, dtype=dtype, device=device)
         for layout in layouts:
             if layout not in self.sums:
@@ -129,12 +133,12 @@ class FactorSums(BlockSums):
                 self.sums[layout] = {name: like.new_zeros(shape) for name, shape in shapes}
 
     def _add_inputs(self, layer: Layer, run: ModelRun, expand: bool) -> None:
-        # batches have unlike numbers of rows: of an expert those of the examples that it is given
+        # Sum and count: batches differ in rows, as an expert gets only some of the examples.
         sums = self.sums[layer.layout]
         if is_embedding(layer):
             at = torch.cat([call.inputs()[0, :, 0] for call in layer.calls])
             seen = at[at >= 0]
-            # A is diagonal: how often each row of the table is used
+            # A is diagonal: it counts how often each row of the table is used.
             sums["A"][0].index_add_(0, seen, torch.ones_like(seen, dtype=run.dtype))
             sums["count"] += len(at)
             return
@@ -142,7 +146,7 @@ class FactorSums(BlockSums):
             rows = [input_rows(layer, call, run.dtype) for call in layer.calls]
         elif any(call.rows for call in layer.calls):
             rows = [mean_inputs(layer, run.examples, run.dtype, run.device)]
-        else:  # an expert that is called with none of the examples
+        else:  # e.g. an expert that received none of the examples
             rows = []
         for a in rows:
             _add_square(sums["A"], a, 1.0)
@@ -156,7 +160,7 @@ class FactorSums(BlockSums):
             rows.clear()
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
-        """The blocks of sums over all of the data, whose shares sum to divisor."""
+        """The blocks of the sums over all data. divisor: the sum of all shares."""
         found = []
         for layout, sums in self.sums.items():
             _mirror_triangle(sums["A"])
@@ -165,6 +169,7 @@ class FactorSums(BlockSums):
                 found.append(KroneckerBlock(layout, sums["A"].div_(divisor), one))
             else:
                 _mirror_triangle(sums["G"])
+                # No row in all of the data: divide by tiny, so that A stays zero.
                 count = sums["count"].clamp(min=torch.finfo(sums["A"].dtype).tiny)
                 A, G = sums["A"].div_(count), sums["G"].div_(divisor)
                 found.append(KroneckerBlock(layout, A, G))
@@ -172,9 +177,9 @@ class FactorSums(BlockSums):
 
 
 def _output_rows(layer: Layer, gradients: Gradients, run: ModelRun, expand: bool) -> list[Tensor]:
-    """The rows [groups, rows, out] of a column whose squares are added up."""
+    """The gradient rows [groups, rows, out] of one column, to be squared and summed."""
     if layer.layout.role.matrix == "diagonal":
-        # an exact block: the gradient of an example is summed over its positions before it is squared
+        # An exact block: sum an example's gradient over its positions before squaring.
         return [gradients.of_examples(layer, run.examples).sum(-2).unsqueeze(0)]
     if expand or is_embedding(layer):
         return gradients.rows(layer)
@@ -182,25 +187,27 @@ def _output_rows(layer: Layer, gradients: Gradients, run: ModelRun, expand: bool
 
 
 def _add_square(total: Tensor, rows: Tensor, factor: float) -> None:
-    """total += factor rows^T rows, for each group; of large matrices on and above the diagonal only."""
+    """total += factor rows^T rows for each group; for a single group only on and above the
+    diagonal."""
     if len(total) > 1:
         total.baddbmm_(rows.mT, rows, alpha=factor)
         return
     one, rows = total[0], rows[0]
     for at, end in _column_ranges(total):
-        # torch has no product of a matrix with itself that leaves out the half below the diagonal
+        # torch has no syrk, which would compute one triangle of a symmetric product.
         one[at:end, at:].addmm_(rows[:, at:end].T, rows[:, at:], alpha=factor)
 
 
 def _mirror_triangle(total: Tensor) -> None:
-    """Write what `_add_square` left out."""
+    """Fill the lower triangle, which `_add_square` leaves out."""
     if len(total) == 1 and total.dim() == 3:
         for at, end in _column_ranges(total):
             total[0, end:, at:end] = total[0, at:end, end:].T
 
 
 def _column_ranges(total: Tensor) -> list[tuple[int, int]]:
-    """Ranges of the columns of a square. On a GPU one large product is faster than parts of it."""
+    """Ranges of the columns of a square matrix; one range on a GPU, where one large product is
+    faster."""
     size = total.shape[-1]
     if size < LARGE or total.device.type != "cpu":
         return [(0, size)]
@@ -209,10 +216,11 @@ def _column_ranges(total: Tensor) -> list[tuple[int, int]]:
 
 
 def _factor_shapes(layout: BlockLayout) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that are summed for a block, by name."""
     groups, out, into = layout.sizes
     if layout.role.matrix != "kronecker":
         return {"A": (1, into, into) if layout.role.matrix == "diagonal" else (1, into)}
-    # embeddings have no bias
+    # An embedding has one-hot inputs and no bias, so its A is diagonal.
     a = (groups, into) if layout.role.name == "embedding" else (groups, into, into)
     return {"A": a, "G": (groups, out, out), "count": ()}
 
@@ -223,14 +231,14 @@ class EigenvalueSums(BlockSums):
 
         L_ij = sum_n,c (q_i^T dW_nc r_j)^2        dW_nc = sum over the rows r of n of g_rc a_r^T
 
-    with the eigenvectors q of G and r of A. They are the diagonal of the matrix in that basis, and so
-    the best that it allows in the Frobenius norm.
+    q_i: eigenvectors of G, r_j: eigenvectors of A. L is the diagonal of the exact block in this basis:
+    no other diagonal is closer to the block in the Frobenius norm.
     """
 
     def __init__(self, blocks: Sequence[KroneckerBlock]) -> None:
         self._blocks = {block.layout: block for block in blocks}
         self.sums = {
-            # of thousands of columns float32 would lose digits
+            # float64: float32 loses digits in sums over thousands of columns.
             layout: {"values": block.G.new_zeros(layout.sizes, dtype=torch.float64)}
             for layout, block in self._blocks.items()
             if layout.role.matrix == "kronecker"
@@ -244,13 +252,14 @@ class EigenvalueSums(BlockSums):
                 block, values = self._blocks[layer.layout], self.sums[layer.layout]["values"]
                 rows = [g @ block.G for g in gradients.rows(layer)]
                 a, g = inputs[layer.layout], by_example(layer, rows, run.examples)
-                # unit vectors are not written out: they are as wide as the table has rows
+                # One-hot inputs stay indices: written out, each is as wide as the table is long.
                 if is_embedding(layer) and layer.layout.weight is not None:
                     _add_embedding(values[0], a[0, ..., 0], g[0], share)
                 else:
                     _add_squares(values, a, g, share)
 
     def _rotated_inputs(self, layer: Layer, run: ModelRun) -> Tensor:
+        """a_r Q_A by example; of an embedding the indices themselves."""
         QA = self._blocks[layer.layout].A
         if is_embedding(layer) and layer.layout.weight is not None:
             rows = [call.inputs() for call in layer.calls]
@@ -260,7 +269,7 @@ class EigenvalueSums(BlockSums):
         return by_example(layer, rows, run.examples)
 
     def blocks(self, divisor: float) -> list[KroneckerBlock]:
-        """The blocks, whose shares sum to divisor."""
+        """The blocks with corrected eigenvalues. divisor: the sum of all shares."""
         found = []
         for layout, block in self._blocks.items():
             if layout in self.sums:
@@ -272,6 +281,7 @@ class EigenvalueSums(BlockSums):
 
 def _add_squares(values: Tensor, a: Tensor, g: Tensor, share: float) -> None:
     """Add share times the sum over n of (sum_t g_nt a_nt^T)^2; a, g: [groups, N, T, features]."""
+    # One position: the square of the outer product is the product of squares.
     if a.shape[2] == 1:
         values.add_(g[:, :, 0].square().mT @ a[:, :, 0].square(), alpha=share)
         return
@@ -282,9 +292,10 @@ def _add_squares(values: Tensor, a: Tensor, g: Tensor, share: float) -> None:
 
 
 def _add_embedding(values: Tensor, at: Tensor, rows: Tensor, share: float) -> None:
-    """The same for an embedding, whose inputs are unit vectors: at [N, T], rows [N, T, out]."""
+    """`_add_squares` for an embedding with one-hot inputs: indices at [N, T], rows [N, T, out]."""
     number = torch.arange(len(at), device=at.device).unsqueeze(1)
     seen = at >= 0
+    # Sum the gradients of equal (example, index) pairs before squaring.
     pairs, places = (number * values.shape[1] + at)[seen].unique(return_inverse=True)
     sums = rows.new_zeros(len(pairs), rows.shape[-1]).index_add_(0, places, rows[seen])
     values.T.index_add_(0, pairs % values.shape[1], sums.square().to(values), alpha=share)

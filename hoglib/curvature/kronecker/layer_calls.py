@@ -1,10 +1,10 @@
 """Which layers use which parameters in a run of an unmodified model, with their inputs and outputs.
 
-    s_r = W a_r + b        for rows r: examples, and the positions of each that share the weights
+    s_r = W a_r + b        for rows r: the positions of each example, which share the weights
 
-A `TorchFunctionMode` sees every torch call that a parameter, or some of its rows, is an argument of:
-linear maps, convolutions, embeddings, normalization and functions of each element are recorded,
-whatever module they stand in; what else uses a parameter is noted, to be refused by name.
+A `TorchFunctionMode` sees every torch call with a parameter, or some rows of one, as an argument.
+Linear maps, convolutions, embeddings, normalizations and pointwise functions are recorded, in
+whatever module they occur. Any other use of a parameter is noted, to be refused by name.
 """
 
 from collections import Counter
@@ -34,24 +34,28 @@ from hoglib.stand_ins.mode import in_module, register_hook, without_override_che
 
 
 class Region(NamedTuple):
-    """Rows start to stop of a parameter, which is the leaf of that number."""
+    """Rows start to stop of a parameter."""
 
-    leaf: int
+    leaf: int  # number of the parameter
     start: int
     stop: int
 
     @staticmethod
     def of_all(number: int, leaf: Tensor) -> "Region":
-        """All rows of a leaf."""
+        """All rows of a leaf; a scalar has one row."""
         return Region(number, 0, len(leaf) if leaf.dim() else 1)
 
 
 class Role(NamedTuple):
-    """What a call does with its weight.
+    """What a call does with its weight, a stack of `groups` matrices [out, into].
 
-    matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for
-    those whose weight is a function of each element of the parameter. groups, out, into: of a weight
-    that is `groups` matrices [out, into]. transposed: whether each is [into / kernel, out, kernel].
+    Attributes:
+        name: The name of the function, for messages.
+        matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for
+            layers with a weight that is a pointwise function of the parameter.
+        groups, out, into: The sizes of the weight.
+        transposed: Whether each matrix is stored as [into / kernel, out, kernel].
+        kernel: How many numbers a kernel of a transposed convolution has; else 1.
     """
 
     name: str
@@ -63,14 +67,14 @@ class Role(NamedTuple):
     kernel: int = 1
 
     def matrices(self, stored: Tensor) -> Tensor:
-        """Weights as they are stored, [k, ...], as [k, groups, out, into]."""
+        """Stored weights [k, ...] as matrices [k, groups, out, into]."""
         if not self.transposed:
             return stored.reshape(-1, self.groups, self.out, self.into)
         parts = self.groups, self.into // self.kernel, self.out, self.kernel
         return stored.reshape(-1, *parts).transpose(2, 3).flatten(3)
 
     def stored(self, V: Tensor) -> Tensor:
-        """The inverse, [k, numbers]."""
+        """Matrices as stored weights, [k, numbers]; inverse of `matrices`."""
         if self.transposed:
             V = V.unflatten(-1, (-1, self.kernel)).transpose(2, 3)
         return V.flatten(1)
@@ -79,21 +83,22 @@ class Role(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One call of a layer: what it computed with, and where its output is in the graph."""
+    """One call of a layer: its input, its parameters, and the place of its output in the graph."""
 
-    role: Role
-    weight: Region | None
+    role: Role  # what the call does with its weight
+    weight: Region | None  # None if the call uses only a bias
     bias: Region | None
-    x: Tensor
-    version: int  # of the input when the layer was called
-    edge: GradientEdge  # where gradients arrive; to hold the output itself would keep its memory
-    shape: torch.Size  # of the output
-    device: torch.device
-    rows_of_inputs: Callable[[Tensor], Tensor]
-    rows_of_outputs: Callable[[Tensor], Tensor]  # of a tensor like the output: [groups, rows, out]
+    x: Tensor  # the input, detached
+    version: int  # version counter of the input at the call
+    edge: GradientEdge  # of the output; holding the output itself would keep its memory alive
+    shape: torch.Size  # shape of the output
+    device: torch.device  # device of the output
+    rows_of_inputs: Callable[[Tensor], Tensor]  # x -> [groups, rows, into]
+    rows_of_outputs: Callable[[Tensor], Tensor]  # a tensor like the output -> [groups, rows, out]
+    # of a convolution: (x, g) -> per-example gradients, without patches
     gradients_by_weight: Callable[[Tensor, Tensor], Tensor] | None
-    scale: float = 1.0  # of the weight by the parameter
-    slope: Tensor | None = None  # the same, [numbers], of an elementwise one
+    scale: float = 1.0  # d weight / d parameter, if equal for all numbers
+    slope: Tensor | None = None  # d weight / d parameter [numbers], if "elementwise"
     time_first: bool = False  # whether rows are ordered by position before example
 
     @classmethod
@@ -108,30 +113,36 @@ class LayerCall:
         rows_of_outputs: Callable[[Tensor], Tensor],
         gradients_by_weight: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> "LayerCall":
-        """The call that has just returned an output."""
+        """The record of a call that has just returned its output."""
         at = x.detach(), x._version, get_gradient_edge(output), output.shape, output.device
         functions = rows_of_inputs, rows_of_outputs, gradients_by_weight
         return cls(role, weight, bias, *at, *functions)
 
     def inputs(self) -> Tensor:
-        """a_r, [groups, rows, into]; of an embedding the indices [1, rows, 1]; of a normalization layer
-        the normalized inputs [1, rows, into]."""
+        """a_r, [groups, rows, into].
+
+        An embedding has indices [1, rows, 1], a normalization layer its normalized inputs [1, rows,
+        into].
+        """
         self._check_unchanged()
         rows = self.rows_of_inputs(self.x)
         return rows if self.scale == 1 else rows * self.scale
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self.shape.numel() // (self.role.groups * self.role.out)
 
     def has_patches(self) -> bool:
-        """Whether `inputs` are copies that are larger than what the layer was given."""
+        """Whether `inputs` copies the input into larger patches."""
         return self.gradients_by_weight is not None
 
     def weight_gradients(self, g: Tensor, start: int, stop: int) -> Tensor:
-        """Of a convolution and some examples, which its batch consists of: the gradients by the weight
-        [n, groups, out, into], from the gradients g by the outputs, in their form, without patches."""
+        """Per-example gradients of a convolution by its weight, without patches.
+
+        g: the gradients by the output. Returns [n, groups, out, into], for the examples start to stop
+        of the batch, which are the convolution's own batch dimension.
+        """
         self._check_unchanged()
         assert self.gradients_by_weight is not None
         return self.gradients_by_weight(self.x[start:stop], g[start:stop]) * self.scale
@@ -145,7 +156,7 @@ class LayerCall:
         return rows.unflatten(-2, (examples, -1))
 
     def rounding(self, g: Tensor) -> Tensor:
-        """The size of what a gradient by the parameters is a sum of: |g| |a|, a bound."""
+        """An upper bound |g| |a| of the terms that a gradient by the parameters sums."""
         if self.role.matrix == "diagonal":
             a = self.inputs()
         elif self.x.is_floating_point() or self.x.is_complex():
@@ -164,7 +175,7 @@ class LayerCall:
 
 
 def unlike_rows(call: LayerCall, examples: int) -> str:
-    """The error for a layer that is given some of the examples."""
+    """The error for a layer that gets only some of the examples."""
     return (
         f"model: expected layers with as many rows of each of the {examples} examples, got "
         f"{call.role.name} with outputs {tuple(call.shape)}, as of an expert that is given some of "
@@ -173,45 +184,47 @@ def unlike_rows(call: LayerCall, examples: int) -> str:
 
 
 class Use(NamedTuple):
-    """How a tensor follows from a leaf: as rows of it, or as a function of each of their elements."""
+    """How a tensor follows from a leaf: as some of its rows, or as a pointwise function of
+    some rows."""
 
-    region: Region
-    tensor: Tensor  # kept alive, so that its id stays its own
+    region: Region  # the rows of the leaf
+    tensor: Tensor  # kept alive, so that no other tensor gets its id
     slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
-    calls: Sequence[LayerCall] = ()  # its uses as data, dropped where a layer takes it as a weight
-    transposed: bool = False  # whether it is the transposed matrix of these rows
+    calls: Sequence[LayerCall] = ()  # uses as data; dropped once used as a weight
+    transposed: bool = False  # whether the tensor is the rows' matrix transposed
 
     def shaped_slope(self) -> Tensor | None:
-        """The slope in the form of the tensor."""
+        """The slope in the shape of the tensor."""
         if self.slope is None or not self.transposed:
             return None if self.slope is None else self.slope.view(self.tensor.shape)
         return self.slope.view(self.tensor.mT.shape).mT
 
     def flat(self, slope: Tensor) -> Tensor:
-        """A slope in the form of the tensor as [numbers]."""
+        """A slope in the shape of the tensor, as [numbers] in the order of the leaf."""
         return (slope.mT if self.transposed else slope).reshape(-1)
 
 
 @final
 class LayerRecorder(TorchFunctionMode):
-    """Inside, the calls that use the leaves are recorded."""
+    """A mode that records the calls with the leaves, or tensors made of them, as arguments."""
 
     def __init__(self, leaves: Vector, examples: int = 1) -> None:
         super().__init__()
-        self.examples = examples  # above 1, the batch of embeddings that are computed once for all
-        self.expanded = False  # whether there was one
-        self.selects = False  # whether rows were chosen or sorted, maybe by the values of the batch
+        self.examples = examples  # above 1: rows for an embedding of all examples, see record()
+        self.expanded = False  # whether there was such an embedding
+        self.selects = False  # whether rows were chosen or sorted, maybe by values of the batch
         self.calls: list[LayerCall] = []
-        self.other_uses: dict[int, str] = {}  # the leaves that are used otherwise, and by what
+        self.other_uses: dict[int, str] = {}  # number of a leaf: the first other use of it
+        # id of a tensor: how it follows from a leaf
         self._leaves = {id(x): Use(Region.of_all(i, x), x) for i, x in enumerate(leaves)}
-        self._derived: dict[int, Use] = {}
+        self._derived: dict[int, Use] = {}  # views and pointwise functions of leaves, by id
 
     def use(self, tensor: object) -> Use | None:
-        """How a tensor follows from the leaves; None where it does not."""
+        """How a tensor follows from the leaves; None if it does not."""
         return self._leaves.get(id(tensor)) or self._derived.get(id(tensor))
 
     def region(self, tensor: object) -> Region | None:
-        """The rows of a leaf that it follows from, as they are stored."""
+        """The rows of a leaf that a tensor follows from; None for a transposed matrix."""
         use = self.use(tensor)
         return None if use is None or use.transposed else use.region
 
@@ -226,14 +239,14 @@ class LayerRecorder(TorchFunctionMode):
         layer, operator = OPERATORS.get(func) or (LAYERS.get(func), None)
         pointwise = POINTWISE.get(func)
         if layer is None and pointwise is None and isinstance(func, FunctionType):
-            # functions of torch in Python, as multi_head_attention_forward, hide the calls that they
-            # make
+            # Python functions of torch, such as multi_head_attention_forward, hide the calls that
+            # they make: run them inside the mode.
             inside = without_override_check(func, _NAMES)
             if inside is not None:
                 with self:
                     return inside(*args, **kwargs)
         result = func(*args, **kwargs)
-        if pointwise in CASTS:  # the others say a shape or a dtype
+        if pointwise in CASTS:  # further arguments give a shape or a dtype
             args = args[:1]
         used = self._used(args, kwargs)
         if not used:
@@ -247,15 +260,15 @@ class LayerRecorder(TorchFunctionMode):
             if layer is _embedding and self.examples > 1:
                 args, result = self._of_each_example(args or (kwargs.pop("input"),), result)
             output = result[0] if isinstance(result, tuple) else result
-            # what runs under no_grad is no use of a parameter
+            # Code under no_grad does not use a parameter.
             if output.requires_grad:
                 calls = self._rescaled(layer(self, output, *args, **kwargs), used)
         known = {region for call in calls for region in (call.weight, call.bias)}
-        for use in used:  # what is taken as a parameter is no data
+        for use in used:  # a layer takes it as weight: discard its uses as data
             if use.region in known:
                 self.calls = [call for call in self.calls if call not in use.calls]
         given = {use.region for use in used if not use.calls}
-        # else a parameter is used in a way that no rule explains
+        # Every parameter in the call must be explained by a rule, or the call is another use.
         if id(result) in self._derived or (calls and given <= known):
             self.calls += calls
         else:
@@ -265,8 +278,11 @@ class LayerRecorder(TorchFunctionMode):
     def _pointwise(
         self, func: Any, name: str, args: Any, kwargs: Any, result: Tensor
     ) -> list[LayerCall]:
-        """The calls of a function of each element, or of one that copies: for each parameter, by its
-        derivative there. A result of its size is a function of it, where the others are constants."""
+        """The calls that stand for a pointwise or copying function of parameters, by its derivative.
+
+        If the result has the size of its one parameter and the other arguments are constants, it is
+        also recorded as a function of the parameter, in case a layer takes it as a weight.
+        """
         uses = {i: use for i, x in enumerate(args) if (use := self.use(x)) is not None}
         uses = {i: use for i, use in uses.items() if not use.calls} or uses
         others = [x for i, x in enumerate(args) if isinstance(x, Tensor) and i not in uses]
@@ -274,7 +290,7 @@ class LayerRecorder(TorchFunctionMode):
         for i, use in uses.items() if result.requires_grad else ():
             shape = args[i].shape
             slope = use.shaped_slope()
-            # casts, copies and sums have the slope 1
+            # Casts, copies and sums have slope 1.
             if name not in CASTS and (name not in ADDS or "alpha" in kwargs):
                 here = _slope(func, name, args, kwargs, i, result)
                 slope = here if slope is None else here * slope
@@ -290,7 +306,7 @@ class LayerRecorder(TorchFunctionMode):
         return calls
 
     def _rescaled(self, call: LayerCall | None, used: Sequence[Use]) -> list[LayerCall]:
-        """The call of a layer whose weight is a function of each element of a parameter; none where the
+        """The call of a layer with a weight that is a pointwise function of a parameter; none if the
         layer has no rule for that."""
         if call is None:
             return []
@@ -306,8 +322,8 @@ class LayerRecorder(TorchFunctionMode):
         return [call] if known and not (call.bias and uses[call.bias].slope is not None) else []
 
     def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
-        """Indices [1, T] or [T], as of positions, and their rows, once for each example: the gradients
-        by the rows are then those of an example."""
+        """Give an embedding of indices [1, T] or [T], such as positions, one row of indices and
+        outputs for each example, so that the gradients by these rows belong to one example."""
         indices, *rest = args
         if indices.dim() == 1 and len(indices) != self.examples:
             indices, result = indices.unsqueeze(0), result.unsqueeze(0)
@@ -318,10 +334,11 @@ class LayerRecorder(TorchFunctionMode):
         return (indices.expand(each), *rest), result.expand(*each, result.shape[-1])
 
     def _used(self, args: Any, kwargs: Any) -> list[Use]:
+        """The uses of all tensors among the arguments, lists included."""
         leaves, derived = (
             self._leaves,
             self._derived,
-        )  # of each call of torch: no call for each argument
+        )  # inlined `use`: every torch call comes through here
         found = []
         for x in (*args, *kwargs.values()):
             for part in x if isinstance(x, list | tuple) else (x,):
@@ -330,7 +347,7 @@ class LayerRecorder(TorchFunctionMode):
         return found
 
     def _record_view_or_use(self, func: object, used: Sequence[Use], result: object) -> None:
-        """Keep views of whole rows, in their order; note another use of a parameter."""
+        """Keep views that are whole rows of a leaf; note any other use."""
         parts = result if isinstance(result, list | tuple) else [result]
         for use, part in product(used, parts):
             if not (isinstance(part, Tensor) and part.requires_grad) or self.use(part):
@@ -348,12 +365,12 @@ ROW_SELECTING = frozenset({
     "masked_scatter", "masked_select", "nonzero", "repeat_interleave", "roll", "scatter",
     "scatter_add", "scatter_reduce", "sort", "take", "take_along_dim", "topk", "unique",
 })  # fmt: skip
-PLAIN_INDICES = (int, slice, EllipsisType)  # a bool is an int; tensors, arrays and lists choose
+PLAIN_INDICES = (int, slice, EllipsisType)  # tensors, arrays, lists select rows; a bool is an int
 
 
 def _selects_rows(func: object, args: Any) -> bool:
-    """Whether a torch call can give rows in another order, or some of them only."""
-    name = getattr(func, "__name__", "").partition(".")[0]  # of an operator, before its overload
+    """Whether a torch call can reorder rows, or select some of them."""
+    name = getattr(func, "__name__", "").partition(".")[0]  # an operator without its overload
     if name in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return not all(part is None or isinstance(part, PLAIN_INDICES) for part in index)
@@ -361,7 +378,7 @@ def _selects_rows(func: object, args: Any) -> bool:
 
 
 def _view_of_rows(use: Use, part: Tensor) -> Use | None:
-    """A view that consists of whole rows, or is their matrix transposed."""
+    """The use of a view that consists of whole rows, or is their matrix transposed; else None."""
     (leaf, first, stop), whole, slope, calls, transposed = use
     if _memory(part) == _memory(whole):
         return use._replace(tensor=part)
@@ -386,7 +403,7 @@ def _memory(x: Tensor) -> Any:
 
 def _slope(func: Any, name: str, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
     """d result / d argument i, element by element."""
-    # most are products, whose slope is the other factor: no backward
+    # Most are products: the slope is the other factor, without a backward pass.
     if name in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
         return args[1 - i].detach()
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
@@ -399,9 +416,11 @@ def _slope(func: Any, name: str, args: Any, kwargs: Any, i: int, result: Tensor)
 def _broadcast_calls(
     region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
 ) -> list[LayerCall]:
-    """The call of a parameter that is broadcast or copied to the output, with this derivative. With one
-    dimension it has a number for each feature; with more, the last one are features, and the others
-    are positions, as of an embedding that is called with all of them."""
+    """The call of a parameter that is broadcast or copied to the output, with derivative `slope`.
+
+    A parameter with one dimension has a number for each feature. With more, its last dimension is the
+    features and the others are positions: an embedding that is called with all of its indices.
+    """
     full = (*(1,) * (output.dim() - len(shape)), *shape)
     sizes = [(of // own, own) for of, own in zip(output.shape, full, strict=True)]
     wide = [own for own in full if own > 1]
@@ -422,14 +441,14 @@ def _broadcast_calls(
     at = torch.arange(positions, device=output.device)
     role = Role("embedding", "kronecker", 1, features, positions, transposed=True)
     count = output.numel() // shape.numel()
-    # every position of each example, once
+    # the index of every position, for each example
     indices = lambda x: x.repeat(count).view(1, -1, 1)  # noqa: E731
     scaled = rows if slope is None else lambda t: rows(t * slope)
     return [LayerCall.of(role, region, None, at, output, indices, scaled)]
 
 
 def _flatten_rows(x: Tensor) -> Tensor:
-    """The rows of the last dimension, [1, rows, features]."""
+    """A tensor as [1, rows, features], features being its last dimension."""
     return x.reshape(1, -1, x.shape[-1])
 
 
@@ -441,17 +460,17 @@ def _product(
     name: str,
     bias: Tensor | None = None,
 ) -> LayerCall | None:
-    """A product of an input and a parameter, by the labels of both and of the output, as of einsum:
+    """The product of an input and a parameter, by the einsum labels of both and of the output:
 
         y[g, r, o] = sum_i x[g, r, i] w[g, o, i]        groups g, rows r
 
-    None where labels do not form such a product, or the parameter is stored in another order.
+    None if the labels do not form such a product, or the parameter is stored in another order.
     """
     uses = [tape.use(operand) for operand in operands]
     own = [i for i, use in enumerate(uses) if use and not use.calls]
     w = own[0] if own else 1
     use, x = uses[w], operands[1 - w]
-    is_data = use is not None and use.calls and operands[w].dim() != 2  # as queries of one example
+    is_data = use is not None and use.calls and operands[w].dim() != 2  # as learned queries
     if len(own) > 1 or is_data or not (use or tape.region(bias)):
         return None
     stored, of_x, of_y = labels[w], labels[1 - w], labels[2]
@@ -501,7 +520,7 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> LayerCall | None:
-    """input + mat1 mat2, as the layers of GPT-2 compute it."""
+    """input + mat1 mat2, as GPT-2's layers compute it."""
     if beta != 1 or alpha != 1 or input.dim() != 1 or tape.use(mat1) is not None:
         return None
     return _product(tape, output, (mat1, mat2), ("rI", "IO", "rO"), "addmm", input)
@@ -510,7 +529,7 @@ def _addmm(
 def _matmul(
     tape: LayerRecorder, output: Tensor, input: Tensor, *given: Tensor, **named: Tensor
 ) -> LayerCall | None:
-    """input other, by the rules of `torch.matmul`; also of mm, mv and bmm."""
+    """input other, by the rules of `torch.matmul`; also mm, mv and bmm."""
     (other,) = (*given, *named.values())
     batch = ascii_lowercase[: max(input.dim(), other.dim(), 2) - 2]
     left, right = ("R" * (input.dim() > 1), "C" * (other.dim() > 1))
@@ -524,7 +543,7 @@ def _matmul(
 def _einsum(
     tape: LayerRecorder, output: Tensor, equation: object, *operands: Any
 ) -> LayerCall | None:
-    """A sum of products of two operands; the dimensions of an ellipsis are digits."""
+    """A sum of products of two operands. The dimensions of an ellipsis are labelled by digits."""
     operands = tuple(operands[0]) if isinstance(operands[0], list | tuple) else operands
     if not isinstance(equation, str) or len(operands) != 2:
         return None
@@ -538,6 +557,7 @@ def _einsum(
         result = "..." + "".join(sorted(i for i, n in counts.items() if n == 1 and i.isalpha()))
     dots = max(sum(map(str.isdigit, part)) for part in labels)
     labels.append(result.replace("...", digits[10 - dots :]))
+    # A repeated label takes a diagonal.
     if any(len(set(part)) < len(part) for part in labels):
         return None
     return _product(tape, output, operands, labels, "einsum")
@@ -570,13 +590,14 @@ def _convolution(
         of = (conv1d_weight, conv2d_weight, conv3d_weight)[spatial - 1]
 
         def one(x: Tensor, g: Tensor) -> Tensor:
-            # torch sums these gradients over a batch: one example at a time, side by side by vmap
+            # torch sums this gradient over the batch: vmap over batches of one example.
             return of(x[None], weight.shape, g[None], stride, 0, dilation, groups)
 
         return torch.func.vmap(one)(x, gradient).reshape(len(x), groups, -1, into)
 
     into = weight.shape[1] * kernel.numel()
     role = Role(f"conv{spatial}d", "kronecker", groups, weight.shape[0] // groups, into)
+    # An input without a batch dimension has no examples to take apart.
     direct = weight_gradients if input.dim() == spatial + 2 else None
     rows = partial(_channel_rows, spatial=spatial, groups=groups)
     return LayerCall.of(role, *tape.regions(weight, bias), input, output, patches, rows, direct)
@@ -594,7 +615,8 @@ def _conv_transpose(
     groups: int = 1,
     dilation: object = 1,
 ) -> LayerCall:
-    """The convolution, by the mirrored kernel, of inputs with zeros between them."""
+    """A transposed convolution: the convolution of inputs spread out by zeros with the mirrored
+    kernel."""
     dims, kernel = weight.dim() - 2, weight.shape[2:]
     stride, dilation = _each(stride, dims), _each(dilation, dims)
     more = zip(_each(padding, dims), _each(output_padding, dims), dilation, kernel, strict=True)
@@ -617,7 +639,7 @@ def _any_convolution(
     output_padding: object,
     **given: Any,
 ) -> LayerCall:
-    """The operator of both, to which programs are decomposed."""
+    """aten.convolution, to which exported programs decompose both kinds."""
     if transposed:
         return _conv_transpose(tape, output, output_padding=output_padding, **given)
     return _convolution(tape, output, **given)
@@ -632,8 +654,10 @@ def _patches(
     groups: int,
     gaps: Sequence[int] = (),
 ) -> Tensor:
-    """What each position sees, [groups, N positions, channels of one kernel...]. gaps: of a
-    mirrored kernel, the distances between inputs, with zeros there."""
+    """The patch of each position, [groups, N positions, channels x kernel].
+
+    gaps: of a transposed convolution, the distances between inputs, with zeros in the gaps.
+    """
     spatial = len(kernel)
     x = x if x.dim() == spatial + 2 else x.unsqueeze(0)
     if gaps:
@@ -649,7 +673,7 @@ def _patches(
 
 
 def _channel_rows(gradient: Tensor, spatial: int, groups: int) -> Tensor:
-    """The rows [groups, N positions, channels] of a tensor like the output."""
+    """The rows [groups, N positions, channels] of a tensor like a convolution's output."""
     g = gradient if gradient.dim() == spatial + 2 else gradient.unsqueeze(0)
     g = g.unflatten(1, (groups, -1)).movedim(1, 0).movedim(2, -1)
     return g.reshape(groups, -1, g.shape[-1])
@@ -677,7 +701,7 @@ def _embedding(
 
     def indices(x: Tensor) -> Tensor:
         x = x.reshape(1, -1, 1)
-        return torch.where(x == padding, -1, x)  # whose gradient torch leaves out
+        return torch.where(x == padding, -1, x)  # torch gives the padding row no gradient
 
     role = Role("embedding", "kronecker", 1, weight.shape[1], weight.shape[0], transposed=True)
     return LayerCall.of(role, tape.region(weight), None, input, output, indices, _flatten_rows)
@@ -699,9 +723,10 @@ def _prelu(tape: LayerRecorder, output: Tensor, input: Tensor, weight: Tensor) -
 def _normalization(
     function: Callable[..., Tensor], rows_of: Callable[[dict[str, Any]], Callable[[Tensor], Tensor]]
 ) -> Callable[..., LayerCall | None]:
-    """Of a layer that normalizes, scales by weight and shifts by bias.
+    """The recorder of a layer that normalizes, then scales by weight and shifts by bias.
 
-    rows_of: how the rows of a tensor like the output follow from the other arguments.
+    rows_of: takes the further arguments to the function that gives the rows of a tensor like the
+    output.
     """
     known = signature(function)
 
@@ -713,7 +738,7 @@ def _normalization(
         if weight is None and bias is None:
             return None
         if given.get("training") or given.get("use_input_stats"):
-            given.update(running_mean=None, running_var=None)  # they have moved already
+            given.update(running_mean=None, running_var=None)  # else they would be updated again
         normalized, rows = partial(function, **given), rows_of(given)
         role = _diagonal(function.__name__, weight if bias is None else bias)
         places = tape.regions(weight, bias)
@@ -723,7 +748,7 @@ def _normalization(
 
 
 def _last_dimensions(given: dict[str, Any]) -> Callable[[Tensor], Tensor]:
-    """Of a norm over the last dimensions."""
+    """The rows of a norm over the last dimensions."""
     count = len(given["normalized_shape"])
     return lambda x: x.flatten(-count).reshape(1, -1, x.shape[-count:].numel())
 
@@ -756,7 +781,7 @@ LAYERS: dict[Any, Layer] = {
     torch.prelu: _prelu,
 }  # fmt: skip
 _NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})
-# The operators that exported programs call, with their arguments by the names in their schemas.
+# The operators that exported programs call. Their arguments are named by their schemas.
 _BY_OPERATOR = {
     **{func.__name__: layer for func, layer in LAYERS.items() if func is not torch.einsum},
     "native_layer_norm": _last[F.layer_norm],
@@ -773,10 +798,10 @@ _DROPPED = {"cudnn_enable", "cudnn_enabled", "out_dtype"}
 
 
 def _by_name(operator: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of an operator, as the function of its layer names them."""
+    """The arguments of an operator, by the names that the function of its layer has for them."""
     schema = torch_library.overload_of(operator, args, kwargs)._schema
     named = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    if named.get("padding_idx") == -1:  # of the operator: none
+    if named.get("padding_idx") == -1:  # -1 is the operator's None
         named["padding_idx"] = None
     return {_RENAMED.get(name, name): x for name, x in named.items() if name not in _DROPPED}
 
@@ -785,7 +810,7 @@ COPIES = frozenset({"broadcast_to", "expand", "expand_as", "repeat", "tile"})
 CASTS = COPIES | {
     "_to_copy", "bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as",
 }  # fmt: skip
-ADDS = {"add", "add_", "iadd", "radd"}  # whose derivative is 1, as that of copies and casts
+ADDS = {"add", "add_", "iadd", "radd"}  # slope 1, like copies and casts
 _SLOPED = {
     "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
     "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",

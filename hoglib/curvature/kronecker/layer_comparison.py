@@ -1,10 +1,11 @@
-"""The layers of a run of a model, compared with autograd.
+"""Compare the recorded layers of a model's run with autograd.
 
-    sum_r g_r a_r^T == dl/dW        for l a random sum of the outputs of half of the examples
+    sum_r g_r a_r^T == dl/dW        for l, a random sum of the outputs of half of the examples
 
-A difference shows uses of a parameter that the recorder did not see. Rows with gradients of the outputs
-of both halves show layers that mix examples; which rows have gradients of which half shows their order,
-examples or positions first. The comparison runs at two examples where the batch can be split.
+A difference means that the recorder missed a use of the parameter. A row with gradients from both
+halves means that the layer mixes examples. Which rows have gradients from which half tells whether
+rows are ordered by example or by position first. The comparison runs on two examples if the batch can
+be split.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,8 +42,8 @@ from hoglib.curvature.kronecker.model_run import (
 
 
 def checked_run(run: ModelRun, needs_examples: bool) -> ModelRun:
-    """The run of a model, after the layers were compared with autograd, with the order of rows that was
-    found; raises for those that do not have the gradients, unless they are left to single examples."""
+    """The run after its layers were compared with autograd, with the row order that was found. Layers
+    that differ raise, or with unsupported="diagonal" are left to single examples."""
     run, refusal = _compared(run, needs_examples)
     while refusal is not None:
         run, refusal = _compared(run.without(refusal), needs_examples)
@@ -50,17 +51,17 @@ def checked_run(run: ModelRun, needs_examples: bool) -> ModelRun:
 
 
 def with_selected_rows(run: ModelRun, needs_examples: bool) -> ModelRun:
-    """The run of a later batch, by `compare_selected_rows`; raises where examples are not apart, unless
-    these layers are left to single examples."""
+    """The run of a later batch after `compare_selected_rows`. Layers that mix examples raise, or with
+    unsupported="diagonal" are left to single examples."""
     run, refusal = compare_selected_rows(run, needs_examples)
     return run if refusal is None else checked_run(run.without(refusal), needs_examples)
 
 
 def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | None]:
-    """The run as far as it was compared: at two examples, where a batch can be split; and what is
-    wrong."""
+    """The run with the row order that one comparison found, and a refusal or None. The comparison is
+    on two examples if the batch can be split, else on the batch."""
     (batch,) = run.recording.problem.args
-    # at two examples the check costs little
+    # Two examples make the comparison cheap.
     small = first_examples(batch, 2)
     both = None if small is None else attempted(partial(_at_two, run, small, needs_examples))
     if both is not None:
@@ -79,7 +80,8 @@ def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | 
 
 
 def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
-    """The run at two examples, and that of the batch with its order; None where the batch decides."""
+    """The run at two examples, and the run of the batch with the row order found there. None if two
+    examples cannot decide: a layer is not called, or the comparison fails."""
     few = run.rerun(small)
     called = {layer.layout for layer in few.layers}
     if uncovered(few) is not None or not called.issuperset(layer.layout for layer in run.layers):
@@ -94,7 +96,7 @@ def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRu
 
 
 def _expands_alike(run: ModelRun) -> bool:
-    """Whether the outputs are those of a run in which nothing is expanded."""
+    """Whether the outputs equal those of a run that expands no embedding."""
     if not run.recording.expanded:
         return True
     problem, metric = run.recording.problem, run.options.metric
@@ -105,7 +107,7 @@ def _expands_alike(run: ModelRun) -> bool:
 
 
 def _first_mismatch(few: ModelRun, run: ModelRun) -> LayerCall | None:
-    """The first call that has more or fewer rows of an example than at a few examples."""
+    """The first call with another number of rows per example in the batch than at two examples."""
     for a, b in zip_longest(few.calls, run.calls):
         if a is None or b is None:
             return b or run.calls[-1]
@@ -115,10 +117,10 @@ def _first_mismatch(few: ModelRun, run: ModelRun) -> LayerCall | None:
 
 
 def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], Refusal | None]:
-    """Compare the gradient of some examples' outputs, as the layers give it, with autograd's.
+    """Compare the gradient of a random sum of outputs, as the layers give it, with autograd's.
 
-    It shows uses of parameters that were not seen, and layers that mix examples. Returns the calls
-    whose positions come before examples, and what is wrong.
+    This finds uses of parameters that were not recorded, and layers that mix examples. Returns the
+    calls whose rows are ordered by position first, and a refusal or None.
     """
     calls, leaves = run.calls, run.recording.leaves
     column = _probe(run, next(iter(_halves(run)), None))
@@ -145,12 +147,13 @@ def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], 
     off = []
     for one, p, given, terms in zip(ours, leaves, wanted, summed, strict=True):
         difference = one.view(p.shape).sub_(given).norm()
-        # ten times the root of the rounding: TensorFloat-32 and sums in another order; a gradient
-        # that is zero, as that of the bias of keys, is only rounding
+        # 10 sqrt(eps) allows for TensorFloat-32 and sums in another order. eps * terms allows for a
+        # gradient that is exactly zero, as of the bias of attention's keys: what is computed is
+        # rounding.
         eps = torch.finfo(p.dtype).eps
         off.append(difference > 10 * (eps**0.5 * given.norm().to(run.dtype) + eps * terms))
-    answers = torch.stack(off).tolist()  # a device is waited for once
-    # backward passes of the batch are right by themselves
+    answers = torch.stack(off).tolist()  # one wait for the device
+    # If not separable, unexplained leaves take autograd's own backward passes: nothing to compare.
     right = () if run.separable else run.unexplained
     wrong = [i for i, one in enumerate(answers) if one and i not in right]
     if not wrong:
@@ -164,7 +167,7 @@ def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], 
 
 
 def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> Tensor:
-    """The gradient by V, summed over all rows."""
+    """sum_r g_r a_r^T, the gradient by the layer's matrix V."""
     _, out, into = layer.layout.sizes
     role = layer.layout.role
     total: Any = 0.0
@@ -183,7 +186,8 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
         else:
             part = rows.mT @ input_rows(layer, call, dtype)
         if role.matrix == "elementwise":
-            # all calls have one slope: others show, as the gradient then differs from autograd's
+            # Take the slope of the first call for all: if slopes differ, the comparison with autograd
+            # fails.
             part = (role.stored(part.unsqueeze(0)) * not_none(layer.calls[0].slope)).unsqueeze(0)
         total = total + part
     return total
@@ -192,10 +196,10 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
 def compare_examples(
     run: ModelRun, needs_examples: bool, first: Gradients | None = None
 ) -> tuple[frozenset[CallPlace], Refusal | None]:
-    """Whether a row has gradients of the outputs of one example only, and, where rows have to be those
-    of an example, in which order they are. Returns as `compare`.
+    """Check that each row has gradients from the outputs of one example only. Where rows must be
+    assigned to examples, find their order. Returns what `compare` returns.
 
-    first: the gradients of the probe of the first half, where they are known.
+    first: the gradients of the probe of the first half, if they are known.
     """
     if run.examples < 2 or not run.layers:
         return run.order.time_first, None
@@ -211,7 +215,7 @@ def compare_examples(
         of_call = touched[id(call)]
         pairs = zip(of_call[::2], of_call[1::2], strict=True)
         asked += [_any_of(a & b for a, b in pairs), *_mismatches(run, halves, of_call)]
-    # all questions in one read, for which a device waits once
+    # Read all answers at once: one wait for the device.
     answers = iter(torch.stack(asked).tolist())
     refused: list[tuple[Layer, LayerCall]] = []
     orders = {id(call): call.time_first for call in run.calls}
@@ -220,7 +224,7 @@ def compare_examples(
         mixed, example_first, time_first = next(answers), not next(answers), not next(answers)
         if needed and not mixed and (example_first or time_first):
             if example_first and time_first:
-                # one position has gradients, for instance: by the shape
+                # Both orders fit, e.g. because one position alone has gradients: the shape decides.
                 time_first = call.shape[0] != run.examples
                 time_first = time_first and call.shape[1:2] == (run.examples,)
             orders[id(call)] = time_first
@@ -245,8 +249,8 @@ def compare_examples(
 
 
 def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | None]:
-    """The run with the order of this batch's rows, where its values can decide which rows are of which
-    example, as of sorting, routing and masks: they may be others in each batch."""
+    """Find the row order again, if the model chooses rows by values of the batch (sorting, routing,
+    masks): the order may differ from batch to batch. Returns the run and a refusal or None."""
     roles = {layer.layout.role.matrix for layer in run.layers}
     if not (run.recording.selects and (needs_examples or roles - {"kronecker"})):
         return run, None
@@ -255,17 +259,18 @@ def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun
 
 
 def _halves(run: ModelRun) -> list[Tensor]:
-    """Which examples [N] are in a half, and in the other: those whose number has a bit, for each bit,
-    which tells every two examples apart."""
-    # one halving is not enough: a class token behind attention took the rows of other examples
+    """Masks [N]: for each bit of an example's number, the examples with the bit at 0 and at 1. Every
+    two examples differ in some bit."""
+    # One halving is not enough: with it, rows behind a class token's attention were assigned to other
+    # examples.
     numbers = torch.arange(run.examples, device=run.device)
     bits = range((run.examples - 1).bit_length())
     return [(numbers >> bit) % 2 == value for bit in bits for value in (0, 1)]
 
 
 def _probe(run: ModelRun, half: Tensor | None) -> Vector:
-    """A random column of the outputs of half of the examples, and zeros; of all for None."""
-    # of its own: the check leaves torch's random numbers as they are
+    """A random column of the outputs, zero outside the half; None is all examples."""
+    # A generator of its own: the check must not advance torch's global generator.
     generator = torch.Generator().manual_seed(0)
     column = []
     for y in run.recording.outputs:
@@ -275,8 +280,8 @@ def _probe(run: ModelRun, half: Tensor | None) -> Vector:
 
 
 def _mismatches(run: ModelRun, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
-    """Whether rows are in another order than that of examples, and of positions first, from those that
-    halves of the examples touch."""
+    """Two booleans: whether the rows that each half touches contradict the order by example first,
+    and the order by position first."""
     count, rows = run.examples, len(touched[0])
     if rows % count:
         return [torch.ones((), dtype=torch.bool, device=run.device)] * 2

@@ -1,20 +1,19 @@
-"""One run of a model, in which its layers are recorded.
+"""One run of a model, with its layers recorded.
 
-The one idea is that of weights which are shared. A layer uses its weight at every position t of an
-example n: the pixels of an image, the tokens of a text, the calls of a recurrent layer. Whatever its
-type, what went in and the gradients by what came out are brought into one form, the weight sharing
-format [batch, shared, features]; for a convolution a position is a patch, for an embedding an index.
-There every layer is s_nt = W a_nt, and the gradient of an example is
+A layer uses its weight at every position t of an example n: a pixel of an image, a token of a text, a
+call of a recurrent layer. The inputs and output gradients of every type of layer are brought into the
+weight sharing format [batch, shared, features]: a position of a convolution is a patch, and the input
+of an embedding is an index. Then every layer is s_nt = W a_nt, and the gradient of an example is
 
     dW_n = sum_t g_nt a_nt^T        a_nt [into], g_nt [out] = dl_n / ds_nt
 
-of which the factors of Kronecker products are made, with rows r = (n, t) that are one dimension:
+Kronecker factors are made of rows r = (n, t), which are one dimension of a tensor:
 
-    expand    each row counts as an example of its own:   A = mean_r a_r a_r^T,  G = sum_r g_r g_r^T
-    reduce    the rows of an example are one:             a_n = mean_t a_nt,     g_n = sum_t g_nt
+    expand    each row counts as an example:              A = mean_r a_r a_r^T,  G = sum_r g_r g_r^T
+    reduce    the rows of an example become one:          a_n = mean_t a_nt,     g_n = sum_t g_nt
 
-Whether rows are ordered by examples or by positions first is not written on a tensor;
-`layer_comparison` finds it (`RowOrder`), and compares the gradients of layers with those of autograd.
+A tensor does not tell whether its rows are ordered by example or by position first.
+`layer_comparison` finds the order (`RowOrder`), and compares the gradients of layers with autograd's.
 """
 
 from collections import Counter
@@ -51,19 +50,19 @@ from hoglib.curvature.maps.jacobian_product import with_graph
 from hoglib.errors import UnsupportedError
 
 T = TypeVar("T")
-AT_ONCE = 2**24  # numbers of examples' gradients that are held at once
+AT_ONCE = 2**24  # numbers in the per-example gradients held at once
 
 
 class Layer(NamedTuple):
-    """A block and the calls that it is of, in one run of the model."""
+    """A block and the calls of its layer in one run of the model."""
 
-    layout: BlockLayout
-    calls: list[LayerCall]
+    layout: BlockLayout  # the parameters
+    calls: list[LayerCall]  # all calls with these parameters
 
 
 @final
 class Gradients:
-    """The gradients of one column by the outputs of calls, as rows."""
+    """The gradients of column . outputs by the output of each call, as rows."""
 
     def __init__(self, run: "ModelRun", found: list[Tensor | None], column: Vector) -> None:
         self.column, self._dtype, self._device = column, run.dtype, run.device
@@ -74,8 +73,11 @@ class Gradients:
         return call.rows_of_outputs(self.like_output(call)).to(self._dtype)
 
     def rows(self, layer: Layer) -> list[Tensor]:
-        """g_r of each call of a layer, [groups, rows, out], of a block of a bias alone of one group; of
-        layers that scale and shift the gradient of each row by scale and shift, [rows, into]."""
+        """g_r of each call of a layer, [groups, rows, out].
+
+        A block of a bias alone has one group. A layer that scales and shifts features has the
+        gradients by scale and shift of each row, [rows, into].
+        """
         found = []
         for call in layer.calls:
             g = self.of(call)
@@ -94,7 +96,7 @@ class Gradients:
         return by_example(layer, self.rows(layer), examples)
 
     def like_output(self, call: LayerCall) -> Tensor:
-        """The gradient by the output of a call, like that output."""
+        """The gradient by the output of a call, in the output's shape."""
         found = self._found[id(call)]
         if found is None:
             return torch.zeros(call.shape, dtype=self._dtype, device=self._device)
@@ -102,7 +104,7 @@ class Gradients:
 
 
 def input_rows(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
-    """a_r with a 1 for the bias, [groups, rows, into]; of a block of a bias alone the 1."""
+    """a_r with a 1 for the bias, [groups, rows, into]; for a block of a bias alone, only the 1."""
     groups, _, _ = layer.layout.sizes
     if layer.layout.weight is None:
         return torch.ones(1, call.rows, 1, dtype=dtype, device=call.device)
@@ -111,33 +113,33 @@ def input_rows(layer: Layer, call: LayerCall, dtype: torch.dtype) -> Tensor:
 
 
 def mean_inputs(layer: Layer, examples: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """a_n, the mean over the rows of an example of all calls, [groups, examples, into]."""
+    """a_n: the mean of a_r over the rows of an example in all calls, [groups, examples, into]."""
     groups, _, _ = layer.layout.sizes
     ones = torch.ones(groups, examples, 1, dtype=dtype, device=device)
     if layer.layout.weight is None:
         return ones
     total = sum(call.rows for call in layer.calls)
     given = ((call, call.by_example(call.inputs().to(dtype), examples)) for call in layer.calls)
-    # the mean is over the rows of all calls: a call with more of them weighs more
+    # The mean is over the rows of all calls: a call with more rows weighs more.
     weighted = [call.rows / total * a.mean(2) for call, a in given]
     mean = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
     return mean if layer.layout.bias is None else torch.cat([mean, ones], -1)
 
 
 def is_embedding(layer: Layer) -> bool:
-    """Whether inputs are indices."""
+    """Whether the inputs of the layer are indices."""
     return layer.layout.role.name == "embedding"
 
 
 def by_example(layer: Layer, rows: Sequence[Tensor], examples: int) -> Tensor:
-    """Rows of each call as [..., examples, positions of all calls, features]."""
+    """The rows of all calls by example, [..., examples, positions of all calls, features]."""
     parts = [call.by_example(x, examples) for call, x in zip(layer.calls, rows, strict=True)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
 def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iterator[list[Tensor]]:
-    """The gradients of the examples by the weight and the bias of a layer, [n, numbers] each, some at a
-    time."""
+    """Per-example gradients by the weight and the bias of a layer, [n, numbers] each, in chunks of
+    examples."""
     N, role = run.examples, layer.layout.role
     g = gradients.of_examples(layer, N)
     if layer.layout.weight is None:
@@ -149,7 +151,7 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
     size = max(1, AT_ONCE // (role.groups * role.into * role.out))
     for start in range(0, N, size):
         stop = min(start + size, N)
-        # patches of a convolution are many times its input
+        # Without patches, which take many times the memory of a convolution's input.
         if a is None:
             given = ((call, gradients.like_output(call).to(run.dtype)) for call in layer.calls)
             parts = [call.weight_gradients(u, start, stop) for call, u in given]
@@ -167,7 +169,14 @@ def layer_gradients(layer: Layer, gradients: Gradients, run: "ModelRun") -> Iter
 @final
 @dataclass(frozen=True)
 class FactorOptions:
-    """What factors are of, checked."""
+    """The validated options of Kronecker factors.
+
+    Attributes:
+        metric: The matrix M on the outputs.
+        approximation: "expand" or "reduce".
+        joint_bias: Whether a bias is a column of its weight's block.
+        unsupported: "raise" or "diagonal", for parameters that no layer explains.
+    """
 
     metric: FisherMetric
     approximation: str
@@ -175,18 +184,18 @@ class FactorOptions:
     unsupported: str = "raise"
 
 
-# a call as each run has it: its weight and bias, and how many calls with both came before
+# Identifies a call across runs: its weight, its bias, the number of earlier calls with both.
 CallPlace = tuple[Region | None, Region | None, int]
 
 
 class RowOrder(NamedTuple):
-    """How the calls of layers are read, as was found at a first batch.
+    """How to read the calls of layers, as found at the first batch.
 
     Attributes:
-        time_first: The calls of which positions come before examples.
-        expand: Embeddings that are computed once for all examples are taken as one of each.
-        unexplained: The leaves whose gradients are not those of layers.
-        separable: Whether an example by itself may show these.
+        time_first: The calls with rows ordered by position first.
+        expand: Whether embeddings that are computed once for all examples get one row for each example.
+        unexplained: The leaves with gradients that the layers do not explain.
+        separable: Whether the gradients of these leaves may be computed by running an example alone.
         met: The blocks of the layers that were called so far, and compared with autograd.
     """
 
@@ -199,50 +208,50 @@ class RowOrder(NamedTuple):
 
 DEFAULT_ORDER = RowOrder()
 SCRIPTED = "a scripted module"
-EXACT_DIAGONAL = "unsupported"  # the name of the role of those leaves
+EXACT_DIAGONAL = "unsupported"  # role name of the blocks of unexplained leaves
 
 
 class Refusal(NamedTuple):
-    """Why layers do not give the gradients by some leaves."""
+    """Why layers do not give the gradients of some leaves."""
 
-    message: str
-    leaves: frozenset[int]
+    message: str  # the error
+    leaves: frozenset[int]  # the numbers of the leaves
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What one run of a model at a batch showed: its outputs, with their graph, and the calls of
-    layers."""
+    """One run of a model at a batch: its outputs, with their graph, and the calls of its layers."""
 
-    problem: Problem
-    composite: CompositeLoss
-    leaves: Vector
+    problem: Problem  # the loss at the batch
+    composite: CompositeLoss  # the loss as outputs and criterion
+    leaves: Vector  # the parameters, as leaves of this run's graph
     outputs: Vector
-    examples: int
-    patches: Any  # of modules, which a backward that calls the model again needs
-    calls: Sequence[LayerCall]
-    other_uses: Mapping[int, str]  # leaves that no layer uses, and what does
-    expanded: bool
-    selects: bool
+    examples: int  # the number of examples in the batch
+    patches: Any  # the swapped parameters, for a backward that calls the model again
+    calls: Sequence[LayerCall]  # in the order of the run
+    other_uses: Mapping[int, str]  # number of a leaf: what uses it besides layers
+    expanded: bool  # whether an embedding was given one row for each example
+    selects: bool  # whether rows were chosen or sorted, maybe by values of the batch
 
     def backward(self, inputs: Sequence[Any], column: Vector) -> list[Tensor | None]:
-        """The gradients of a column of the outputs."""
+        """The gradients of column . outputs by the inputs."""
         if not inputs:
             return []
         pairs = [(y, u) for y, u in zip(self.outputs, column, strict=True) if y.requires_grad]
         values, weights = zip(*pairs, strict=True)
-        # a backward that calls the model again has to find the parameters of this run
+        # Checkpointed code calls the model again in backward, and must find the parameters of this
+        # run.
         with translate_errors(self.problem.policy.caller), reapply(self.patches):
             grad: Any = torch.autograd.grad
             return list(grad(values, inputs, weights, retain_graph=True, allow_unused=True))
 
 
 def record(problem: Problem, metric: FisherMetric, expand: bool) -> Recording:
-    """Run a model at a batch, and see what its layers do.
+    """Run a model at a batch, and record its layers.
 
-    expand: Whether embeddings that are computed once for all examples are given one row for each; code
-        that counts on one row is run again without.
+    expand: Whether embeddings that are computed once for all examples get one row for each example. If
+        the model's code then fails, because it counts on one row, it is run again without.
     """
     (batch,), leaves = problem.args, fresh_leaves(problem.leaves, False)
     composite = CompositeLoss(problem, metric, "reverse")
@@ -256,7 +265,7 @@ def record(problem: Problem, metric: FisherMetric, expand: bool) -> Recording:
             raise
         return record(problem, metric, False)
     check_depends(with_graph(outputs))
-    # the parameters of a scripted module are no dict
+    # Scripted modules are those that do not store their parameters in a dict.
     scripted = {id(value) for store, _, value in patches if not isinstance(store, dict)}
     recorder.other_uses |= {i: SCRIPTED for i, x in enumerate(leaves) if id(x) in scripted}
     seen = recorder.calls, recorder.other_uses, recorder.expanded, recorder.selects
@@ -265,8 +274,8 @@ def record(problem: Problem, metric: FisherMetric, expand: bool) -> Recording:
 
 
 def attempted(run: Callable[[], T]) -> T | None:
-    """What a model gives at some of the examples of a batch; None where its code raises there, which
-    may count on the number of examples. Random numbers stay as they are."""
+    """The result of a run at some of the examples; None if the model's code raises, as it may if it
+    counts on the batch size. The RNG state is restored."""
     with preserve_random_state():
         try:
             return run()
@@ -276,7 +285,7 @@ def attempted(run: Callable[[], T]) -> T | None:
 
 @final
 class ModelRun:
-    """A recording read as layers."""
+    """A recording, read as layers."""
 
     def __init__(
         self, recording: Recording, space: Space, options: FactorOptions, order: RowOrder
@@ -285,19 +294,20 @@ class ModelRun:
         self.examples, own = recording.examples, order.unexplained
         self.calls = _read(recording.calls, own, order.time_first)
         self.layers = layers_of(self.calls, options.joint_bias)
-        # their blocks are exact diagonals, by single examples
+        # number of an unexplained leaf: its block, an exact diagonal from single examples
         parts = ((i, recording.leaves[i]) for i in sorted(own))
         self.unexplained = {i: exact_diagonal(Region.of_all(i, p), p) for i, p in parts}
-        # whether an example by itself may have the outputs that it has in the batch
+        # whether examples may be run alone; False once their outputs differ from those in the batch
         self.separable = order.separable
-        # accumulate in float32 at least
+        # Sums of squares: float32 at least.
         self.dtype, self.device = torch.promote_types(space.dtype, torch.float32), space.device
 
     @classmethod
     def of(
         cls, problem: Problem, space: Space, options: FactorOptions, order: RowOrder | None = None
     ) -> "ModelRun":
-        """Run the model once; raises for parameters that layers do not explain."""
+        """Run the model once. Parameters that layers do not explain raise, or are left to single
+        examples."""
         order = order or DEFAULT_ORDER
         recording = record(problem, options.metric, order.expand)
         run = cls(recording, space, options, order)
@@ -307,39 +317,41 @@ class ModelRun:
         return run.without(refusal)
 
     def reread(self, **changes: Any) -> "ModelRun":
-        """The same recording read otherwise, with what was found of single examples."""
+        """This recording with a changed `RowOrder`, keeping what was found about single
+        examples."""
         known = {"unexplained": frozenset(self.unexplained), "separable": self.separable}
         order = self.order._replace(**{**known, **changes})
         return ModelRun(self.recording, self.space, self.options, order)
 
     def with_metric(self, metric: FisherMetric) -> "ModelRun":
-        """The same recording for the factors of another metric."""
+        """This recording, for the factors of another metric."""
         options = replace(self.options, metric=metric)
         return ModelRun(self.recording, self.space, options, self.order)
 
     def rerun(self, batch: object, order: RowOrder = DEFAULT_ORDER) -> "ModelRun":
-        """A run at another batch, or with rows read otherwise."""
+        """A new run, at another batch or with another row order."""
         problem = self.recording.problem.with_args(batch)
         order = order._replace(unexplained=frozenset(self.unexplained), separable=self.separable)
         recording = record(problem, self.options.metric, order.expand)
         return ModelRun(recording, self.space, self.options, order)
 
     def without(self, refusal: Refusal) -> "ModelRun":
-        """The same with these leaves left to single examples; raises where that is not asked for, or
-        was tried."""
+        """This recording with the refused leaves left to single examples. Raises the refusal with
+        unsupported="raise", or if nothing is left to try."""
         more = refusal.leaves - self.unexplained.keys()
         if self.options.unsupported == "raise" or not (more or self.separable):
             raise UnsupportedError(refusal.message)
         leaves = refusal.leaves | self.unexplained.keys()
+        # Refused again: from now on by backward passes of the batch, not by examples alone.
         separable = self.separable and bool(more)
         return self.reread(time_first=frozenset(), unexplained=leaves, separable=separable)
 
     def has_new_layers(self) -> bool:
-        """Whether layers are called that no batch before has called."""
+        """Whether this run calls layers that no earlier batch called."""
         return any(layer.layout not in self.order.met for layer in self.layers)
 
     def order_of_all(self, before: RowOrder | None) -> RowOrder:
-        """The order of this run, and of the layers that it does not call that of earlier ones."""
+        """The order of this run's layers, and of the layers that only earlier runs called."""
         time_first, met = self.order.time_first, frozenset(layer.layout for layer in self.layers)
         if before is not None:
             own = [region for layout in met for region in layout.regions]
@@ -349,27 +361,29 @@ class ModelRun:
         return self.order._replace(time_first=time_first, met=met)
 
     def refusal(self, text: str, named: Iterable[int], leaves: Iterable[int] = ()) -> Refusal:
-        """A refusal of leaves, with the advice to leave out those that are named."""
+        """A refusal with the advice to leave out the named leaves. leaves: the refused leaves, if not
+        all named ones."""
         caller, found = self.recording.problem.policy.caller, list(named)
         message = f"{caller}: {text}{_leave_out(self.space, found)}"
         return Refusal(message, frozenset(leaves or found))
 
     def outputs_of_an_example(self) -> int:
-        """How many numbers the outputs of an example have, those of all its positions."""
+        """How many numbers the outputs have for each example, over all its positions."""
         return sum(y.numel() for y in self.recording.outputs) // self.examples
 
     def value(self) -> Tensor:
-        """The loss."""
+        """The loss, without a graph."""
         values = [y.detach() for y in self.recording.outputs]
         return without_graph(lambda: self.recording.composite.criterion(*values))
 
     def outputs(self) -> tuple[Any, Vector]:
-        """The outputs without a graph, in the form of ``loss.outputs``, and their tensors."""
+        """The outputs without a graph: in the structure of ``loss.outputs``, and as a list of
+        tensors."""
         values = [y.detach() for y in self.recording.outputs]
         return self.recording.composite.with_values(values), values
 
     def columns(self) -> Iterator["Gradients"]:
-        """For each column s_c of M the gradients by the outputs of all calls."""
+        """The gradients by the outputs of all calls, for each column s_c of M."""
         given = [y.detach() for y in self.recording.outputs]
         return map(self.gradients, columns(self.options.metric, self.recording.composite, given))
 
@@ -378,9 +392,9 @@ class ModelRun:
         return Gradients(self, found, column)
 
     def of_single_examples(self, column: Vector) -> Iterator[Vector]:
-        """The gradients of the examples by each leaf that layers do not explain, [n, numbers], some at
-        a time: of an example alone, where it has the same outputs as in the batch; else of the batch,
-        by a backward pass for each example."""
+        """Per-example gradients by each unexplained leaf, [n, numbers], in chunks: from each example
+        alone if it then has the outputs that it has in the batch, else by one backward pass of the
+        batch for each example."""
         own = [self.recording.leaves[i] for i in self.unexplained]
         size = max(1, AT_ONCE // max(sum(p.numel() for p in own), 1))
         for start in range(0, self.examples if own else 0, size):
@@ -395,7 +409,8 @@ class ModelRun:
             yield [x.flatten(1).to(self.dtype) for x in found]
 
     def _of_separate_examples(self, column: Vector, start: int, stop: int) -> Vector | None:
-        """The same of examples by themselves; None where these have other outputs, or none."""
+        """Per-example gradients from examples run alone; None if the model fails on them, or gives
+        outputs that differ from the batch's."""
         given = self.recording.problem
         batch, leaves = as_dict(given.args[0]), given.leaves
         if not self.separable or self.examples < 2 or row_count(batch) != self.examples:
@@ -403,9 +418,9 @@ class ModelRun:
 
         def along(own: Vector, both: Any) -> Tensor:
             one, u = both
-            # copies: a model may assign to what it finds
+            # Detached copies: a model may assign to its parameters.
             at = {i: p.detach() for i, p in enumerate(leaves)}
-            # all other parameters are constants
+            # Only the unexplained leaves are differentiated.
             at |= dict(zip(self.unexplained, own, strict=True))
             composite = CompositeLoss(given.with_args(one), self.options.metric, "reverse")
             every = zip(composite.outputs(list(at.values())), u, strict=True)
@@ -421,7 +436,7 @@ class ModelRun:
         piece = pytree.rows((batch, list(column)), self.examples, start, stop)
         own = [leaves[i] for i in self.unexplained]
         problem = Problem(given.policy, along, pytree.flatten(own)[1], own, (piece,))
-        # trusted only where an example by itself has the outputs that it has in the batch
+        # Trusted only if each example alone gives the outputs that it has in the batch.
         self.separable, gradients = attempted(found) or (False, None)
         return gradients if self.separable else None
 
@@ -429,7 +444,7 @@ class ModelRun:
 def _read(
     calls: Sequence[LayerCall], left_out: frozenset[int], time_first: frozenset[CallPlace]
 ) -> list[LayerCall]:
-    """The calls without the weights and biases that are left out, with the order of their rows."""
+    """The calls without the weights and biases of left-out leaves, each with its row order."""
     if left_out:
         keep = lambda r: None if r is None or r.leaf in left_out else r  # noqa: E731
         calls = [replace(call, weight=keep(call.weight), bias=keep(call.bias)) for call in calls]
@@ -441,7 +456,7 @@ def _read(
 
 
 def call_places(calls: Sequence[LayerCall]) -> list[CallPlace]:
-    """Of each call, as another run of the model has it."""
+    """For each call, an identifier that is equal in every run of the model."""
     counts: Counter[Any] = Counter()
     found = []
     for call in calls:
@@ -451,13 +466,13 @@ def call_places(calls: Sequence[LayerCall]) -> list[CallPlace]:
 
 
 def exact_diagonal(region: Region, leaf: Tensor) -> BlockLayout:
-    """The block of rows of a parameter whose matrix is an exact diagonal."""
+    """The block of some rows of a parameter, with an exact diagonal as its matrix."""
     numbers = leaf.shape[1:].numel() * (region.stop - region.start)
     return BlockLayout(Role(EXACT_DIAGONAL, "elementwise", into=numbers), region, None)
 
 
 def untiled(leaves: Vector, layouts: Iterable[BlockLayout]) -> dict[int, list[Region]]:
-    """The leaves of which not each row is in one block, with the regions of theirs that are."""
+    """The leaves with a row in no block or in several, each with its regions that are in blocks."""
     uses: list[list[Region]] = [[] for _ in leaves]
     for layout in layouts:
         for region in layout.regions:
@@ -466,6 +481,7 @@ def untiled(leaves: Vector, layouts: Iterable[BlockLayout]) -> dict[int, list[Re
     for number, (leaf, regions) in enumerate(zip(leaves, uses, strict=True)):
         end = 0
         for region in sorted(regions):
+            # -1: no later region can begin there, and no leaf ends there
             end = region.stop if region.start == end else -1
         if end != (len(leaf) if leaf.dim() else 1):
             found[number] = sorted(regions)
@@ -473,7 +489,7 @@ def untiled(leaves: Vector, layouts: Iterable[BlockLayout]) -> dict[int, list[Re
 
 
 def gaps(number: int, leaf: Tensor, regions: Sequence[Region]) -> list[Region] | None:
-    """The rows of a leaf between sorted regions; None where these overlap."""
+    """The rows of a leaf between sorted regions; None if the regions overlap."""
     ends = [0, *[region.stop for region in regions]]
     starts = [*[region.start for region in regions], len(leaf) if leaf.dim() else 1]
     pairs = list(zip(ends, starts, strict=True))
@@ -483,10 +499,11 @@ def gaps(number: int, leaf: Tensor, regions: Sequence[Region]) -> list[Region] |
 
 
 def uncovered(run: ModelRun) -> Refusal | None:
-    """The parameters, or rows of them, that no layer uses, or more than one.
+    """A refusal of the parameters with rows that no layer uses, or more than one; None if there are
+    none.
 
-    A layer that this batch does not call, as an expert that is given none of the examples, has no part
-    in the graph, and so no gradient.
+    A layer that this batch does not call, as an expert without examples, is not refused: it is not in
+    the graph, and has no gradient.
     """
     leaves, others = run.recording.leaves, run.recording.other_uses
     left = untiled(leaves, [layer.layout for layer in run.layers])
@@ -499,7 +516,8 @@ def uncovered(run: ModelRun) -> Refusal | None:
     def is_wrong(i: int) -> bool:
         if i in others or gaps(i, leaves[i], left[i]) is None:
             return True
-        # of rows the gradient is compared, before the others may have an exact diagonal
+        # Some rows are in layers. With "raise", and for a leaf that an earlier batch compared, the
+        # comparison with autograd shows other uses; else the leaf is left to single examples.
         apart = run.options.unsupported == "raise" or i in known
         return not apart if left[i] else id(leaves[i]) in reached
 
@@ -511,6 +529,7 @@ def uncovered(run: ModelRun) -> Refusal | None:
 
 
 def _not_by_layers(space: Space, leaf: int, regions: Sequence[Region], other: str | None) -> str:
+    """The reason to refuse a leaf. regions: its rows in layers; other: what else uses it."""
     known = "parameters of linear, convolutional, embedding and normalization layers"
     name = f"params[{pytree.paths(space.params)[leaf]!r}]"
     if other == SCRIPTED:
@@ -535,7 +554,7 @@ def _not_by_layers(space: Space, leaf: int, regions: Sequence[Region], other: st
 def fill(
     caller: str, space: Space, layouts: Sequence[BlockLayout], raises: bool
 ) -> list[BlockLayout]:
-    """Blocks of the parameters that no batch has used, whose matrix is zero; with raises an error."""
+    """Blocks of zeros for the parameters that no batch used; with raises, an error instead."""
     leaves = pytree.leaves(space.params)
     left = {
         i: between
@@ -551,21 +570,21 @@ def fill(
 
 
 def _leave_out(space: Space, leaves: Iterable[int]) -> str:
-    """The advice, with the names of all parameters that are refused."""
+    """The advice to leave out all refused parameters, by name."""
     names = pytree.paths(space.params)
     given = ", ".join(repr(names[i]) for i in dict.fromkeys(leaves))
     return f"leave out all of these: `{{n: p for n, p in params.items() if n not in [{given}]}}`."
 
 
 def mask_examples(column: Vector, of: Tensor | None) -> Vector:
-    """A column of some examples, with zeros for the others; as it is for None."""
+    """A column with zeros for the examples outside the mask; unchanged for None."""
     return column if of is None else [u.where(of.view(-1, *[1] * (u.dim() - 1)), 0) for u in column]
 
 
 def layers_of(calls: Sequence[LayerCall], joint_bias: bool) -> list[Layer]:
-    """The calls by the block that they belong to, in the order of the parameters.
+    """The layers of the calls, in the order of the parameters.
 
-    A bias is in the block of its weight where the calls of both are the same.
+    A bias is in the block of its weight if every call with one of them has both.
     """
     by_weight: dict[Any, list[LayerCall]] = {}
     by_bias: dict[Region, list[LayerCall]] = {}
@@ -586,6 +605,7 @@ def layers_of(calls: Sequence[LayerCall], joint_bias: bool) -> list[Layer]:
             del by_bias[bias]
         layers.append(Layer(BlockLayout(role, weight, bias), calls))
     for bias, calls in by_bias.items():
+        # A bias alone is a vector: how its layer's weight is stored does not matter.
         role = calls[0].role._replace(transposed=False, kernel=1)
         role = role._replace(matrix="kronecker") if role.matrix == "elementwise" else role
         layers.append(Layer(BlockLayout(role, None, bias), calls))
