@@ -1,4 +1,4 @@
-"""`hog.verify`: runs all checks of one function, and reports the cause of a failure first."""
+"""`hog.verify`: run all checks of one function, and report the cause of a failure first."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,11 +46,12 @@ from hoglib.verification.precision import PrecisionWatch, exact_products, stage_
 from hoglib.verification.report import Report, Row, Rows
 from hoglib.verification.subject import Subject, is_users, lifted, subject_of
 
+# Names of rows
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
 TIME = "time"
-STAGES = 150  # how many times that of `stage_reached` all checks take, by one tensor
+STAGES = 150  # all checks by one tensor take about 150 times as long as `stage_reached`
 SOME = (
     "checked at the first {number} of {count} rows of the inputs: all of them would take some "
     "{seconds:.0f} seconds. Pass time_limit=None for all."
@@ -104,42 +105,42 @@ def verify(
 
     Each of these is compared with central differences of G or T, and G and T with central differences
     of the values, in float64, at the inputs and at a point near them. The forward and backward of a
-    custom Function are also run as plain functions, to check that it keeps the contract with autograd:
-    gradients of the right number, shape and dtype, nothing changed in place, any subset of inputs, any
-    memory layout. Where a second derivative is wrong, the contribution of each tensor saved on ctx and
-    of each place where backward leaves the graph is measured, and those that lose it are named.
+    custom Function also run as plain functions, to check its contract with autograd: gradients have the
+    right number, shape and dtype, nothing is changed in place, and any subset of inputs and any memory
+    layout will do. If a second derivative is wrong, `verify` measures the contribution of each tensor
+    saved on ctx and of each place where backward leaves the graph, and names the ones with a loss.
 
-    What fn does not offer (forward mode, vmap, torch.func) is skipped with a reason. Nothing that was
-    passed is changed.
+    Features that fn does not offer (forward mode, vmap, torch.func) are skipped with a reason. The
+    arguments are left unchanged.
 
     Args:
         fn: A Function class, its ``apply``, an ``nn.Module``, or any function of tensors.
         inputs: The arguments of fn, as a list or tuple; or its only argument. Derivatives are taken by
-            the floating-point tensors anywhere in the inputs (only by those that require grad, if any
+            the floating-point tensors anywhere in the inputs (only by tensors that require grad, if any
             does), and by the trainable parameters of a module. Infinite elements are constants, and
-            so are huge ones of one value, such as -1e9 in masked scores.
-        reference: The same function of plain torch operations. Values and derivatives must agree.
+            so are huge equal elements, such as -1e9 in masked scores.
+        reference: An equivalent function of plain torch operations. Values and derivatives must agree.
         orders: The orders of derivatives to check, some of 1, 2, 3, 4. Default: ``(1, 2)``.
-        modes: Some of "rr", "fr", "rf", "ff", or their full names, such as "reverse-over-reverse". A
-            mode that is asked for must be offered. Default: all modes that fn offers.
+        modes: Some of "rr", "fr", "rf", "ff", or their full names, such as "reverse-over-reverse". fn
+            must offer the modes given here. Default: all modes that fn offers.
         surrogate: Whether the gradient differs from the derivative on purpose, as in a straight-through
-            estimator, a gradient reversal or clipping. Then the derivatives of the gradient itself are
-            checked, and the contract. A Function class with ``surrogate = True`` says so itself.
+            estimator, a gradient reversal or clipping. Then only the derivatives of the gradient and
+            the contract are checked. A Function class may declare ``surrogate = True`` itself.
         full: Whether to compare along each element, instead of along random directions.
         eps: The step of differences. Default: chosen for each element by its estimated error.
         atol, rtol: A derivative d is right within ``rtol |d| + atol min(1, largest |d|)``, plus the
             estimated error of the difference; d is in units of the sizes of inputs and outputs.
         nondet_tol: By how much two backward passes may differ.
         raise_exception: Whether to raise if a check failed.
-        time_limit: Seconds. Of inputs that would take longer the first rows are checked, as many as
-            there is time for; what is not checked when the time is over is left out. A row says so.
-            With None there is no limit.
+        time_limit: Seconds. Of large inputs only the first rows are checked, as many as there is time
+            for, and checks that have not run when the time is over are left out; a row says so. None:
+            no limit.
         progress: Show a bar that counts checks (needs tqdm).
     Returns:
         A :class:`Report`: ``ok``, ``rows``, ``str(report)``, ``to_json()``, ``raise_if_failed()``.
     Raises:
         ArgumentTypeError: if fn or reference is not callable, or an option has the wrong type.
-        ArgumentValueError: if there is nothing to differentiate with respect to, or an option is out of
+        ArgumentValueError: if there is nothing to differentiate by, or an option is out of
             range.
         VerificationError: with raise_exception, if a check failed. It is an AssertionError.
     Example:
@@ -180,7 +181,7 @@ def verify(
         exact_products(),
         preserve_random_state(),
         preserved_grads(fn, *arguments),
-        warnings.catch_warnings(action="ignore"),  # the checks do what torch warns of, on purpose
+        warnings.catch_warnings(action="ignore"),  # the checks provoke torch's warnings on purpose
         bar.over(name_of(fn)),
     ):
         report = _report(fn, arguments, reference, options, limit, bar)
@@ -217,11 +218,11 @@ def _report(
     except Exception as error:
         if subject is None:
             return Report(name, [Row("runs", "fail", None, _why_it_does_not_run(error))])
-        # the checks themselves raised, of which the function may not be the cause
+        # a check raised, and the function need not be the cause
         judged, line = False, error_line(error)
         where = f" A run of it ended at {line}." if line else ""
         rows.append(Row("checks", "warn", None, f"not judged: what follows from there.{where}"))
-    # stable: causes come first, and all others stay in the order of the checks
+    # the sort is stable: causes come first, all other rows stay in the order of the checks
     rows.sort(key=lambda row: not attribution.is_culprit(row))
     return Report(name, rows, judged=judged)
 
@@ -229,13 +230,12 @@ def _report(
 def _first_rows(
     fn: object, inputs: tuple[Any, ...], limit: float
 ) -> tuple[tuple[Any, ...], list[Row]]:
-    """As many of the first rows of the inputs as there is time for, and a row that says so if these are
-    not all."""
+    """As many of the first rows of the inputs as there is time for, and a report row if not all."""
     most = max(filter(is_float, pytree.leaves(inputs)), key=Tensor.numel, default=None)
     if limit == inf or most is None or most.numel() < LARGE:
         return inputs, []
     count, rows = len(most), []
-    # it may not run at all, which `_report` says, or not on fewer rows
+    # it may not run at all (`_report` says so), or refuse fewer rows
     with suppress(Exception):
         f = map_of(fn, inputs, torch.float64)
         began = perf_counter()
@@ -273,23 +273,21 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
     if as_function(subject.map.fn) is None and marked:
         yield from _functions_apart(subject)
         options = replace(options, orders=())
-    # at the inputs, and beside them: the user's own may lie on a kink, where differences decide
-    # nothing
+    # a second point near the inputs: on a kink, differences at the inputs decide nothing
     points = [subject.x, subject.perturbed_point()]
     derivatives = Derivatives(subject, points, options)
     if options.surrogate:
         text = "declared a surrogate: it differs from the derivative on purpose."
         yield Row(FIRST, "skip", None, text)
     elif 1 in options.orders:
-        # orders above the first are differences of it, so that they keep the same directions
+        # an order above the first is compared with differences of the first: keep its restriction
         derivatives, rows = _first_derivatives(derivatives)
         subject = derivatives.subject
         yield from rows
     for order in (order for order in options.orders if order > 1):
         rows = list(derivatives.higher_order(order))
         yield from rows
-        # other values are tried only where the second derivative is right here: one that is wrong
-        # needs no more evidence
+        # try other values only if the second derivative is right here: a wrong one needs no more proof
         right = order == 2 and all(row.status in ("pass", "skip") for row in rows)
         if right and not options.surrogate:
             if as_function(subject.map.fn) is not None:
@@ -298,7 +296,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
                 yield from _functions_alone(subject)
             yield from _in_given_dtypes(subject)
     differences = derivatives.found
-    # beside the inputs: a cause is measured by differences, which a kink would spoil
+    # at the point near the inputs: attribution uses differences, which a kink would spoil
     yield from attribution.attribution_rows(subject, points[-1], differences)
     first = differences.get(FIRST)
     if first is not None and first.wrong:
@@ -319,7 +317,7 @@ def _check_rows(subject: Subject, reference: Reference, options: Options) -> Row
 
 
 def _treatment_notes(subject: Subject) -> Rows:
-    """How the function and the inputs were treated, where that is not obvious."""
+    """Rows about a special treatment of the function or of its inputs."""
     if uncompiled(subject.map.fn) is not subject.map.fn:
         text = "checked as it was before torch.compile: compiled code has no second derivative, or, of "
         yield Row("compiled", "warn", None, text + "a custom Function in it, a wrong one.")
@@ -349,8 +347,8 @@ def _treatment_notes(subject: Subject) -> Rows:
 
 
 def _functions_apart(subject: Subject) -> Rows:
-    """Each custom Function by itself, where one is a surrogate: the gradient of the whole differs from
-    its derivative on purpose."""
+    """Verify each custom Function by itself. One of them is a surrogate, so the gradient of the whole
+    function differs from its derivative on purpose."""
     functions = (app.function for app in subject.applications)
     marked = ", ".join(function.__name__ for function in functions if is_surrogate(function))
     text = f"{marked} is marked as a surrogate: the whole has no derivative to compare with."
@@ -365,12 +363,13 @@ def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
         yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
 
 
-# Derivatives, under a restriction or none, and the rows of the first ones.
+# Derivatives, perhaps of a restricted subject, and the rows of the first derivative.
 Mended = tuple[Derivatives, list[Row]]
 
 
 def _first_derivatives(derivatives: Derivatives) -> Mended:
-    """The derivatives, and the rows of the first ones; under a restriction that mends these, if any."""
+    """The derivatives and the rows of the first one. If it fails, a restriction of directions or
+    outputs that makes it pass is kept for all higher orders."""
     rows = list(derivatives.first_order())
     status, mended = _row_status(rows, FIRST), None
     if status == "fail":
@@ -385,9 +384,9 @@ def _row_status(rows: Iterable[Row], name: str) -> str:
 
 
 def _structured_derivatives(without: Derivatives) -> Mended | None:
-    """The derivatives along directions that keep a structure of the arguments, if the first one, which
-    is wrong along all directions, is right along these; the second one too, if there is such a
-    structure."""
+    """The derivatives along directions that keep a structure of the arguments (symmetric, triangular,
+    ...), if this makes a wrong first derivative right. A structure that makes the second derivative
+    right as well is preferred. None if there is no such structure."""
     off = without.found[FIRST]
     if off.raised is not None:
         return None
@@ -395,12 +394,11 @@ def _structured_derivatives(without: Derivatives) -> Mended | None:
     mended, rows = subject, list[Row]()
     for one in subject.restrictions():
         derivatives = without.of(one)
-        with suppress(Exception):  # the original rows stand
+        with suppress(Exception):  # the original rows remain
             found = list(derivatives.first_order())
             if _row_status(found, FIRST) == "pass":
                 right = derivatives.are_right()
-                # the first structure that mends the first derivative stays, unless one mends the
-                # second too
+                # keep the first structure, unless a later one also makes the second derivative right
                 if right or not mended.kept:
                     mended, rows = one, found
                 if right:
@@ -413,14 +411,14 @@ def _structured_derivatives(without: Derivatives) -> Mended | None:
 
 
 def _phase_fixed_derivatives(without: Derivatives, status: str) -> Mended | None:
-    """The derivatives with the signs or phases of the outputs fixed, if the first one is right then.
+    """The derivatives with fixed signs or phases of the outputs, if this makes the first one right.
 
-    One that depends on the signs that an algorithm chooses does not exist where they change, so that
-    nothing can be compared. status: that of the first derivative without.
+    Where an algorithm changes a sign, the outputs jump, and there is no derivative to compare with.
+    status: of the row of the first derivative without fixed phases.
     """
     for one in without.subject.phase_fixings(real_too=status == "warn"):
         derivatives = without.of(one)
-        with suppress(Exception):  # the original rows stand
+        with suppress(Exception):  # the original rows remain
             rows = list(derivatives.first_order())
             if _row_status(rows, FIRST) == "pass":
                 return derivatives, [*rows, Row("first derivative: phases", "skip", None, PHASES)]
@@ -428,7 +426,7 @@ def _phase_fixed_derivatives(without: Derivatives, status: str) -> Mended | None
 
 
 def _other_values(subject: Subject, options: Options) -> Rows:
-    """The second derivative at other values, where a Function may take another branch."""
+    """The second derivative at values far from the inputs, where a Function may take another branch."""
     bounds = options.bounds._replace(natural=NATURAL)
     options = replace(options, orders=(1, 2), modes=("rr",), bounds=bounds)
     wrong = other_points_rows(subject, options)
@@ -447,15 +445,15 @@ def _other_values(subject: Subject, options: Options) -> Rows:
 
 
 def _functions_alone(subject: Subject) -> Rows:
-    """Each custom Function by itself, where the noise of a narrow dtype may hide its share of the
-    second derivative."""
+    """Examine each custom Function by itself: in a narrow dtype, noise may hide its part of the second
+    derivative of the whole function."""
     for name, verdict in _examine_each(subject):
         if verdict.status == "wrong":
             yield Row(f"{ALONE} {name}", "warn", None, f"{verdict.text} {HIDDEN}")
 
 
 def _in_given_dtypes(subject: Subject) -> Rows:
-    """Each custom Function that loses a part where the inputs have their own dtypes, by casts."""
+    """Custom Functions that lose a second derivative by casts, if the inputs keep their own dtypes."""
     found: list[Applied] = []
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
@@ -472,7 +470,7 @@ def _in_given_dtypes(subject: Subject) -> Rows:
 
 
 def _rounds_values(subject: Subject) -> bool:
-    """Whether it computes in less than float64."""
+    """Whether the function computes in less than float64."""
     watch = PrecisionWatch()
     with watch:
         subject.map(*subject.x)
@@ -480,7 +478,7 @@ def _rounds_values(subject: Subject) -> bool:
 
 
 def _contract_rows(subject: Subject, options: Options, derivatives: Derivatives) -> Rows:
-    """The contract of each Function that is applied."""
+    """The rows of the contract with autograd, for each applied Function."""
     yield contract.constants_row(subject, derivatives.found)
     several = len(subject.applications) > 1
     for app in subject.applications:

@@ -1,22 +1,21 @@
-"""Comparison of a map's derivative, in reverse or forward mode, with central differences.
+"""Compare a map's derivative, in reverse or forward mode, with central differences.
 
-Autograd gives J, differences give D. A direction v and a covector w make numbers of both,
+Autograd gives J, differences give D. A direction v and a covector w make numbers of both:
 
-    <w, J v> = <J^T w, v>        <w, D v>        |<w, J v> - <w, D v>| <= what differences allow
+    <w, J v> = <J^T w, v>        <w, D v>        |<w, J v> - <w, D v>| <= error of differences
 
-In reverse mode J^T w is computed, in forward mode J v. w is drawn so that all elements of J v have
-equal weight. `compared` compares the numbers at one point; `Comparer` decides the points, repetitions
-and tolerances.
+Reverse mode computes J^T w, forward mode J v. w is drawn so that all elements of J v have equal weight.
+`compared` compares the numbers at one point; `Comparer` decides on points, repetitions and tolerances.
 
-A function that computes in half precision is compared by means, over steps much longer than rounding:
+A function that computes in half precision is compared by means over steps much longer than rounding:
 
     F(c + h v) - F(c - h v) = int_{-h}^{h} J(c + s v) v ds,    F the values, or the gradient
 
-holds for any h, so that h need not be small, and the rounding of F, of size eps |F|, is divided by a
-long step. The integral is estimated by one random point in each of a few intervals, which has no bias,
-also across a kink. Around several centres c that lie close together, but many units of rounding apart,
-the rounding errors differ and a fault stays what it is: the mean over the centres is compared with what
-their spread allows. So the noise is measured, and not assumed from the dtype.
+holds for any h. So h need not be small, and the rounding of F, of size eps |F|, is divided by a long
+step. The integral is estimated at one random point in each of a few intervals, without bias even across
+a kink. This is repeated around several centres c, close together but many units of rounding apart: the
+rounding errors differ, a fault stays. The mean over the centres is compared with a bound from their
+spread. So the noise is measured, and not assumed from the dtype.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -46,35 +45,32 @@ from hoglib.verification.maps import Map, Numbered, Tensors
 from hoglib.verification.report import MODES, ORDINALS, Row
 
 T = TypeVar("T")
-# The least tolerance in a dtype other than float64, where central differences are less accurate.
+# The least tolerance in other dtypes than float64, where central differences are less accurate.
 NARROW = {torch.float32: 3e-2, torch.float16: 0.2, torch.bfloat16: 0.2}
 # (atol, rtol) of central differences in float32, for `Bounds.measured`.
 MEASURED = {torch.float32: (1e-4, 1e-3)}
-# `Bounds.natural` for examinations inside a user's model, and at other values: an iterative solver
-# leaves such errors in the gradient, and a smaller second derivative changes no product with it.
+# `Bounds.natural` for examinations inside a user's model, and for other values: an iterative solver
+# leaves such errors in the gradient, and a smaller second derivative affects no product.
 NATURAL = 1e-5
 
 
 class Bounds(NamedTuple):
-    """|derivative - difference| <= rtol |difference| + atol min(1, largest difference).
-
-    natural: errors below this share of the map's values are ignored. measured: whether rounding is
-    estimated from each difference, by the spacing of the map's values, and not as a share of the
-    largest element.
-    """
+    """|derivative - difference| <= rtol |difference| + atol min(1, largest difference)."""
 
     atol: float = 1e-6
     rtol: float = 1e-4
-    natural: float = 0.0
+    natural: float = 0.0  # errors below this fraction of the map's values are ignored
+    # Estimate rounding of each difference by the spacing of the map's values, not as a fraction of the
+    # largest element.
     measured: bool = False
 
     def closer(self, dtype: torch.dtype) -> "Bounds | None":
-        """Tighter bounds for a second comparison in a dtype, because `in_dtype` hides elements much
-        smaller than the largest one. None if the dtype has none, or the user gave a larger atol."""
+        """Tighter bounds for a second comparison: the bounds of `in_dtype` hide elements much smaller
+        than the largest one. None if the dtype has no such bounds, or the user gave a larger atol."""
         if dtype not in MEASURED or self.measured:
             return None
         atol, rtol = MEASURED[dtype]
-        if self.atol > NARROW[dtype]:  # the user asked for it
+        if self.atol > NARROW[dtype]:  # chosen by the user
             return None
         return Bounds(atol, rtol, self.natural, measured=True)
 
@@ -82,10 +78,10 @@ class Bounds(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Options:
-    """The checked arguments of `hoglib.verify`, which documents them."""
+    """The checked arguments of `hoglib.verify`; its docstring describes them."""
 
     orders: tuple[int, ...] = (1, 2)
-    modes: tuple[str, ...] | None = None  # keys of MODES; None: all that the function offers
+    modes: tuple[str, ...] | None = None  # keys of MODES; None means all that the function offers
     surrogate: bool = False
     full: bool = False
     eps: float | None = None
@@ -108,9 +104,9 @@ class Options:
 
 
 def some_of(what: str, value: object, known: Mapping[Any, T], shown: Any = None) -> list[T]:
-    """The values of one or several names in a table, in its order; raises for unknown names.
+    """The table's values for one name or several, in the order of the table; raises for unknown names.
 
-    shown: the names that the message for a wrong type lists. Default: all.
+    shown: names listed in the message about a wrong type. Default: all.
     """
     given = [value] if isinstance(value, type(next(iter(known)))) else value
     if not isinstance(given, list | tuple | range | set | frozenset) or not given:
@@ -126,7 +122,7 @@ def some_of(what: str, value: object, known: Mapping[Any, T], shown: Any = None)
 
 
 def parse_modes(value: object) -> tuple[str, ...] | None:
-    """The keys of modes that are given by key or full name; None for all that the function offers."""
+    """The keys of MODES for keys or full names; None means all that the function offers."""
     if value is None:
         return None
     known = {name: key for key, title in MODES.items() for name in (title, key)}
@@ -139,15 +135,14 @@ def parse_orders(value: object) -> tuple[int, ...]:
 
 
 class Target(NamedTuple):
-    """A map at a point, the names of its outputs (rows) and inputs (columns), and its slopes by
-    differences."""
+    """A map at a point, and its slopes by differences."""
 
     map: TensorMap
     x: list[Tensor]
-    rows: list[str]
-    columns: list[str]
-    slopes: Sequence[Slope] = ()
-    full: bool = False  # whether there is a slope along each element
+    rows: list[str]  # names of the outputs
+    columns: list[str]  # names of the inputs
+    slopes: Sequence[Slope] = ()  # D v for directions v
+    full: bool = False  # there is a slope along each element
 
     def place(self, i: int, j: int) -> str:
         return f"{self.rows[i]}, by {self.columns[j]}"
@@ -161,19 +156,19 @@ class Target(NamedTuple):
 
 
 class Number(NamedTuple):
-    """<w, J v> by autograd (got) and <w, D v> by differences (expected), for output `row` and input
-    `column`."""
+    """<w, J v> by autograd (got) and <w, D v> by differences (expected)."""
 
-    row: int = -1
-    column: int = -1
+    row: int = -1  # index of the output
+    column: int = -1  # index of the input
     got: float = 0.0
     expected: float = 0.0
-    allowed: float = 0.0  # how far they may be apart
-    size: float = 1.0  # `error` is relative to it
-    scale: float = 0.0  # the expected size if its terms had random signs
-    drowned: bool = False  # noise of the difference exceeds it, so that nothing is concluded
-    place: str = ""  # the names of row and column
-    draw: tuple[int, ...] = ()  # the indices of covector and slope
+    allowed: float = 0.0  # bound of their difference
+    size: float = 1.0  # denominator of `error`
+    scale: float = 0.0  # size of `expected` if its terms had random signs
+    # the noise of differences is larger than the number: nothing is concluded
+    drowned: bool = False
+    place: str = ""  # names of row and column
+    draw: tuple[int, ...] = ()  # indices of covector and slope
 
     @property
     def off(self) -> float:
@@ -191,19 +186,19 @@ class Number(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Discrepancy:
-    """The result of a comparison: all numbers, and the worst one."""
+    """The result of a comparison."""
 
     numbers: Sequence[Number] = ()
-    checked: int = 0  # how many numbers are not drowned
-    unknown: Set[int] = frozenset()  # columns about which nothing was concluded
-    blank: Set[str] = frozenset()  # names of rows, likewise
+    checked: int = 0  # the count of numbers that are not drowned
+    unknown: Set[int] = frozenset()  # columns without any conclusion
+    blank: Set[str] = frozenset()  # names of rows without any conclusion
     problem: str = ""  # why nothing was concluded
-    raised: Exception | None = None  # by the derivative
+    raised: Exception | None = None  # the error of the derivative
     missing: str = ""  # why there is no derivative
 
     @cached_property
     def worst(self) -> Number:
-        """The number with the largest relative error; among the wrong ones, if there are any."""
+        """The number with the largest relative error, among the wrong ones if there are any."""
         known = [one for one in self.numbers if not (one.drowned or self.missing)]
         wrong = [one for one in known if one.wrong]
         return max(wrong or known, key=lambda one: one.error, default=Number())
@@ -232,8 +227,8 @@ class Discrepancy:
         return cls(missing=text, raised=error)
 
     def merge(self, other: "Discrepancy") -> "Discrepancy":
-        """The result at two points; a column is unknown, or a row blank, if it is at both."""
-        # a NaN here is reported, not an exception at the other point
+        """The result at both points: a column is unknown, or a row blank, if it is so at each point."""
+        # a NaN at this point is reported, rather than an exception at the other point
         raised, missing = (None, "") if self.error == inf else (other.raised, other.missing)
         unknown, blank = self.unknown & other.unknown, self.blank & other.blank
         numbers, checked = [*self.numbers, *other.numbers], self.checked + other.checked
@@ -247,11 +242,11 @@ Found = Mapping[str, Discrepancy]  # by the name of the report's row
 def products(
     f: TensorMap, x: Tensors, vectors: Numbered, covectors: Numbered, key: str
 ) -> list[list[tuple[float, bool]]]:
-    """<w, J v> for each covector w and each direction v of an input; and whether J^T w by that input,
-    or J v in that output, has any nonzero element.
+    """<w, J v> for each covector w and each direction v of an input; and whether J^T w by this input
+    (reverse mode), or J v in this output (forward mode), has any nonzero element.
 
-    key: a mode; its first letter is the outermost level: reverse ("r") or forward ("f"; "ff" is by
-    torch.func).
+    key: the mode. Its first letter is the outermost level: reverse ("r") or forward ("f"; torch.func
+    computes "ff").
     """
     if key[0] == "r":
         return [
@@ -268,10 +263,10 @@ def products(
 def largest_difference(
     found: Tensors, right: Tensors, floor: float | None = 0.0
 ) -> tuple[float, int]:
-    """The largest difference between two lists of tensors, and the index of its tensor.
+    """The largest difference between two lists of tensors, and the index of the tensor with it.
 
     floor: differences are relative to the largest element of each tensor in `right`, or to the floor if
-    it is larger; None: they are absolute.
+    that is larger. None: absolute differences.
     """
     errors = []
     for x, y in zip(found, right, strict=True):
@@ -284,14 +279,14 @@ def largest_difference(
     return max(errors, default=0.0), j
 
 
-# the text if they differ, with {name} for the tensor; found numbers; right numbers
+# (text on a difference, with {name} for the tensor; found numbers; right numbers)
 Pair = tuple[str, Sequence[Tensor] | None, Sequence[Tensor] | None]
 
 
 def agreement(
     row: str, *pairs: Pair, tolerance: float, floor: float = 0.0, names: Sequence[str] = ("",)
 ) -> Row:
-    """The row on whether numbers agree that were computed in two ways; a pair with None is left out.
+    """The row on whether numbers computed in two ways agree; a pair with None is left out.
 
     names: the names of the tensors. floor: see `largest_difference`.
     """
@@ -305,17 +300,17 @@ def agreement(
     return Row(row, "pass", worst)
 
 
-COVECTORS = 2  # the number of covectors for each output
-COARSE_ATOL = 1e-3  # a larger tolerance is for a dtype narrower than float64
+COVECTORS = 2  # covectors for each output
+COARSE_ATOL = 1e-3  # a larger tolerance belongs to a dtype narrower than float64
 COARSE_GRAIN = 1e-10  # a larger relative spacing of values shows a dtype narrower than float64
 FEW = 30  # rounding errors that a number may accumulate
-TRUST = 5.0  # the error of a difference may be this many times its estimate
+TRUST = 5.0  # a difference may be off by this many times its estimated error
 DROWNED = "their noise exceeds the derivative"
 
 
 def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrepancy:
-    """Compare J with D at one point: <w, J v> with <w, D v>, for the direction v of each slope D v and
-    a few covectors w of each output. key: see `products`."""
+    """Compare J with D at one point: <w, J v> with <w, D v>, for the direction v of each slope and a
+    few covectors w of each output. key: as for `products`."""
     covectors = [(i, w) for i in range(len(at.rows)) for w in _covectors(at, i, bounds, random)]
     try:
         along = products(at.map, at.x, [(s.column, s.v) for s in at.slopes], covectors, key)
@@ -327,8 +322,8 @@ def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrep
             known, element = D.known(i), (i, D.column)
             if bool((w[~known] != 0).any()):
                 problems.append(D.problem)
-            # NaN is a fault only where differences know all elements; at the edge of a domain they do
-            # not
+            # NaN is a fault only if the differences know all elements; at the edge of a domain some
+            # are unknown
             elif got != got and not bool(known.all()):
                 problems.append("its gradient is NaN there")
                 concluded.add(element)
@@ -345,9 +340,9 @@ def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrep
 
 
 def _number(i: int, w: Tensor, D: Slope, got: float, moves: bool, bounds: Bounds) -> Number:
-    """The number <w, J v> (got) with <w, D v>, and how far they may be apart.
+    """The Number for <w, J v> = got: its counterpart <w, D v>, and a bound of their difference.
 
-    moves: whether J v, or J^T w, has any nonzero element; exact zeros have no rounding error.
+    moves: J v, or J^T w, has a nonzero element. An exact zero has no rounding error.
     """
     known = D.known(i)
     terms = torch.where(known, w * D.values[i], 0.0)
@@ -363,9 +358,9 @@ def _number(i: int, w: Tensor, D: Slope, got: float, moves: bool, bounds: Bounds
         floor = FEW * D.grains[i] * D.scale(i) if bounds.measured else D.floors[i]
         rounding += bounds.atol * min(1.0, D.size(i)) * varying + floor * reach
         allowed = rounding + bounds.rtol * scale
-    # Drowned: the noise exceeds the number, so that any number would pass. Noise that is small relative
-    # to the values does not count where both numbers are zero to within it, nor where they agree.
-    # Numbers that differ by a large part of their size do not agree, even if the noise allows it.
+    # Drowned: the noise exceeds the number, so that any number would pass. Two cases do not count as
+    # drowned: noise that is small beside the values, if both numbers are zero up to this noise; and
+    # numbers that agree. A difference of a large part of the size is no agreement, whatever the noise.
     eps, natural = D.grains[i], reach * D.scale(i)
     off, size = abs(got - expected), max(abs(got), scale)
     drowned = size <= noise and noise > max(1e-3, 50 * eps) * natural
@@ -381,8 +376,8 @@ def _random_sum(terms: Tensor) -> float:
 
 
 def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Tensor]:
-    """Covectors of output i: zero where the difference is unknown; elsewhere they give equal weight to
-    all elements of J v above the tolerance. With a coarse tolerance the last one is not weighted."""
+    """Covectors of output i. They are zero where differences are unknown, and give equal weight to all
+    other elements of J v above the tolerance. With a coarse tolerance the last one has no weights."""
     like = at.slopes[0].values[i]
     known = torch.ones_like(like, dtype=torch.bool)
     sizes = torch.zeros_like(like)
@@ -402,12 +397,12 @@ def _covectors(at: Target, i: int, bounds: Bounds, random: Generator) -> list[Te
     return draws
 
 
-MAX_NUMEL = 256  # the largest input that `wrong_elements` differentiates element by element
+MAX_NUMEL = 256  # `wrong_elements` differentiates smaller inputs element by element
 
 
 def wrong_elements(f: Map, x: Tensors, i: int, j: int, random: Generator) -> str:
-    """A sentence on which elements of the gradient of output i by input j are wrong, as gradcheck's; ""
-    if none is, or the input is large."""
+    """A sentence on the wrong elements of the gradient of output i by input j, as gradcheck reports
+    them; "" if none is wrong, or the input is large."""
     if x[j].numel() > MAX_NUMEL:
         return ""
     w = random_like(f(*x)[i], random)
@@ -426,24 +421,20 @@ def wrong_elements(f: Map, x: Tensors, i: int, j: int, random: Generator) -> str
     )
 
 
-# A fault is confirmed with rechecked slopes and, by measured tolerances, at points around
+# A fault is confirmed with rechecked slopes and, under measured tolerances, at points around
 
 NOISE_TEXT = "their noise in this dtype is {noise:.0%} of the derivative"
-SMALL_NOISE = 0.1  # ignore relative noise below this
-NUM_SHAKEN_POINTS = 4  # the points around
+SMALL_NOISE = 0.1  # relative noise up to this is ignored
+NUM_SHAKEN_POINTS = 4  # points around
 
 
 class Comparer(NamedTuple):
-    """Compares J, the derivative of a map by autograd, with D, its differences, at a few points.
-
-    dtype: the dtype of the inputs. half: the dtype that the function computes in, if it is half
-    precision.
-    """
+    """Compares J, the derivative of a map by autograd, with D, its differences, at a few points."""
 
     options: Options
-    random: Generator
-    dtype: torch.dtype
-    half: torch.dtype | None
+    random: Generator  # for directions and covectors
+    dtype: torch.dtype  # of the inputs
+    half: torch.dtype | None  # the function's working dtype, if it is half precision
 
     def with_differences(self, at: Target) -> Target:
         """The target with slopes D v along random directions v; unchanged in half precision, where
@@ -453,7 +444,7 @@ class Comparer(NamedTuple):
         return at.with_slopes(self.random, full=self.options.full, eps=self.options.eps)
 
     def compared(self, at: Iterable[Target], key: str) -> Discrepancy:
-        """Compare J with D at all points, in a mode; stops where the derivative raises."""
+        """Compare J with D at all points, in the mode `key`; stops if the derivative raises."""
         result: Any = None
         for one in [self.with_differences(one) for one in at]:
             found = self._at_one(one, key)
@@ -463,8 +454,8 @@ class Comparer(NamedTuple):
         return result
 
     def _at_one(self, at: Target, key: str) -> Discrepancy:
-        """Compare J with D at one point. A wrong result is confirmed with rechecked slopes; a right one
-        in float32 is compared again by measured tolerances."""
+        """Compare J with D at one point. A wrong result is confirmed with rechecked slopes; a correct
+        float32 result is compared again under measured tolerances."""
         if self.half is not None:
             return compared_by_means(at, key, self.half, self.random)
         state, asked = self.random.get_state(), self.options.bounds
@@ -472,19 +463,19 @@ class Comparer(NamedTuple):
         if found.raised is not None:
             return found
         if found.wrong:
-            # no fault where the difference is no slope: at a tie, or where the map oscillates faster
-            # than the steps
+            # no fault if the difference is no slope: at a tie, or if the map oscillates faster than
+            # the steps
             slopes = [
                 recheck(at.map, at.x, one, self.random) if one.column in found.faulty else one
                 for one in at.slopes
             ]
-            self.random.set_state(state)  # with the covectors that found it
+            self.random.set_state(state)  # draw the covectors that found the fault
             return compared(at._replace(slopes=slopes), key, asked, self.random)
         if (bounds := asked.closer(self.dtype)) is None:
             return found
         closer = compared(at, key, bounds, self.random)
-        # a fault by these bounds must show at points around, too; otherwise it is noise, and the
-        # elements below it are unknown
+        # a fault under these bounds must also show at points around; otherwise it is noise, and nothing
+        # is known about elements smaller than the noise
         if closer.raised is not None or not closer.faulty:
             return found if closer.raised is not None else closer
         noise, faults = self._noise(at, key, bounds, closer.faulty)
@@ -499,9 +490,9 @@ class Comparer(NamedTuple):
     def _noise(
         self, at: Target, key: str, bounds: Bounds, columns: Set[int]
     ) -> tuple[float, set[int]]:
-        """The relative noise of the numbers of inputs, and the inputs that show a fault: along the same
-        directions, the error of a fault is about the same at points close by, and noise is not."""
-        # another generator: each point must draw the same covectors from self.random
+        """The relative noise of numbers by these columns, and the columns with a real fault. At points
+        close by, along equal directions, a fault has nearly equal errors, and noise has not."""
+        # a second generator: each point must draw equal covectors from self.random
         shaken = torch.Generator().manual_seed(10)
         state = self.random.get_state()
         runs: list[dict[tuple[int, ...], Number]] = []
@@ -524,16 +515,16 @@ class Comparer(NamedTuple):
         return worst, faults
 
 
-# In half precision, by means
+# Functions in half precision: comparison by means
 
 CENTRES = 16
-AROUND = 0.04  # how far the centres are apart, relative to the elements
-INTERVALS = 4
+AROUND = 0.04  # distance of the centres, relative to the elements
+INTERVALS = 4  # of the line from -h to h, with one random point in each
 HALF_LENGTH = 0.25  # h, in the integral at the top of this file
 PAIRS = 3  # directions for each input, each with a covector for each output
-SIGMAS = 6.0  # standard errors of the mean that are taken for noise
-BIAS = 4.0  # units of rounding: a covector is rounded to the same number at each centre
-HIDING = 0.4  # noise of more than this share of a number hides it
+SIGMAS = 6.0  # standard errors of the mean up to which a difference is noise
+BIAS = 4.0  # allowed units of rounding: a covector is rounded alike at each centre
+HIDING = 0.4  # noise above this fraction of a number hides it
 
 
 def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generator) -> Discrepancy:
@@ -572,9 +563,9 @@ def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generato
 def _integrals(
     at: Target, j: int, v: Tensor, covectors: Numbered, key: str, random: Generator
 ) -> Iterator[tuple[float, float, float]]:
-    """For each covector w, along a line through a random centre: the mean of <w, J v>; the difference
-    of <w, F> at the ends, divided by the length; and the norm of its terms. NaN where the map raises
-    at the ends."""
+    """Along a line through a random centre, for each covector w: the mean of <w, J v>; the difference
+    of <w, F> at the ends, divided by the length; and the norm of the terms of this difference. NaN if
+    the map raises at the ends."""
     h = HALF_LENGTH
     centre = [y + AROUND * element_scales(y) * random_like(y, random) for y in at.x]
 

@@ -1,8 +1,8 @@
-"""The contract of a custom Function with autograd, apart from the right numbers.
+"""The contract of a custom Function with autograd, apart from correct numbers.
 
-forward, backward and jvp are run as plain functions, some inside a mode that sees every torch call: the
-number, shape, dtype and device of gradients, whether they are linear in the incoming gradient, what is
-kept on ctx, which gradients are computed, and which tensors are changed.
+forward, backward and jvp run as plain functions, partly under a mode that sees every torch call.
+Checked are the number, shape, dtype and device of gradients, their linearity in the incoming gradient,
+the contents of ctx, unneeded gradients, and in-place changes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,7 +55,7 @@ UNSUMMED = (
 
 
 def check(app: Application, *, surrogate: bool = False) -> list[Row]:
-    """The contract of one Function, from running it as plain functions."""
+    """The rows about one Function; it runs as plain functions."""
     classic = function_rules.is_classic(app.function)
     text = f"{app.function.__name__} has no setup_context. {SETUP}" if classic else ""
     rows = [finding("setup_context", text, "warn")]
@@ -66,7 +66,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
         try:
             with torch.no_grad():
                 rows += list(part(app))
-        except Exception as error:  # the derivative checks report what follows under autograd
+        except Exception as error:  # the derivative checks report errors under autograd
             problems.append(str(error_line(error) or ""))
     if problems:
         places = "; ".join(filter(None, dict.fromkeys(problems)))
@@ -102,7 +102,7 @@ def gradients(app: Application) -> Rows:
         name, bare = app.name(i), app.name(i).strip("`")
         if grad.shape != x.shape:
             text = f"the gradient of {name} has shape {tuple(grad.shape)}, and {name} {tuple(x.shape)}."
-            if _is_expanded(x.shape, grad.shape):  # autograd sums it
+            if _is_expanded(x.shape, grad.shape):  # autograd sums such a gradient
                 missing = "The sum over broadcast dimensions is missing."
                 shapes.append(f"{text} {missing} {UNSUMMED.format(bare=bare)}")
             else:
@@ -124,7 +124,7 @@ def _is_expanded(small: Sequence[int], large: Sequence[int]) -> bool:
 
 
 def linear(app: Application) -> Rows:
-    """B(2 g) = 2 B(g): a gradient is linear in the incoming one."""
+    """Whether B(2 g) = 2 B(g): a gradient is linear in the incoming gradient g."""
     grads = app.seeded().incoming()
 
     def returned(factor: float) -> list[Tensor]:
@@ -154,7 +154,7 @@ def needs_input_grad(app: Application) -> Rows:
         run = app._replace(by=tuple(j for j in app.by if j != i)).seeded()
         grads = run.incoming()
         grad = dict(enumerate(app.backward(run, grads))).get(i)
-        # an incoming gradient that is handed on cost nothing
+        # returning an incoming gradient unchanged costs nothing
         if isinstance(grad, Tensor) and not any(grad is g for g in grads):
             idle.append(i)
     text = idle and (
@@ -181,9 +181,9 @@ def context(app: Application) -> Rows:
     yield finding("ctx: copies", cloned if copies else "", "warn")
 
 
-# The names of tensors that were changed, and the calls that did it, if those were seen.
+# changed tensor -> the changing call, if seen
 Changes = dict[str, source_location.SourceLine | None]
-# What must not be changed: by which rule, as what, what to do instead, and what else.
+# For each kind of tensor that must not change: a clause, a better way, and a further hint.
 IN_PLACE = {
     "inputs": (
         "forward changes its input", "`x.mul(2)`, not `x.mul_(2)`",
@@ -211,14 +211,14 @@ def in_place(app: Application) -> Rows:
     changed = {"inputs": inputs.changed(watch.places)}
     freed = [name for name, x in named.items() if isinstance(x, Tensor) and is_freed(x)]
     for name, x in named.items():
-        # changed and declared, as autograd allows
+        # declared by mark_dirty: autograd allows the change
         if any(x is declared for declared in run.record.dirty):
             changed["inputs"].pop(name, None)
     grads = run.incoming()
     given = Snapshot({f"grad_output {k}": g for k, g in enumerate(grads)})
     held = [(label, x) for label, slot in run.record.slots().items() for x in pytree.tensors(slot)]
     saved = Snapshot({f"{label} ({kind_of(x, run, app.names)[1]})": x for label, x in held})
-    # forward is over: what is changed from here on is backward's doing
+    # a second snapshot of the inputs: changes from here on are made by backward
     again = Snapshot(named)
     with InPlaceWatch() as watch:
         app.backward(run, grads)
@@ -249,13 +249,13 @@ def device(app: Application) -> Rows:
     yield finding("device", text, "warn")
 
 
-OFF_BY_STEPS = 1e-5  # differences may be off by that much
-OFF_IF_ROUNDED = 1e-3  # those of values that were rounded to float32, at steps of 1e-4 and more
+OFF_BY_STEPS = 1e-5  # error of differences at float64 values
+OFF_IF_ROUNDED = 1e-3  # error of differences at values rounded to float32, with steps >= 1e-4
 
 
 def constants_row(subject: Subject, found: Found) -> Row:
-    """Numbers of lower precision in float64 maths: they cost digits, which is a fault where the
-    derivatives are further off than with float32 inputs."""
+    """Narrow constants in float64 computations cost digits. The row fails if the derivatives are less
+    accurate than with float32 inputs."""
     name = "dtype: constants"
     if subject.dtype != torch.float64 or subject.precision.half is not None:
         return Row(name, "skip", None, "it was not checked in float64.")
@@ -282,7 +282,8 @@ def constants_row(subject: Subject, found: Found) -> Row:
 
 
 def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
-    """Whether the first derivative is further off than that at inputs rounded to float32."""
+    """Whether the error of the first derivative exceeds the effect of rounding the inputs to
+    float32."""
     first = found.get("first derivative: reverse")
     if first is None or first.raised is not None:
         return False
@@ -293,7 +294,7 @@ def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
 
 
 def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
-    """forward, backward and jvp as plain functions, each under a watch."""
+    """Run forward, backward and jvp as plain functions, each under the watch."""
     seed_all()
     args = app.fresh()
     with torch.no_grad():
@@ -311,7 +312,7 @@ def run_rules(app: Application, watch: AbstractContextManager[Any]) -> None:
 
 @final
 class Snapshot:
-    """Tensors as they were, to tell later which of them were changed."""
+    """Copies of tensors and their version counters, to find in-place changes later."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         held = [(n, x) for n, x in tensors.items() if isinstance(x, Tensor) and not is_freed(x)]
@@ -325,11 +326,11 @@ class Snapshot:
 
 @final
 class InPlaceWatch(TorchFunctionMode):
-    """Notes where calls in place write, by the storage that they write to."""
+    """Records the line of the first in-place call on each storage."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: dict[int, source_location.SourceLine | None] = {}
+        self.places: dict[int, source_location.SourceLine | None] = {}  # by storage_id
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -340,24 +341,24 @@ class InPlaceWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-TO_DEVICE = ("cpu", "cuda")
+TO_DEVICE = ("cpu", "cuda")  # methods that move a tensor to a device
 
-INDEXING = ("__getitem__", "__setitem__")  # their indices may be on the CPU
+INDEXING = ("__getitem__", "__setitem__")  # indices may be on the CPU
 
 
 @final
 class DeviceWatch(TorchFunctionMode):
-    """Notices a hard-coded device, also on a machine that has only one; `found` describes the first
+    """Notices a hard-coded device, even on a machine with a single device. `found` describes the first
     call.
 
-    Tensors made from nothing, without a `device=` taken from a tensor, are on the default device. A
-    call that mixes one of them with a tensor computed from the inputs fails on every other device.
+    A tensor made without other tensors, and without a `device=` taken from one, is on the default
+    device. A call that mixes it with a tensor computed from the inputs fails on every other device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found = ""
-        # made on the default device; kept alive so that ids stay unique
+        # tensors on the default device, by id; kept alive so that ids stay unique
         self._made: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
@@ -373,7 +374,7 @@ class DeviceWatch(TorchFunctionMode):
             self._note(f"{how} names a device")
         result = func(*args, **kwargs)
         foreign = [x for x in given if id(x) in self._made]
-        sized = [x for x in foreign if x.dim()]  # tensors without dimensions mix with any device
+        sized = [x for x in foreign if x.dim()]  # 0-dim tensors mix with any device
         if sized and len(foreign) < len(given) and name not in INDEXING:
             self._note("a tensor made on the default device is mixed with the inputs")
         made_here = not given and (device is None or named is not None)
@@ -395,7 +396,7 @@ ACCUMULATES = (
 
 
 def accumulates(app: Application) -> Rows:
-    """Whether backward changes the .grad of a tensor. That of each is restored."""
+    """Whether backward changes the .grad of a tensor; all .grad are restored."""
     run = app.seeded()
     with preserved_grads(app.function, *app.args) as changed:
         with torch.enable_grad():
@@ -405,7 +406,8 @@ def accumulates(app: Application) -> Rows:
 
 
 def reached(fn: Callable[..., Any], held: Iterable[Any]) -> list[Any]:
-    """The tensors, modules and generators that a function reaches, also by what is held beside it."""
+    """The tensors, modules and generators that a function reaches by its closures, globals and
+    attributes, or through the objects in `held`."""
     function = as_function(fn)
     rules: Any = fn
     if function is not None:
@@ -416,8 +418,8 @@ def reached(fn: Callable[..., Any], held: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def preserved_grads(fn: Callable[..., Any], *held: Any) -> Iterator[Callable[[], list[str]]]:
-    """Restores the .grad of the leaves that a function reaches besides its arguments. Yields a function
-    that describes those whose .grad was changed."""
+    """Restore the .grad of leaves that a function reaches besides its arguments. Yields a function that
+    describes leaves with a changed .grad."""
     found = reached(fn, held)
     named: dict[int, tuple[str, Tensor]] = {
         id(p): (f"the parameter {name} of a {type(m).__name__}", p)
@@ -430,8 +432,7 @@ def preserved_grads(fn: Callable[..., Any], *held: Any) -> Iterator[Callable[[],
         if isinstance(x, Tensor) and x.is_leaf and x.requires_grad and not is_lazy(x):
             named.setdefault(id(x), (f"a tensor of shape {tuple(x.shape)}", x))
     kept: list[tuple[str, Tensor, Any, Any]] = [
-        # both the object and its values: backward may add to .grad in place, or put another tensor
-        # there
+        # keep the object and its values: backward may add in place, or assign a new tensor
         (label, x, x.grad, None if x.grad is None else x.grad.detach().clone())
         for label, x in named.values()
     ]

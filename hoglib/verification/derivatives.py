@@ -1,7 +1,7 @@
-"""Checks of the derivatives of orders one to four, in each mode that the function offers: a row each.
+"""Check the derivatives of orders one to four, in each mode that the function offers: one row each.
 
 A derivative of order k is the derivative, in reverse or forward mode, of the map that computes order
-k - 1 (`stage`). It is compared with differences of this map, so each order relies on the one below, and
+k - 1 (`stage`). It is compared with differences of this map. So each order relies on the one below, and
 the first on the values.
 """
 
@@ -60,17 +60,18 @@ JVP_TWICE = "jvp inside jvp: torch returns zero for the derivative of a custom F
 NOT_OFFERED = "it is not offered: {which} without a jvp staticmethod, or with an empty one."
 
 
-Like = Callable[[Sequence[Tensor]], list[Tensor]]  # random tensors like those that are given
+Like = Callable[[Sequence[Tensor]], list[Tensor]]  # random tensors with the shapes of given ones
 
 
 def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool = False) -> Target:
-    """The map that computes the derivative of order - 1 in a mode; order 1 is the map itself.
+    """The map that computes the derivative of order - 1 in a mode; for order 1 the map itself.
 
-    Reverse inside: the gradient, a map of (x, u). Forward inside: the tangent, a map of (x, t). Further
-    orders take the gradient of the map again; for "ff" the tangent. torch.func computes tangents with
-    by_torch_func, and for forward over forward, because dual tensors do not nest.
+    An inner reverse level gives the gradient, a map of (x, u); an inner forward level the tangent, a
+    map of (x, t). Higher orders take the gradient of this map again, or the tangent for "ff".
+    torch.func computes tangents with by_torch_func, and in forward over forward, because dual tensors
+    do not nest.
 
-    like: random tensors like the given ones, for u and t.
+    like: makes random u and t.
     """
     at = first
     for k in range(1, order):
@@ -95,7 +96,7 @@ class Derivatives:
     """The derivative rows of one subject, at a few points.
 
     Attributes:
-        found: The comparison behind each row, by the row's name.
+        found: The comparison behind each row, by the name of the row.
     """
 
     def __init__(self, subject: Subject, points: Sequence[list[Tensor]], options: Options) -> None:
@@ -108,7 +109,7 @@ class Derivatives:
         return Derivatives(subject, self._points, self._options)
 
     def are_right(self) -> bool:
-        """Whether first and second derivatives are right, apart from kinks."""
+        """Whether first and second derivatives are correct; kinks do not count."""
         if not self._options.surrogate:
             first = (self._comparer.compared([self._first(x)], "r") for x in self._points)
             if any(found.wrong for found in first):
@@ -117,7 +118,7 @@ class Derivatives:
         return "pass" in second and not {"fail", "warn"}.intersection(second)
 
     def first_order(self) -> Rows:
-        """The rows of kinks, at the first point, and of the first derivative in both modes."""
+        """The row on kinks at the first point, and the rows of the first derivative in both modes."""
         subject = self.subject
         at = [self._comparer.with_differences(self._first(x)) for x in self._points]
         yield self._kinks(at[0])
@@ -127,7 +128,7 @@ class Derivatives:
         if row.status == "fail":
             words = [f"{row.text.rstrip('.')}.", *self._where()]
             if found.raised is None:
-                with suppress(Exception):  # a description that fails must not hide the row
+                with suppress(Exception):  # a failing description must not hide the row
                     at_inputs = (subject.map, subject.x, found.worst.row, column)
                     words.append(wrong_elements(*at_inputs, subject.random))
                 looks = describe_forward(subject, column) or DECLARE
@@ -146,7 +147,7 @@ class Derivatives:
             yield row
 
     def _is_none(self, column: int) -> bool:
-        """Whether an input gets no gradient (None)."""
+        """Whether input `column` gets None as its gradient."""
         with suppress(Exception):
             leaves, values = maps.at_leaves(self.subject.map, self._points[-1])
             live = [y for y in values if y.requires_grad]
@@ -154,8 +155,8 @@ class Derivatives:
         return False
 
     def describe_steps(self) -> str:
-        """If no first derivative could be compared: a sentence on forward, if it is a step function or
-        rounds; else ""."""
+        """If no first derivative could be compared: a sentence if forward is a step function or rounds;
+        otherwise ""."""
         if self.found[FIRST].checked:
             return ""
         columns = range(len(self.subject.x))
@@ -176,7 +177,7 @@ class Derivatives:
             row = self._row(name, mode, order)
             before = self.found.get(name)
             if mode == "rf" and (before is None or before.raised is not None):
-                # torch raises in reverse over some tangents (softmax), where torch.func does not
+                # torch raises in reverse over some tangents (softmax); torch.func does not
                 again = self._row(name, mode, order, by_torch_func=True)
                 if name in self.found and self.found[name].raised is None:
                     row = again
@@ -185,7 +186,7 @@ class Derivatives:
             yield row
 
     def _row(self, name: str, mode: str, order: int, *, by_torch_func: bool = False) -> Row:
-        # a generator, so that all random draws for a point come before the draws for the next
+        # a generator: all random draws for one point come before the draws for the next
         at = (
             stage(self._first(x), mode, order, self._like, by_torch_func=by_torch_func)
             for x in self._points
@@ -200,17 +201,17 @@ class Derivatives:
         if isnan(self.found[name].worst.got):
             row = row._replace(text=f"{row.text}{self._nan_origin()}")
         first = self.found.get(FIRST)
-        # a gradient that is not the derivative (wrong, a surrogate) has no composition to compare with
+        # a gradient that is no derivative (wrong, or a surrogate) is not comparable in a composition
         derivative = not self._options.surrogate and not (first is not None and first.wrong)
         return self._in_composition(row) if row.status == "pass" and derivative else row
 
     def _in_composition(self, row: Row) -> Row:
-        """The row; or a failed one, if the second derivative is wrong where the incoming gradient
-        depends on the inputs, as in a network, or where the gradients of outputs are parts of one
-        tensor."""
+        """The row; or a failed row if the second derivative is wrong in a composition: if the incoming
+        gradient depends on the inputs, as in a network, or if the gradients of several outputs are
+        views of one tensor."""
         subject, x = self.subject, self._points[-1]
         rows = [f"the gradient by {name}" for name in subject.names]
-        with suppress(Exception):  # the row has passed with constant incoming gradients
+        with suppress(Exception):  # the row has passed with constant incoming gradients: keep it
             values = subject.map(*x)
             weights = self._like(values)
             tried: list[tuple[TensorMap, str]] = [(subject.map, COMPOSED)]
@@ -225,10 +226,10 @@ class Derivatives:
         return row
 
     def _nan_origin(self) -> str:
-        """A sentence on where a second derivative becomes NaN, or ""."""
+        """A sentence on the operation where a second derivative becomes NaN, or ""."""
         f = self.subject.map
         for x in self._points:
-            with suppress(Exception):  # the row stands without a line
+            with suppress(Exception):  # the row remains without a line
                 if origin := nan_operation(f, x, self._like(f(*x)), self._like(x)):
                     return f" NaN arises in {origin}."
         return ""
@@ -240,8 +241,8 @@ class Derivatives:
         return Target(self.subject.map, x, self.subject.rows, self.subject.names)
 
     def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
-        """The row of a comparison. may_lack: whether the mode has a forward level; if this raises, it
-        is a fault only if every Function declares a jvp, or the user asked for modes."""
+        """The row of a comparison. may_lack: the mode has a forward level. An error in it is a fault
+        only if every Function declares a jvp, or the user asked for modes."""
         text = "" if found.raised is None else f"it raised {format_error(found.raised)}"
         if text and may_lack and not (self.subject.offers_forward or self._options.modes):
             return Row(name, "skip", None, f"it is not offered: {text}.")
@@ -273,7 +274,7 @@ class Derivatives:
         return [names[j] if j < len(names) else f"argument {j}" for j in sorted(columns)]
 
     def _skipped(self, mode: str) -> str:
-        """Why a mode is not compared; "" if it is."""
+        """The reason for skipping a mode; "" if it is compared."""
         subject = self.subject
         if "f" not in mode:
             return ""
@@ -284,7 +285,7 @@ class Derivatives:
         return JVP_TWICE if mode == "ff" and subject.functions else ""
 
     def _kinks(self, at: Target) -> Row:
-        """The row on kinks, where the slopes to either side of the inputs differ."""
+        """The row on kinks: the slopes on both sides of the inputs differ."""
         if self.subject.precision.half is not None:
             return Row("kinks", "skip", None, "not looked for in half precision.")
         kinked = {
@@ -300,7 +301,7 @@ class Derivatives:
         return finding("kinks", text or "", "warn")
 
     def _where(self) -> Iterator[str]:
-        """The first lines of the backwards that may be at fault."""
+        """The first lines of all backwards: one of them is at fault."""
         for function in sorted(self.subject.functions, key=lambda f: f.__name__):
             code = getattr(inspect.unwrap(backward_rule(function)), "__code__", None)
             if code is not None and is_user_code(code.co_filename):
@@ -324,9 +325,9 @@ def ratio(found: Discrepancy) -> str:
 
 
 def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None) -> str:
-    """The origin of the first number that is not finite, in the gradient G of <u, f> or, with w, in the
-    gradient of <w, G>: the backward of a custom Function, or the derivative of a line of the user's; ""
-    if neither is known. An infinite number counts, because multiplied by zero it becomes NaN later."""
+    """The origin of the first infinite or NaN number in the gradient G of <u, f> or, with w, in the
+    gradient of <w, G>: a custom Function's backward, or the derivative of a line of user code; "" if
+    unknown. An infinite number counts, because multiplied by zero it becomes NaN later."""
     with torch_internals.record_backward_origins():
         leaves, results = maps.at_leaves(f, x)
         weights = u
@@ -345,12 +346,12 @@ def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None
     return f"the derivative of {line}" if line else ""
 
 
-# Does a wrong first derivative look like a surrogate gradient? The values of forward tell.
+# Does a wrong first derivative look like a surrogate gradient? The values of forward show it.
 #
 #     round(x), sign(x), x > 0        no derivative but zero; the gradient goes straight through
 #     x, with a changed gradient      a reversal, a scaling, a clipping of the gradient
 
-NEAR = 1e-6  # a relative move of the input: a step function changes at few elements only
+NEAR = 1e-6  # relative move of the input: a step function changes at few elements only
 
 STEP = ", so that its derivative is zero almost everywhere."
 IDENTITY = "is the identity, and the gradient is a changed one (reversed, scaled, clipped)."
@@ -360,8 +361,8 @@ DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the cl
 
 
 def describe_forward(subject: Subject, column: int) -> str:
-    """A sentence on forward, if it is a function that often has a surrogate gradient (a step, the
-    identity, rounding, clipping) of an input; else ""."""
+    """A sentence on forward if, as a function of this input, it often has a surrogate gradient (a step,
+    the identity, rounding, clipping); otherwise ""."""
     f = subject.map.unscaled()
     x = f.point[column]
     moved = x + NEAR * torch.where(x == 0, 1.0, x)
@@ -377,10 +378,10 @@ def describe_forward(subject: Subject, column: int) -> str:
 
 
 def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
-    """The kind of function that maps x to y and moved to z, in words; "" for any other."""
+    """The kind of a function with x -> y and moved -> z, in words; "" for any other kind."""
     still, alike, values = y == z, y.shape == x.shape, set(y.unique().tolist())
     share = float(still.double().mean())
-    flat = share > 0.9  # whether the output is constant near the inputs
+    flat = share > 0.9  # the output is constant near the inputs
     through = (y == x) & (z == moved) if alike else torch.zeros_like(still)
     sign = flat and alike and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all())
     kinds = (
@@ -396,6 +397,6 @@ def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
 
 
 def _is_on_a_grid(values: Sequence[float]) -> bool:
-    """Whether all are multiples of their smallest distance, as rounded numbers are."""
+    """Whether all values are multiples of their smallest distance, as rounded numbers are."""
     least = min((b - a for a, b in pairwise(values) if b - a > 1e-9 * values[-1]), default=0.0)
     return bool(least) and all(abs(v / least - round(v / least)) < 1e-3 for v in values)

@@ -1,11 +1,11 @@
-"""The memory layout of an argument, and copies that have the same one.
+"""The memory layout of an argument, and copies with an equal layout.
 
     x[:, :3]      strides (5, 1)      gaps between the rows
     x.mT          strides (1, 4)      another order of the dimensions
     x.expand(4)   strides (0,)        one element for all
 
-A Function whose forward calls `contiguous()` saves a copy of the first two, and the input itself where
-that is contiguous: its second derivative is right for some layouts only.
+A Function may call `contiguous()` in forward and save the result. That is the input itself if the input
+is contiguous, and otherwise a copy without a graph: its second derivative depends on the layout.
 """
 
 from typing import Any, NamedTuple
@@ -17,26 +17,22 @@ from hoglib._core.torch_api import pytree
 
 
 class Layout(NamedTuple):
-    """How the dimensions of a tensor are stored, but for the sizes of gaps.
+    """How a tensor's dimensions lie in memory, up to the sizes of gaps; only dimensions of size > 1."""
 
-    order: the dimensions of several elements, the innermost one first. gaps: those whose elements are
-    further apart than they are long. repeated: those of stride 0.
-    """
-
-    order: tuple[int, ...]
-    gaps: tuple[int, ...]
-    repeated: tuple[int, ...]
+    order: tuple[int, ...]  # dimensions with nonzero stride, the innermost first
+    gaps: tuple[int, ...]  # dimensions with unused memory between their elements
+    repeated: tuple[int, ...]  # dimensions with stride 0
 
 
 def layout_of(x: Tensor) -> Layout | None:
-    """The layout; None for a contiguous tensor, and for one that cannot be copied with its own."""
+    """The layout; None for contiguous tensors, and for tensors that `laid_out` cannot imitate."""
     if x.layout is not torch.strided or x.is_contiguous() or type(x) not in (Tensor, nn.Parameter):
         return None
     several = [d for d in range(x.dim()) if x.shape[d] > 1]
     order = sorted((d for d in several if x.stride(d)), key=x.stride)
     extent, gaps = 1, []
     for d in order:
-        if x.stride(d) < extent:  # windows that overlap
+        if x.stride(d) < extent:  # overlapping windows
             return None
         gaps += [d] * (x.stride(d) > extent)
         extent += (x.shape[d] - 1) * x.stride(d)
@@ -44,7 +40,7 @@ def layout_of(x: Tensor) -> Layout | None:
 
 
 def laid_out(x: Tensor, layout: Layout) -> Tensor:
-    """x in new memory of that layout, differentiable; a repeated dimension keeps its first element."""
+    """A differentiable copy of x with this layout; repeated dimensions keep one element."""
     strides, extent = [0] * x.dim(), 1
     for d in layout.order:
         strides[d] = extent + (d in layout.gaps)
@@ -57,18 +53,19 @@ def laid_out(x: Tensor, layout: Layout) -> Tensor:
 
 
 def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
+    """x with the memory layout of `like`."""
     layout = layout_of(like)
     return x if layout is None else laid_out(x, layout)
 
 
 def copied(x: Tensor) -> Tensor:
-    """A detached copy with the same layout."""
+    """A detached copy with an equal layout."""
     return laid_out_as(x, x.detach().clone())
 
 
 def fresh(value: object) -> Any:
-    """A copy of what a run may change: a tensor's values, the state of a random generator, the items of
-    a container."""
+    """A copy of everything that a run may change: the values of a tensor, the state of a generator, the
+    items of a container."""
     if isinstance(value, Tensor):
         return copied(value)
     if isinstance(value, torch.Generator):
@@ -77,8 +74,8 @@ def fresh(value: object) -> Any:
 
 
 def strided(x: Tensor) -> Tensor:
-    """x, stored with its dimensions reversed and gaps between elements."""
+    """x in a non-contiguous layout: reversed dimensions, and gaps between elements."""
     order = tuple(reversed(range(x.dim())))
     turned = x.permute(order)
-    # every second element of a stack with zeros
+    # take every second element of a stack of x and zeros
     return torch.stack([turned, torch.zeros_like(turned)], -1)[..., 0].permute(order)

@@ -1,5 +1,5 @@
-"""Matrix products in full precision, modes that notice where float64 numbers lose digits, and the dtype
-in which a function is judged."""
+"""Matrix products in full precision, modes that notice a loss of digits in float64 computations, and
+the choice of the dtype in which a function is judged."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +25,13 @@ from hoglib.verification.maps import Map, Tensors, at_leaves, grad, map_of, real
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 _BACKENDS: Any = torch.backends  # its members are made at run time
+# Objects with a `fp32_precision`, in the order of setting.
 _PRECISION_OWNERS: tuple[Any, ...] = (
     _BACKENDS.cuda.matmul,
     _BACKENDS.mkldnn.matmul,
     _BACKENDS.mkldnn.conv,
     _BACKENDS.mkldnn.rnn,
-    _BACKENDS.cudnn,  # before its older setting, which has to agree with it
+    _BACKENDS.cudnn,  # before its older `allow_tf32`, which must agree with it
 )
 _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 
@@ -47,8 +48,8 @@ def exact_products() -> Iterator[None]:
 
 
 def _cudnn_settings() -> list[tuple[Any, str, Any]]:
-    """By the older setting, as some code reads it (`with cudnn.flags(allow_tf32=...)`), which raises
-    where the newer ones were set by operator."""
+    """Settings of cuDNN. The older `allow_tf32` is set as well, because some code reads it (`with
+    cudnn.flags(allow_tf32=...)`). Reading it raises if convolutions and RNNs were set separately."""
     cudnn = _BACKENDS.cudnn
     try:
         bool(cudnn.allow_tf32)
@@ -62,18 +63,16 @@ DOUBLE = (torch.float64, torch.complex128)
 
 @final
 class PrecisionWatch(TorchFunctionMode):
-    """Describes three calls, each the first of its kind: one that rounded float64 numbers (`rounded`),
-    one that got a number of lower precision which was made inside (`met`), and one that got such a
-    number from elsewhere (`foreign`).
+    """Describes the first call of each of three kinds: it rounded float64 numbers (`rounded`), it mixed
+    a tensor of lower precision into them, made inside the function (`met`) or outside (`foreign`).
 
-    A constant whose digits fit into half precision (1, 0.5, a mask) lost nothing; a Python number has
-    no precision to judge.
+    Not counted: constants that are exact in half precision (1, 0.5, a mask), and Python numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rounded = self.met = self.foreign = ""
-        self._made: list[Tensor] = []
+        self._made: list[Tensor] = []  # narrow tensors that stem from no argument
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
@@ -100,11 +99,11 @@ class PrecisionWatch(TorchFunctionMode):
 
 @final
 class HalfWatch(TorchDispatchMode):
-    """The first operation, if any, that rounds what it was given to half precision: also inside
-    backward and under autocast."""
+    """Finds the first operation that rounds its inputs to half precision, also inside backward and
+    under autocast."""
 
-    dtype: torch.dtype | None = None
-    where = ""
+    dtype: torch.dtype | None = None  # the half dtype
+    where = ""  # the line of the operation
 
     def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -126,7 +125,7 @@ def _describe_call(name: str, did: str, culprits: list[Tensor]) -> str:
 
 
 def _loses_digits(tensor: Tensor) -> bool:
-    """Whether a narrow tensor has digits that half precision would lose: it is no mask or count."""
+    """Whether a narrow tensor has digits beyond half precision, so that it is no mask or count."""
     if tensor.dtype in DOUBLE or tensor.layout is not torch.strided:
         return False
     values = real(tensor)
@@ -134,31 +133,32 @@ def _loses_digits(tensor: Tensor) -> bool:
     return bool((values.isfinite() & ((mantissa * 2**11).frac() != 0)).any())
 
 
-# In which dtype a function is judged: float64, unless it refuses that, or works in less anyway.
+# The dtype to judge a function in: float64, unless fn refuses float64 or computes in less anyway.
 
-LINE_POINTS = 6
-# In units of rounding. Noise of float64 numbers is far less; more is no rounding, but a step of the
-# function.
+LINE_POINTS = 6  # the points on the line are 1 to 5
+# Bounds of second differences, in units of rounding, for a staircase of roundings: smaller ones are
+# noise of float64, larger ones are a jump of the function itself.
 STEP_SIZES = (1 / 60, 840.0)
-NEGLIGIBLE = 1e-4  # of the largest element: less is what cancellation leaves
+NEGLIGIBLE = 1e-4  # relative to the largest element; smaller elements may be left by cancellation
 
 
 class Precision(NamedTuple):
-    """In what a function is judged, and why that is not float64."""
+    """The precision in which a function is judged, if not in float64."""
 
-    refused: str = ""
-    computes_narrow: bool = False  # it works in float32 or less, whatever it is given
-    half: torch.dtype | None = None  # the dtype, if that is half precision
+    refused: str = ""  # why not in float64
+    computes_narrow: bool = False  # computes in float32 or less, whatever dtype the inputs have
+    half: torch.dtype | None = None  # the working dtype, if it is half precision
 
 
 def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tuple[Map, Precision]:
-    """The map in float64; in its own dtypes if only these get as far as a second derivative; in
-    float32 if it computes in float32 anyway. Raises its error if it does not run at all.
+    """The map in float64. In the inputs' own dtypes if only with these the second derivative is
+    reached; in float32 if fn computes in float32 anyway. Raises the error of fn if it does not run at
+    all.
 
     Args:
-        fn: What `verify` takes.
+        fn: The function, as for `verify`.
         inputs: Its arguments.
-        own_dtype: Whether to leave the dtypes as they are: it runs code that is not torch's, or casts.
+        own_dtype: Keep the dtypes of the inputs, because fn casts, or runs code other than torch's.
     """
     given = map_of(fn, inputs, None if own_dtype else torch.float64).scaled()
     validation.something_to_differentiate_by(given.names, given.point)
@@ -166,7 +166,7 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
         return _in_own_dtype(given.adapted(), "it is taken as it is given")
     with HalfWatch() as half, PrecisionWatch() as watch:
         f, reached, error = stage_reached(given)
-    # float64 may be what stops it: its own dtypes are taken if they get further
+    # the error may come from float64: prefer the inputs' own dtypes if they get further
     own = given.in_dtype(None)
     given_double = any(x.dtype == torch.float64 for x in own.point)
     if error is not None and any(x.dtype != torch.float64 for x in own.point):
@@ -179,7 +179,7 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
         return f, Precision()
     if (found := _in_half(f, half)) is not None:
         return f, found
-    # a narrow number somewhere is a fault only if results show it, by steps where float64 is smooth
+    # a narrow tensor is a fault only if results show it: they move in steps, in float64 they do not
     met = watch.rounded or watch.met or watch.foreign
     if not (met and _moves_in_steps(f)):
         return f, Precision()
@@ -187,14 +187,14 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     if as_far < reached:
         return f, Precision()
     if given_double and not _second_derivatives_agree(f, narrow):
-        # a cast that copies, which it does in float64 only, cuts its graph
+        # fn casts float64 inputs only, and the cast cuts its graph: judge it in float64
         return f, Precision()
     return narrow, Precision(f"it computes in float32: {met}", computes_narrow=True)
 
 
 def _in_own_dtype(f: Map, why: str) -> tuple[Map, Precision]:
-    """The map in the dtypes of its inputs; of half precision by numbers that are rounded to it, because
-    the differences of such numbers are steps."""
+    """The map in the dtypes of its inputs. Half-precision inputs become float64 numbers that are
+    rounded inside, because differences at half-precision points would see nothing but steps."""
     half = next((x.dtype for x in f.point if is_half(x)), None)
     if half is not None:
         return f.rounded(), Precision(why, half=half)
@@ -202,8 +202,8 @@ def _in_own_dtype(f: Map, why: str) -> tuple[Map, Precision]:
 
 
 def _in_half(f: Map, watch: HalfWatch | None = None) -> Precision | None:
-    """The precision of a function that rounds to half precision, if values or gradients show it; inputs
-    stay what they are, as all else may be of a higher precision. watch: of a run of it."""
+    """The precision of a function that rounds to half precision, if its values or gradients show it;
+    None if not. The inputs keep their dtype. watch: of an earlier run."""
     if watch is None:
         with HalfWatch() as watch:
             stage_reached(f)
@@ -215,8 +215,8 @@ def _in_half(f: Map, watch: HalfWatch | None = None) -> Precision | None:
 
 
 def stage_reached(f: Map) -> tuple[Map, int, Exception | None]:
-    """The map, adapted; how far it gets: 0 if it does not run, 1 for its values, 2 for first
-    derivatives, 3 for second ones; and the error that ends it."""
+    """The adapted map; how far it gets (0: not even the values, 1: values, 2: first derivatives, 3:
+    second derivatives); and the error that stopped it."""
     reached = 0
     try:
         f = f.adapted()
@@ -231,7 +231,7 @@ def stage_reached(f: Map) -> tuple[Map, int, Exception | None]:
 
 
 def _second_derivatives_agree(wide: Map, narrow: Map) -> bool:
-    """Whether the second derivatives are the same, but for digits."""
+    """Whether the second derivatives agree, apart from rounding in the narrow dtype."""
     found = []
     for f in (wide, narrow):
         leaves, values = at_leaves(f.differentiable, f.point)
@@ -244,11 +244,11 @@ def _second_derivatives_agree(wide: Map, narrow: Map) -> bool:
 
 
 def _moves_in_steps(f: Map, eps: float = torch.finfo(torch.float32).eps) -> bool:
-    """Whether values or gradients move in steps of the size of eps, where float64 numbers are smooth.
+    """Whether values or gradients move in steps of the size of eps, where float64 results are smooth.
 
-    Along a line of points less than eps apart, second differences of a smooth function are rounding.
-    They grow fourfold with twice the distance; those of a staircase do not. The incoming gradients move
-    along a line, too: a backward may round these alone.
+    At points less than eps apart on a line, second differences of a smooth function are rounding noise.
+    For a smooth function they grow fourfold with twice the distance, for a staircase they do not. The
+    incoming gradients move, too: a backward may round only these.
     """
     random = torch.Generator().manual_seed(7)
     v = [random_like(x, random) * element_scales(x) * eps / 2 for x in f.point]
@@ -278,13 +278,11 @@ def _second_difference(line: Tensors, stride: int) -> Tensor:
 
 
 def _values_and_gradients(f: Map, moved: float) -> list[Tensor]:
-    """Values and gradients at a point of the line, in float64.
-
-    moved: how far the incoming gradients are, relative to their elements.
-    """
+    """Values and gradients, in float64, at a point of the line. moved: the relative move of the
+    incoming gradients."""
     leaves, values = at_leaves(f.differentiable, f.point)
-    random = torch.Generator().manual_seed(8)  # not ones: the gradient of a softmax is zero then
-    # the second of each pair is how the first one moves
+    random = torch.Generator().manual_seed(8)  # not ones: they give a softmax the gradient zero
+    # pairs: the incoming gradient, and its direction
     incoming = [(random_like(y, random), random_like(y, random)) for y in values]
     grads = grad(values, leaves, [u * (1 + moved * r) for u, r in incoming])
     return [t.detach().double() for t in (*values, *grads)]

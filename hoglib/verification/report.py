@@ -12,12 +12,12 @@ from hoglib.errors import ArgumentTypeError, VerificationError
 
 STATUSES = ("pass", "fail", "warn", "skip")
 
-# of the verdicts in a notebook: tints of the colours of plotting.VERDICTS
+# background colours of statuses in a notebook: tints of plotting.VERDICTS
 COLOURS = {"pass": "#CCE3F0", "fail": "#F7DFCC", "warn": "#FAECCC", "skip": "#F3F3F3"}
-WIDTH = 100
-CULPRIT = "culprit: "
+WIDTH = 100  # characters in a line of text
+CULPRIT = "culprit: "  # a row's name begins with this if `audit` blames a module
 NOT_COMPARED = "nothing could be compared"
-# The ways to a second derivative: one level, in reverse or in forward mode, over another.
+# Second derivatives take one level of reverse or forward mode over another.
 MODES = {
     "rr": "reverse-over-reverse",
     "fr": "forward-over-reverse",
@@ -31,10 +31,10 @@ class Row(NamedTuple):
     """One check of a report.
 
     Attributes:
-        name: What was checked, such as "second derivative: reverse-over-reverse".
+        name: The check, such as "second derivative: reverse-over-reverse".
         status: "pass", "fail", "warn" or "skip".
         error: The relative error, for a check that compares numbers.
-        text: What is wrong and what to do, or why the check was skipped.
+        text: The fault and its fix, or why the check was skipped.
     """
 
     name: str
@@ -47,7 +47,7 @@ Rows = Iterator[Row]
 
 
 def finding(name: str, text: str, status: str = "fail") -> Row:
-    """The row of a check, which passes where there is nothing to say."""
+    """The row of a check that passes if there is no text."""
     return Row(name, status if text else "pass", None, text)
 
 
@@ -55,11 +55,11 @@ def finding(name: str, text: str, status: str = "fail") -> Row:
 class Report:
     """The result of `hog.verify` and `hog.audit`: one row for each check.
 
-    ``print(report)`` shows what failed and what is worth knowing, then one line for each check. The
-    rows are iterated over, counted by ``len``, and found by name, as in ``report["vmap"]``.
+    ``print(report)`` shows failures and warnings, then one line for each check. Iterate over the rows,
+    count them by ``len``, or find one by name, as in ``report["vmap"]``.
 
     Args:
-        name: The name of what was checked.
+        name: The name of the checked function or loss.
         rows: The checks, each a :class:`Row`.
         judged: Whether any derivative could be compared. Default: read from the rows.
     Example:
@@ -89,13 +89,12 @@ class Report:
     def judged(self) -> bool:
         """Whether any derivative could be compared with anything.
 
-        Not so at inputs on kinks only, outside of the domain, or so large that differences are
-        rounding.
+        False at inputs on kinks only, outside of the domain, or so large that differences are rounding.
         """
         if self._judged is not None:
             return self._judged
         rows = [row for row in self.rows if " derivative: " in row.name and row.status != "skip"]
-        # higher orders are differences of the first one, and judge nothing without it
+        # higher orders are compared with differences of the first, and judge nothing without it
         rows = [row for row in rows if row.name.startswith("first")] or rows
         return not rows or any(row.status != "warn" or row.error is not None for row in rows)
 
@@ -111,7 +110,7 @@ class Report:
 
     @property
     def culprits(self) -> tuple[str, ...]:
-        """The names of the modules that `hog.audit` found at fault."""
+        """The names of the modules that `hog.audit` blames."""
         names = (row.name for row in self.failed if row.name.startswith(CULPRIT))
         return tuple(name.removeprefix(CULPRIT) for name in names)
 
@@ -151,12 +150,12 @@ class Report:
         Args:
             indent: As in ``json.dumps``.
         Returns:
-            The text. An error that is not finite is null.
+            The text; an infinite or NaN error is null.
         """
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `to_json` writes, as a dict."""
+        """The content of `to_json` as a dict."""
         # JSON has no infinity and no NaN
         known = (row if isfinite(row.error or 0) else row._replace(error=None) for row in self.rows)
         return {
@@ -168,10 +167,10 @@ class Report:
         }
 
     def plot(self, ax: object = None) -> Any:
-        """Draw the relative error of each check that compares numbers, and what failed without one.
+        """Draw the relative error of each check that compares numbers, and the failures without one.
 
         Args:
-            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+            ax: Axes of matplotlib. Default: axes of a new figure of pyplot.
         Returns:
             The axes.
         Raises:
@@ -233,7 +232,7 @@ class Report:
 
     def _sentences(self, width: int) -> list[str]:
         lines = []
-        names: dict[tuple[str, str], list[str]] = {}  # of the rows that say the same
+        names: dict[tuple[str, str], list[str]] = {}  # rows by (status, text)
         for row in (*self.failed, *self.warnings):
             names.setdefault((row.status, row.text), []).append(row.name)
         for (status, text), known in names.items():
@@ -262,7 +261,7 @@ def _error(row: Row) -> str:
 
 
 def _wrap_text(text: str, width: int) -> list[str]:
-    """Paragraphs within the width; lines that are indented already, such as code, stay as they are."""
+    """Wrap each line to the width; indented lines, such as code, stay as they are."""
     lines = []
     for line in text.splitlines():
         if line.startswith("    "):

@@ -1,6 +1,6 @@
 """The subject of a verification: a map, and the custom Functions that it runs.
 
-This file decides by which inputs the map is differentiated, along which directions, and how it is
+This file decides by which inputs the map is differentiated, along which directions, and how fn is
 called.
 """
 
@@ -33,29 +33,29 @@ from hoglib.verification.maps import Map, real
 from hoglib.verification.precision import Precision, judged_map
 from hoglib.verification.report import Row
 
-# Arguments with a structure: a Function may be right along directions that keep it, and no others.
+# Arguments with a structure: a Function may be right only along directions that keep the structure.
 #
 #     A = A^T,  A = tril(A),  A = triu(A),  sum_j p_j = 1,  logsumexp_j p_j = 0,  |x| = 1
 #
-# The backward of a square root that is given symmetric matrices only may assume that. Along a direction
-# that leaves the structure its gradient G is not the derivative, and where the argument is always
-# computed as a structured one, x = h(z), nothing depends on that part of G. P is a map to the structure
-# with P(x) = x on it, so that h = P h and
+# The backward of a matrix square root, for example, may assume a symmetric matrix. Along a direction
+# that leaves the structure its gradient G is not the derivative. If the argument is always computed
+# with the structure, x = h(z), that part of G has no effect. Let P be a map onto the structure, P(x) =
+# x on it. Then h = P h, and
 #
 #     h'^T G = h'^T P'^T G,        h'^T n = 0  for each  n = w - P'(x)^T w
 #
-# The derivatives of f P count; and the second equation tells whether x was computed by such an h.
+# So the derivatives of f P decide. The second equation tests whether x was computed by such an h.
 
-MOST_DIMS = 4  # the last dimensions of a tensor, along which structures are looked for
-FEW_ROUNDINGS = 8  # by which inputs move to tell the size of small outputs
-MOST_CHOICES = 24  # combinations of structures of several arguments that are tried
+MOST_DIMS = 4  # structures are looked for along this many last dimensions of a tensor
+FEW_ROUNDINGS = 8  # units of rounding by which inputs move, to measure the size of small outputs
+MOST_CHOICES = 24  # combinations of structures of several arguments to try
 
 
 class Structure(NamedTuple):
-    """A structure of an argument, named as in "keep it symmetric", and the map P onto it."""
+    """A structure of an argument, and the map P onto it."""
 
-    name: str
-    project: maps.Arrange
+    name: str  # completes "keep it ..."
+    project: maps.Arrange  # P
 
     def fits(self, x: Tensor) -> bool:
         """Whether P(x) = x, to rounding."""
@@ -63,7 +63,7 @@ class Structure(NamedTuple):
         return bool(((x - self.project(x)).abs() <= rounding).all())  # False for NaN
 
 
-# Structures of the numbers along a dimension: the map P.
+# Structures of vectors along a dimension, with P.
 VECTORS: dict[str, Callable[..., Tensor]] = {
     "summing to one": lambda x, dim: x / x.sum(dim, keepdim=True),
     "log-probabilities": lambda x, dim: x - x.logsumexp(dim, keepdim=True),
@@ -77,7 +77,7 @@ MATRICES = (
 
 
 def structures_of(x: Tensor) -> list[Structure]:
-    """The structures that a tensor has, the ones with more directions first."""
+    """The structures of a tensor; those with more directions come first."""
     if not x.numel() or not bool(x.isfinite().all()) or not bool(x.any()):
         return []
     found: list[Structure] = []
@@ -93,22 +93,22 @@ def structures_of(x: Tensor) -> list[Structure]:
     return [one for one in found if one.fits(x)]
 
 
-Restriction = dict[int, Structure]  # by variable
+Restriction = dict[int, Structure]  # index of a variable -> the structure to keep
 Allowed = Callable[[int, Structure], bool]
 
 
 def _in_given_precision(x: Tensor) -> Tensor:
-    """In single precision, if all numbers are: sums are then one to that rounding only."""
+    """x in single precision if that loses nothing: `sum = 1` then holds to single rounding only."""
     narrow = x.to(torch.complex64 if x.is_complex() else torch.float32)
     return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
 
 def is_computed_so(x: Tensor, structure: Structure) -> bool:
-    """Whether the computation of a tensor guarantees its structure: no gradient along directions that
-    leave the structure reaches a leaf. False for a leaf, and for a tensor that has the structure at
-    these values only, such as an identity matrix at the start of a training.
+    """Whether the computation of x guarantees its structure: no gradient along directions that leave
+    the structure reaches a leaf. False for a leaf, and for a tensor that has the structure at these
+    values only, such as an identity matrix at the start of training.
 
-    True where that cannot be tried, because it would run the user's code.
+    True if a test would have to run the user's code, or raises.
     """
     if x.grad_fn is None:
         return False
@@ -121,6 +121,7 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
         with torch.enable_grad():
             (along,) = torch.autograd.grad(structure.project(own), own, w)
         leaves, keep = [*graph.leaves.values()], {"retain_graph": True, "materialize_grads": True}
+        # n = w - P'^T w has no gradient by the leaves; w gives the size of gradients in general
         reaching, whole = (torch.autograd.grad(x, leaves, u, **keep) for u in (w - along, w))
         limit = torch.finfo(x.dtype).eps ** 0.5
         return _largest_element(reaching) <= limit * _largest_element(whole)
@@ -130,9 +131,9 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
 def kept_names(
     graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
 ) -> Iterator[tuple[int, frozenset[str]]]:
-    """The names of the structures that arguments are computed to have, with their positions among the
-    leaves. graphed: the arguments with their graph; if None, any structure counts. by: the indices of
-    the arguments that are differentiated by."""
+    """The names of the structures that are guaranteed by the computation of the arguments, with their
+    positions among the leaves. graphed: the arguments with their graphs; None accepts any structure.
+    by: indices of the differentiated arguments."""
     place = 0
     for i, copy in enumerate(copies):
         if i in by:
@@ -149,11 +150,12 @@ def _largest_element(tensors: Sequence[Tensor]) -> float:
 
 
 def symmetrized(f: Map) -> tuple[Map, Restriction]:
-    """Keep variables symmetric that are symmetric (Hermitian) matrices, if the function reads one
-    triangle only, or refuses a matrix that is not symmetric.
+    """Keep symmetric (Hermitian) matrices symmetric if the function reads only one triangle, or refuses
+    other matrices.
 
     The gradient by such a matrix is a convention: some functions spread the gradient of one triangle
-    over both, others leave it where it was read. Along symmetric matrices all conventions agree.
+    over both, others leave it in the triangle that they read. Along symmetric directions all
+    conventions agree.
     """
     found: Restriction = {}
     for j in range(len(f.point)):
@@ -162,7 +164,7 @@ def symmetrized(f: Map) -> tuple[Map, Restriction]:
             noise = torch.linspace(0.5, 1.5, x.numel(), dtype=torch.float64, device="cpu")
             noise = noise.reshape(x.shape).to(x) * unit_of(max_abs(x))
             here = _values_at(f, j, x)
-            # move one triangle at a time: the values do not change if it is not read
+            # move one triangle at a time: the values stay equal if fn does not read it
             sides = [_values_at(f, j, x + part) for part in (noise.tril(-1), noise.triu(1))]
             unread = any(here and side and all(map(torch.equal, here, side)) for side in sides)
             small = 1e-3 * noise
@@ -178,7 +180,7 @@ def _keeping(f: Map, kept: Restriction) -> Map:
 
 
 def _values_at(f: Map, j: int, x: Tensor) -> list[Tensor] | None:
-    """The floating-point results of fn for another value of the variable j; None if it raises."""
+    """The floating-point results of fn with another value x of variable j; None if it raises."""
     own = f.variables[j].coordinates(x)
     try:
         return [y for y in f.leaves(*f.point[:j], own, *f.point[j + 1 :]) if is_float(y)]
@@ -186,25 +188,26 @@ def _values_at(f: Map, j: int, x: Tensor) -> list[Tensor] | None:
         return None
 
 
-# Outputs that are determined up to a sign or a phase of each column: eigenvectors, singular vectors.
+# Outputs determined up to a sign or a phase of each column: eigenvectors, singular vectors.
 #
 #     y_j -> y_j conj(s_j),    s_j = <r, y_j> / |<r, y_j>|
 #
-# An algorithm chooses a phase, and backward gives the gradient of a loss that depends on no phase: it
-# is right for such a loss, and wrong for the phases that the algorithm happens to choose. So the
-# derivatives are compared after a fixed combination <r, y_j> of each column is made positive, which
-# hides one real number a column. A backward that is wrong otherwise stays wrong.
+# An algorithm chooses a phase, and backward is right for losses that do not depend on the phase, but
+# wrong for the phases that the algorithm happens to choose. So the derivatives are compared after a
+# fixed combination <r, y_j> of each column is made positive. That hides one real number of a column; a
+# backward with another error stays wrong.
 
 COLUMNS, ROWS = "columns", "rows"
 
 
 def phase_fixings_of(outputs: Sequence[Tensor]) -> Iterator[maps.PhaseFixing]:
-    """The maps that fix the phases of columns, or rows, of the matrices among some outputs.
+    """The functions that fix the phases of columns, or of rows, in the matrices among the outputs.
 
-    Column j has the same phase in all matrices, as in U and V of U diag(s) V^H. An output V^H has these
-    as its rows, conjugated.
+    Column j of all matrices gets a common phase, as in U and V of U diag(s) V^H. If V^H is the output,
+    these columns are its rows, conjugated.
     """
-    dims = max((y.dim() for y in outputs), default=0)  # a batch of eigenvalues is no matrix
+    # fewer dims: a batch of eigenvalues, no matrix
+    dims = max((y.dim() for y in outputs), default=0)
     dense = ((k, y) for k, y in enumerate(outputs) if is_float(y) and y.layout is torch.strided)
     matrices = [k for k, y in dense if y.dim() == dims > 1]
     if not 0 < len(matrices) < 3:
@@ -235,15 +238,15 @@ def _fix_phases(outputs: Sequence[Tensor], side_of: dict[int, str]) -> list[Tens
 
 
 class Application(NamedTuple):
-    """A custom Function, with copies of the arguments that it was applied to, detached."""
+    """A custom Function, with detached copies of the arguments of one call."""
 
     function: type[Function]
     args: tuple[Any, ...]
-    by: tuple[int, ...]  # the indices of the arguments that required grad
+    by: tuple[int, ...]  # indices of the arguments that required grad
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the arguments in forward."""
+        """The names of the arguments in the signature of forward."""
         return parameters(self.function, len(self.args))
 
     @property
@@ -254,12 +257,12 @@ class Application(NamedTuple):
         return function_rules.forward(self.function, args, self.needed)
 
     def seeded(self) -> function_rules.Run:
-        """A run on copies of the arguments, with the same random numbers each time."""
+        """A run on copies of the arguments; each call draws equal random numbers."""
         maps.seed_all()
         return self.run(self.fresh())
 
     def kept(self) -> set[str]:
-        """The names of the arguments and outputs that a run saves themselves, not as copies."""
+        """Names of the arguments and outputs that a run saves as they are, not as copies."""
         run = self.seeded()
         slots = run.record.slots().values()
         kinds = (function_rules.kind_of(slot, run, self.names) for slot in slots)
@@ -268,14 +271,14 @@ class Application(NamedTuple):
     def backward(
         self, run: function_rules.Run, incoming: Sequence[Tensor | None] | None = None
     ) -> tuple[Any, ...]:
-        """The results of backward, called as a plain function on a context with the record of a run."""
+        """The results of backward, run as a plain function on the record of a forward run."""
         context = function_rules.Context(run.record)
         given = run.incoming() if incoming is None else incoming
         rule = torch_internals.backward_rule(self.function)
         return function_rules.as_tuple(rule(context, *given))
 
     def changed_by_backward(self) -> list[str]:
-        """The labels of the attributes that backward changes on the context or on the class."""
+        """Labels of attributes that backward changes on ctx or on the class."""
         run, own = self.seeded(), self.function
 
         def state() -> dict[str, Any]:
@@ -299,14 +302,14 @@ class Application(NamedTuple):
         return [layouts.fresh(x) for x in self.args]
 
     def leaves(self) -> list[Any]:
-        """The same copies; the arguments in `by` require grad."""
+        """Copies of the arguments; the differentiated ones require grad."""
         copies = enumerate(self.fresh())
         return [x.requires_grad_(i in self.by) if is_float(x) else x for i, x in copies]
 
 
 def applications(run: Callable[[], Any]) -> list[Application]:
-    """The custom Functions that a run applies to tensors that require grad, once for each kind of
-    arguments."""
+    """The custom Functions that a run applies to tensors requiring grad, one application for each
+    `_argument_kind` of the arguments."""
     found: dict[Any, Application] = {}
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
@@ -320,7 +323,7 @@ def applications(run: Callable[[], Any]) -> list[Application]:
 
 
 def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
-    """A call of a Function, or None if no argument requires grad."""
+    """A call of a user's Function; None if no argument requires grad."""
     if not is_users(function):
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
@@ -329,7 +332,7 @@ def application(function: type[Function], args: tuple[Any, ...]) -> Application 
 
 
 def is_users(function: type[Function]) -> bool:
-    """Whether a Function is verified itself: it is no part of an op of hoglib, and not torch's own."""
+    """Whether a Function is judged by itself: it is not torch's, and not part of an op of hoglib."""
     return not (maps.is_part(function) or function.__module__.startswith("torch."))
 
 
@@ -347,13 +350,13 @@ def parameters(function: type[Function], count: int) -> tuple[str, ...]:
 
 
 def _argument_kind(value: object) -> Any:
-    """A key that is equal for arguments that are examined alike."""
+    """A key; calls with equal keys are examined once."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.dtype, value.requires_grad)
     return repr(value) if not pytree.leaves(value) else type(value)
 
 
-# Names of arguments that a loss or a layer is usually not differentiated by.
+# Names of arguments by which a loss or a layer is usually not differentiated.
 CONSTANTS = (
     "target", "targets", "label", "labels", "y_true", "ground_truth", "gt", "mask", "masks", "index",
     "indices", "idx", "ids", "lengths",
@@ -361,8 +364,8 @@ CONSTANTS = (
 
 
 def constants_of(f: Map, names: Sequence[str]) -> list[int]:
-    """The variables that are taken for constants: inputs that get no gradient, and have the name of a
-    constant (target, mask, ...), or integer values that are not all equal. names: of the arguments."""
+    """The variables to take for constants: inputs without a gradient that have the name of a constant
+    (target, mask, ...), or different integers as values. names: of the arguments of fn."""
     try:
         variables, found = maps.at_leaves(f.differentiable, f.point)
         grads = torch_internals.gradients(found, variables)
@@ -384,8 +387,8 @@ def _is_int(x: Tensor) -> bool:
 
 
 def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
-    """Copies of the inputs, where every floating-point tensor requires grad, except the leaves with
-    the indices `constants`."""
+    """Copies of the inputs; every floating-point tensor requires grad, except the leaves with indices
+    in `constants`."""
     leaves, structure = pytree.flatten(tuple(inputs))
     chosen = [
         x.detach().clone().requires_grad_(i not in constants) if is_float(x) else x
@@ -400,35 +403,34 @@ class Subject:
     """The function under test, evaluated in float64 if it accepts float64.
 
     `subject_of` makes it, and `Derivatives` compares its derivatives. It is immutable: `restricted` and
-    `prepared` return another one.
+    `prepared` return another subject.
     """
 
-    map: Map  # to the outputs that can be differentiated
+    map: Map  # to the differentiable outputs
     precision: Precision
     names: list[str]  # of the variables; for a Function with the names in its forward
-    constants: list[str]  # the names of inputs that are taken for constants
-    symmetric: Restriction  # the variables that `symmetrized` keeps symmetric
-    applications: list[Application]
-    functions: set[type[Function]]  # in the graph of the outputs
-    # structures of variables that the directions of derivatives keep, because the function is right
-    # along these directions only
+    constants: list[str]  # names of inputs taken for constants
+    symmetric: Restriction  # variables that `symmetrized` keeps symmetric
+    applications: list[Application]  # custom Functions applied by fn
+    functions: set[type[Function]]  # custom Functions in the graph of the outputs
+    # structures kept by all directions, because the function is right along such directions only
     kept: Restriction = field(default_factory=dict)
     draws: bool = False  # whether the function draws random numbers
-    # of directions and covectors
+    # for directions and covectors
     random: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def restricted(
         self, kept: Restriction, fix_phases: maps.PhaseFixing | None = None
     ) -> "Subject":
-        """The subject, with directions that keep these structures and `symmetric`, and with outputs
-        after `fix_phases`."""
+        """The subject with directions that keep these structures and `symmetric`, and with
+        `fix_phases` applied to the outputs."""
         f = _keeping(self.map, kept)
         f = f if fix_phases is None else f.phase_fixed(fix_phases)
         return replace(self, map=f.to_differentiable(), kept=kept)
 
     def restrictions(self, allowed: Allowed = lambda j, one: True) -> Iterator["Subject"]:
-        """The subject, restricted to each combination of allowed structures of its variables; one
-        variable before several."""
+        """The subject restricted to each combination of allowed structures of its variables, from one
+        restricted variable to several."""
         values = [_in_given_precision(self.map.value(j)) for j in range(len(self.x))]
         options = [
             [None, *(one for one in structures_of(x) if allowed(j, one))]
@@ -439,8 +441,8 @@ class Subject:
             yield self.restricted({j: one for j, one in enumerate(combination) if one is not None})
 
     def phase_fixings(self, *, real_too: bool) -> Iterator["Subject"]:
-        """The subject, with each choice of outputs that have fixed phases; with real_too also signs of
-        real outputs."""
+        """The subject with each possible choice of outputs with fixed phases. real_too: also fix the
+        signs of real outputs."""
         found = self.map.run_with_grad()
         outputs = [found[i] for i in self.map.which]
         if real_too or any(y.is_complex() for y in outputs):
@@ -448,9 +450,9 @@ class Subject:
                 yield self.restricted(self.kept, fixing)
 
     def prepared(self) -> tuple["Subject", Row | None]:
-        """The subject, seeded if the function draws random numbers, and called on copies if it changes
-        its inputs; and a failed row, or None, if nothing can be compared."""
-        # restore the inputs after a call that changed them: the point must not move
+        """The subject with `seeds` if the function draws random numbers, and with `clones` if it
+        changes its inputs; and a failed row if nothing can be compared, otherwise None."""
+        # restore inputs changed by this call: the point must not move
         before = [x.clone() for x in self.x]
         self.map.leaves(*self.x)  # may change its inputs, declared or not
         changed = any(not same(a, b) for a, b in zip(before, self.x, strict=True))
@@ -475,7 +477,7 @@ class Subject:
                 grads = []
             return [y.detach() for y in values], [g.detach() for g in grads]
 
-        # two seeds: a function that draws nothing gives the same with both
+        # two seeds: without random numbers, values and gradients are equal
         (a, da), (b, db) = drawn(1), drawn(2)
         generators = any(isinstance(x, torch.Generator) for x in pytree.leaves(f.inputs))
         draws = generators or not _nearly_same(a, b)
@@ -488,15 +490,15 @@ class Subject:
                 "generator of its own? Pass random numbers as inputs."
             )
             return subject, Row("deterministic", "fail", None, text)
-        subject = subject.in_units(() if f.seeds else a)  # a is of other draws
+        subject = subject.in_units(() if f.seeds else a)  # a was drawn with another seed
         again = subject._second_backward_fault()
         return subject, Row("deterministic", "fail", None, again) if again else None
 
     def in_units(self, values: Sequence[Tensor] = ()) -> "Subject":
-        """The subject, with outputs in units of their sizes (`Map.in_units`). values: at its point.
+        """The subject with outputs in units of their sizes (`Map.in_units`). values: at its point.
 
-        The size of values that are small is unknown: they may be what is left of terms that cancel.
-        Those show where the inputs move by a few units of rounding:
+        Small values do not show their size: they may be left over from terms that cancel. The size of
+        the terms shows when the inputs move by a few units of rounding:
 
             |f(x + e x) - f(x)| / e  ~  |J x| + |terms|
         """
@@ -514,8 +516,8 @@ class Subject:
         return replace(self, map=f.in_units(sizes))
 
     def _second_backward_fault(self) -> str:
-        """The text on a second backward pass through the same graph that differs from the first, with
-        the same seed; "" if it agrees or is refused."""
+        """A sentence if a second backward pass through one graph, with equal seeds, differs from the
+        first; "" if it agrees or is refused."""
         leaves, values = maps.at_leaves(self.map, self.x)
 
         def once() -> list[Tensor]:
@@ -528,7 +530,7 @@ class Subject:
             return ""
         try:
             second, did = once(), "gives a different gradient"
-        except RuntimeError:  # a graph that allows one pass only says so
+        except RuntimeError:  # torch's error: the graph allows one pass only
             return ""
         except Exception as error:
             second, did = [], f"raises {type(error).__name__}: {error}".splitlines()[0]
@@ -546,7 +548,7 @@ class Subject:
         )
 
     def perturbed_point(self) -> list[Tensor]:
-        """A point near the inputs, without zeros; the inputs themselves if fn is not defined there."""
+        """A point near the inputs, without zeros; the inputs if fn is not defined there."""
         moved = []
         for x in self.x:
             part = torch.rand(x.shape, dtype=torch.float64, generator=self.random, device="cpu")
@@ -578,12 +580,12 @@ class Subject:
 
     @property
     def eps(self) -> float:
-        """The unit roundoff of the dtype that the function computes in."""
+        """The unit roundoff of the function's working dtype."""
         return float(torch.finfo(self.precision.half or self.dtype).eps)
 
     @property
     def offers_forward(self) -> bool | None:
-        """Whether forward mode is declared by every custom Function; None for torch's own functions."""
+        """Whether every custom Function declares a jvp; None without custom Functions."""
         return all(map(function_rules.offers_jvp, self.functions)) if self.functions else None
 
     @property
@@ -606,7 +608,7 @@ def subject_of(
     asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(f.inputs))
     function = maps.as_function(fn)
     own_names = () if function is None else parameters(function, len(inputs))
-    # only a call shows which inputs are constants; the map is then made again without them
+    # a call must show which inputs are constants; then the map is made again without them
     found = [] if asked else [f.variables[j] for j in constants_of(f, own_names)]
     if found:
         own = maps.map_of(fn, marked(inputs, [one.slot for one in found]), f.dtype).scaled()
@@ -630,16 +632,16 @@ def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) 
 
 
 class Lifted(NamedTuple):
-    """A module that applies a Function, its remaining arguments, and the row that reports it."""
+    """The call of a Function as a call of a module, and the report row about it."""
 
-    fn: nn.Module
-    inputs: tuple[Any, ...]
+    fn: nn.Module  # holds the user's module, and applies the Function
+    inputs: tuple[Any, ...]  # the remaining arguments
     row: Row
 
 
 def lifted(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Lifted | None:
-    """The call of a Function as a call of a module, if it gets a module, or a callable that holds one,
-    together with its parameters; else None."""
+    """The call of a Function through a module, if its arguments are a module (or a callable that holds
+    one) together with its parameters; otherwise None."""
     function = maps.as_function(fn)
     if function is None:
         return None
