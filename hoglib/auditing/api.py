@@ -1,4 +1,4 @@
-"""`hoglib.audit`: checks the second derivatives of a model's loss and names the modules at fault."""
+"""`hoglib.audit`: check the second derivatives of a model's loss and name the modules at fault."""
 
 import threading
 import warnings
@@ -70,14 +70,14 @@ def audit(
     Each route to H v is compared with central differences of the gradient, and the gradient with
     central differences of the loss, in a float64 copy and along random directions. The point is
     perturbed by 1% of the size of the parameters, so that a zero initialization hides no fault; the
-    requested routes are compared at the parameters themselves, too. Where a derivative is wrong or
-    missing, every module call is checked by itself, from the model down to the module whose own code
-    loses the derivative, and there every operation. The report names the module (as its parameters are
-    named), the operation or custom Function, the source line, and what to do.
+    requested routes are compared at the parameters themselves, too. If a derivative is wrong or
+    missing, every module call is checked by itself, from the model down to the module that loses the
+    derivative in its own code, and every operation there. The report names the module (as its
+    parameters are named), the operation or custom Function, the source line, and the fix.
 
     Values that the loss takes out of the graph (``detach``, ``no_grad``, ...) are held constant, as
-    autograd holds them; a warning says where that changes the second derivative. Every evaluation uses
-    the same random numbers. There are also warnings about dropout, batch norm in training mode,
+    autograd holds them; a warning says if that changes the second derivative. Every evaluation uses
+    equal random numbers. There are also warnings about dropout, batch norm in training mode,
     autocast, ``once_differentiable``, compiled modules, reentrant checkpoints and unused parameters.
     Parameters, buffers, training modes, ``.grad`` and random number generators are left unchanged.
 
@@ -90,12 +90,12 @@ def audit(
         routes: The routes that must be right: one or several of "reverse-over-reverse",
             "forward-over-reverse", "reverse-over-forward", "forward-over-forward" (or "rr", "fr", "rf",
             "ff"), "torch.func.hessian", "jacrev of jacrev", "grad of vmap" (functional MAML,
-            ``grad(vmap(grad))``) and "third order". The other routes are tried too: where one is wrong,
-            the report warns. Default: "reverse-over-reverse", the route of ``hvp(mode="auto")``.
-        stand_ins: If True, check what hoglib's products, penalties and learners run: the loss inside
-            :func:`hoglib.second_order`, with the stand-ins for torch calls whose second derivative is
-            missing or wrong. Where torch's own calls would not be right, a second row of the route
-            warns. If False, check torch as it is, as code outside of hoglib runs it. Default: True.
+            ``grad(vmap(grad))``) and "third order". All other routes are tried too; the report warns of
+            wrong ones. Default: "reverse-over-reverse", the route of ``hvp(mode="auto")``.
+        stand_ins: If True, check the code that hoglib's products, penalties and learners run: the loss
+            inside :func:`hoglib.second_order`, with stand-ins for torch calls with a missing or wrong
+            second derivative. If torch's own calls would be wrong, a second row of the route warns. If
+            False, check torch as it is, as code outside of hoglib runs it. Default: True.
     Returns:
         A :class:`Report`. ``ok`` is False exactly when the gradient or a requested route is wrong;
         ``culprits`` are the names of the modules at fault. A loss that raises gives a failed report.
@@ -122,17 +122,17 @@ def audit(
         return one.with_own_rows(report) if stand_ins else report
 
 
-# Random number generators and matmul precision belong to the process: audits of several threads take
+# Random number generators and matmul precision belong to the process: audits in several threads take
 # turns.
 _ONE_AT_A_TIME = threading.RLock()
 
-MAX_DIRECTIONS = 4  # directions to try where a kink prevents a comparison along some
-# Multiplications and additions of one forward pass above which routes that were not requested are
-# skipped. Two cores do some 1e10 a second in float64.
+MAX_DIRECTIONS = 4  # directions to try if a kink prevents a comparison
+# Forward passes with more multiplications and additions skip routes that were not requested. Two CPU
+# cores do some 1e10 a second in float64.
 SLOW = 3e9
-# Relative change of H v below which a stopped gradient is not reported.
+# A stopped gradient is reported if it changes H v by more than this relative distance.
 STOP_GRADIENT_TOLERANCE = 1e-3
-WITHOUT = ", without stand-ins"
+WITHOUT = ", without stand-ins"  # end of a row's name
 VALUE = "value"
 VALUE_TEXT = (
     "The loss is {own:.6g} without stand-ins and {replaced:.6g} with them: products are those of "
@@ -149,24 +149,24 @@ WRONG_AT_PARAMS = (
     "at 0, a tie of a maximum, a branch of torch.where), though the loss has one: write it by squares, "
     "or by a formula for both sides, or move params."
 )
-# Largest relative difference of torch's own product from that with stand-ins, in this dtype.
+# Largest relative difference between torch's own product and the product with stand-ins, by dtype.
 OWN_TOLERANCES = defaultdict(lambda: 0.1, {torch.float64: 1e-4})
-# Largest relative difference of a product in this dtype from the one in float64.
+# Largest relative difference between a product in this dtype and the product in float64.
 DTYPE_TOLERANCES = {torch.float32: 0.03, torch.float16: 0.3, torch.bfloat16: 0.3}
 
 
 @final
 class _Audit:
-    """The checks of one audit, in order; `report()` runs them."""
+    """The checks of one audit, in order. `report()` runs them."""
 
     def __init__(self, problem: Problem, requested: list[Route]) -> None:
         self._problem, self._requested = problem, requested
-        self._required = [FIRST, *requested]
+        self._required = [FIRST, *requested]  # their failures decide on `ok`
         self._messages = FaultMessages(problem.names)
-        self._culprits: dict[str, Row] = {}
-        self._judged = True  # whether every requested route could be compared
+        self._culprits: dict[str, Row] = {}  # rows that blame a module, by the name of the row
+        self._judged = True  # every required route could be compared
         self._seen: Observations | None = None
-        self._right: dict[Route, Vector] = {}  # products of the routes that passed
+        self._right: dict[Route, Vector] = {}  # products of correct routes
 
     def report(self) -> Report:
         loss, names = self._problem.loss, self._problem.names
@@ -192,9 +192,9 @@ class _Audit:
         return Report(name, [*self._culprits.values(), *rows], judged=self._judged)
 
     def with_own_rows(self, report: Report) -> Report:
-        """The report of the stand-ins, and rows for the routes that torch alone gets wrong.
+        """The report with stand-ins, and rows for routes that torch alone gets wrong.
 
-        A route that was not requested has none where torch raises: that is no silent error.
+        There is no row if torch raises on a route that was not requested: the error is not silent.
         """
         if self._seen is None or not self._right:
             return report
@@ -205,10 +205,10 @@ class _Audit:
         return Report(report.name, rows, judged=self._judged)
 
     def _own_rows(self, seen: Observations) -> Rows:
-        """Torch's own product by each route, compared with that of the stand-ins."""
+        """Compare torch's own product, by each route, with the product with stand-ins."""
         dtype = next(iter(self._right.values()))[0].dtype
         with reproducible(self._problem, double=dtype == torch.float64) as loss:
-            # beside params: a loss of zero there, as of data that is fitted exactly, is rounding
+            # off params: if data is fitted exactly, the loss at params is zero, and all is rounding
             loss.perturb()
             value = float(loss.run())
             with stand_ins_if(True):
@@ -217,7 +217,7 @@ class _Audit:
                 text = VALUE_TEXT.format(own=value, replaced=replaced)
                 yield Row(VALUE, "fail", abs(value - replaced) / abs(value or 1.0), text)
             for route, expected in self._right.items():
-                # fused kernels, as those of attention on a GPU, draw other random numbers
+                # fused kernels, such as attention on a GPU, draw random numbers in another order
                 result = loss.checker().check(route, compare=seen.random)
                 if result.product is not None:
                     error = relative_distance(result.product, expected)
@@ -234,8 +234,8 @@ class _Audit:
                 yield Row(f"{route.row}{WITHOUT}", "warn", result.error, text)
 
     def _derivative_rows(self, seen: Observations) -> list[Row]:
-        """In float64, then the requested routes in the dtype of the parameters; in that dtype alone
-        where the loss does not run in float64."""
+        """The rows in float64, then the requested routes in the parameters' dtype; only this dtype if
+        the loss refuses float64."""
         refused = ""
         with reproducible(self._problem, double=True) as loss:
             try:
@@ -251,14 +251,14 @@ class _Audit:
         status = {row.name: row.status for row in rows}
         for route in self._requested:
             if status[route.row] not in ("fail", "skip"):
-                # random numbers of another dtype are other numbers
+                # in another dtype, other random numbers are drawn: products are not comparable
                 expected = None if seen.random else here.get(route.quantity)
                 rows += self._own_dtype_rows(route, expected)
         return rows
 
     def _rows(self, loss: ReproducibleLoss) -> list[Row]:
-        """The gradient, then each route, then the stopped gradients, beside params; then what is not
-        right at params themselves, where the loss is in the end."""
+        """Rows at a perturbed point: the gradient, each route, the stopped gradients. Then rows for
+        requested routes with a failure at the parameters themselves."""
         loss.perturb()
         rows, slow = [self._row(loss, FIRST, directions=1)], loss.forward_flops() > SLOW
         for route in ROUTES:
@@ -273,14 +273,14 @@ class _Audit:
         loss.move_back()
         for route in self._requested:
             result = _check_derivative(loss, route, 1)
-            # what is not finite is in the row of the own dtype
+            # infinite or NaN: reported by the row in the parameters' dtype
             judged = result.wrong is False or result.raised or result.error != result.error
             if route.row in right and not judged:
                 rows.append(self._row_at_params(loss, route, result))
         return rows
 
     def _row_at_params(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
-        """What is said of a derivative that is right beside params, and not at them."""
+        """The row of a derivative with a failure at params, but not near them."""
         row, text = Row(route.row, "warn"), UNKNOWN_AT_PARAMS
         if result.wrong and (route is THIRD or loss.checker().is_linear()):
             row = self._failed_row(loss, route, result)
@@ -288,7 +288,7 @@ class _Audit:
         return row._replace(name=f"{route.row}, at params", text=text)
 
     def _row(self, loss: ReproducibleLoss, route: Route, *, directions: int) -> Row:
-        """One derivative; where it is wrong, the modules at fault become culprits."""
+        """The row of one derivative. If it is wrong, the modules at fault become culprits."""
         requested, result = route in self._required, _check_derivative(loss, route, directions)
         if result.at_fault:
             return self._failed_row(loss, route, result)
@@ -306,7 +306,7 @@ class _Audit:
 
     def _failed_row(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> Row:
         requested = route in self._required
-        first = islice(loss.locator.find(route, result), 1)  # which is enough if not requested
+        first = islice(loss.locator.find(route, result), 1)  # one fault suffices for a warning
         faults = self._faults(loss, route, result) if requested else [*first]
         where = self._messages.where(faults)
         text = f"It {describe_failure(result)}, in {where}."
@@ -328,11 +328,10 @@ class _Audit:
         return Row(route.row, "warn", result.error, text)
 
     def _faults(self, loss: ReproducibleLoss, route: Route, result: CheckResult) -> list[Fault]:
-        """Where a derivative is lost.
+        """The faults behind a wrong derivative of the loss.
 
-        A loss that takes a gradient itself (a gradient penalty, a PINN) loses a derivative where a
-        module loses one of a higher order: if no module is at fault, the higher derivatives are
-        checked.
+        A loss that takes a gradient itself (a gradient penalty, a PINN) loses a derivative if a module
+        loses one of a higher order. So if no module is at fault, the higher derivatives are checked.
         """
         faults: list[Fault] = []
         for order in (route, AUTO, THIRD):
@@ -351,8 +350,8 @@ class _Audit:
                 self._culprits[name] = Row(name, "fail", fault.result.error, text)
 
     def _stop_gradient_rows(self, loss: ReproducibleLoss) -> Rows:
-        """What is taken out of the graph, if H v would differ without that."""
-        # torch's parametrizations (spectral norm, weight norm) stop gradients by design
+        """A warning about stopped gradients, if H v would differ without the stops."""
+        # spectral norm, weight norm and other parametrizations of torch stop gradients by design
         stops = loss.stops.found
         found = [s for s in stops if not type(s.module).__module__.startswith("torch.nn.utils")]
         if not found or loss.checker().check(AUTO).wrong is not False:
@@ -368,8 +367,8 @@ class _Audit:
             yield Row("stopped gradients", "warn", change.error, text)
 
     def _own_dtype_rows(self, route: Route, expected: Vector | None) -> Rows:
-        """A requested route at the parameters themselves, in their dtype: it must be there and finite,
-        and is compared with the product in float64."""
+        """The row of a requested route at the parameters, in their dtype: it must exist, be finite, and
+        agree with the product in float64."""
         dtype = self._problem.leaves[0].dtype
         short = str(dtype).removeprefix("torch.")
         name = f"{route.row}, in {short}"
@@ -396,7 +395,7 @@ class _Audit:
 
 
 def _check_derivative(loss: ReproducibleLoss, route: Route, directions: int) -> CheckResult:
-    """What is known of a derivative along several directions; along others where there is a kink."""
+    """Check a derivative along several directions; at a kink, along further ones."""
     right: list[CheckResult] = []
     for seed in range(MAX_DIRECTIONS):
         result = loss.checker(seed).check(route)
@@ -409,20 +408,20 @@ def _check_derivative(loss: ReproducibleLoss, route: Route, directions: int) -> 
 
 
 def _all_surrogates(faults: list[Fault]) -> bool:
-    """Whether every fault is in Functions whose gradient differs from the derivative on purpose."""
+    """Whether every fault is in a Function marked as a surrogate."""
     found = [op.function for fault in faults for op in fault.operations or [fault.call]]
     return bool(found) and all(map(is_surrogate, found))
 
 
-# What an audit reports about a fault: which module, which operation, why, and what to do.
+# The sentences about a fault: the module, the operation, the reason, and the fix.
 
 MAX_NAMES = 3  # names in a sentence
-MAX_VERIFIED = 200_000  # numbers in the inputs of a Function, above which it is not verified
+MAX_VERIFIED = 200_000  # numbers in a Function's inputs; larger inputs are not verified
 MAX_ERROR_LENGTH = 160  # characters of an error message
 
 
 def describe_failure(result: CheckResult) -> str:
-    """What is wrong with a derivative, as a verb phrase."""
+    """The failure of a derivative, as a verb phrase."""
     if result.raised is not None:
         text = f"{result.raised}".partition("\n")[0].rstrip(". ")
         return f"raises {type(result.raised).__name__} ({text[:MAX_ERROR_LENGTH]})"
@@ -440,10 +439,11 @@ class FaultMessages:
 
     def __init__(self, names: ModuleNames) -> None:
         self._names = names
-        self._explained_in: dict[Any, str] = {}  # module by operation
+        # operation -> module with its explanation
+        self._explained_in: dict[Any, str] = {}
 
     def where(self, faults: list[Fault]) -> str:
-        """The modules at fault, with their operations, in one line."""
+        """The modules at fault and their operations, in one line."""
         found = []
         for fault in faults:
             names = ", ".join(dict.fromkeys(op.operation for op in fault.operations[:MAX_NAMES]))
@@ -470,7 +470,7 @@ class FaultMessages:
         return text
 
     def _without_operation(self, fault: Fault) -> str:
-        """Where to look if no single operation is at fault."""
+        """Advice if no single operation is at fault."""
         module = fault.call.module
         applied = dict.fromkeys(op.operation for op in fault.call.operations if op.function)
         if module is not None and (module._backward_hooks or module._backward_pre_hooks):
@@ -491,7 +491,7 @@ class FaultMessages:
         return f"Its operations are right by themselves, but {more}"
 
     def stopped(self, stops: list[StopGradient]) -> str:
-        """Where gradients are stopped."""
+        """A list of the calls that stop gradients."""
         places: dict[str, None] = {}
         for stop in stops:
             where = f" at {stop.line}" if stop.line else ""
@@ -500,7 +500,7 @@ class FaultMessages:
 
 
 def _explain_operation(op: RecordedCall) -> str:
-    """Why an operation loses a derivative, and what to do."""
+    """The reason why an operation loses a derivative, and the fix."""
     if op.function is not None:
         words = _verification_result(op.function, op.args)
         return words or f"`hoglib.verify({op.operation}, inputs)` explains why."
@@ -518,7 +518,7 @@ def _explain_operation(op: RecordedCall) -> str:
 
 
 def _verification_result(function: type[Function], args: tuple[Any, ...]) -> str:
-    """What `hoglib.verify` says about a Function on these arguments; empty if it says nothing."""
+    """The causes found by `hoglib.verify` for a Function on these arguments; "" if there are none."""
     if sum(x.numel() for x in pytree.tensors(args)) > MAX_VERIFIED:
         return ""
     with suppress(Exception):  # an explanation is not worth an error

@@ -1,8 +1,8 @@
-"""The loss of an audit, as a scalar function of real leaves that gives the same value in every run.
+"""The loss of an audit as a scalar function of real leaves, with equal values in every run.
 
-Differences of gradients mean something only where nothing but the leaves changes: each run starts from
-the same random numbers and the same state of the modules. `observe` runs the loss first, and notes what
-makes second derivatives meaningless, fragile or impossible.
+Differences of gradients mean nothing if anything but the leaves changes. So each run starts from equal
+random numbers and an equal state of the modules. `observe` runs the loss first, and notes everything
+that makes second derivatives meaningless, fragile or impossible.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ PROBLEM = "(loss, params, batch)"
 
 
 class NamedProblem(NamedTuple):
-    """A loss(params, batch) to audit; the name is empty where there is only one."""
+    """A loss(params, batch) to audit; the name is "" for a single problem."""
 
     name: str
     loss: Any
@@ -65,7 +65,7 @@ class NamedProblem(NamedTuple):
 
 
 def parse_problems(what: str, value: object) -> list[NamedProblem]:
-    """The problems in (loss, params, batch), in a list of such tuples, or in a dict of them by name.
+    """The problems in a tuple (loss, params, batch), in a list of tuples, or in a dict of them by name.
 
     Raises ArgumentTypeError for anything else, ArgumentValueError for no problem at all.
     """
@@ -131,12 +131,12 @@ def check_arguments(loss: object, params: Tree, batch: object) -> None:
 
 @final
 class Problem:
-    """A loss, parameters and a batch as they were given to `audit`, with the names of the modules."""
+    """The loss, parameters and batch given to `audit`, with the names of the modules."""
 
     def __init__(self, loss: Callable[..., Tensor], params: Tree, batch: object) -> None:
         self.loss, self.batch = loss, batch
         self.originals, self.structure = pytree.flatten(params)
-        # copies: the loss may change its parameters in place
+        # copies of the parameters: the loss may change its parameters in place
         self.leaves: Vector = [x.detach().clone() for x in self.originals]
         self.paths = pytree.paths(params)
         self.names = ModuleNames(loss)
@@ -155,13 +155,13 @@ class Problem:
         return [*self.names.generators(), *in_batch]
 
     def value(self, leaves: Vector, batch: object) -> Tensor:
-        """The loss at leaves, on a copy of the batch, which the loss may change in place."""
+        """The loss at leaves. It gets a copy of the batch, which it may change in place."""
         params = pytree.unflatten(list(leaves), self.structure)
         return validation.scalar("loss(params, batch)", self.loss(params, _copy_of_batch(batch)))
 
 
 def _copy_of_batch(tree: Tree) -> Any:
-    """A copy with the same aliasing: a tensor that occurs twice is copied once."""
+    """A copy that keeps aliases: a tensor that occurs twice is copied once."""
     copies: dict[int, Tensor] = {}
 
     def copy_of(x: Tensor) -> Tensor:
@@ -176,10 +176,10 @@ def _copy_of_batch(tree: Tree) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, depth: int = 4) -> Any:
-    """`function` applied to the tensors of a pytree, and of the mappings and plain objects in it that
-    pytrees do not know, which are then copied.
+    """Apply a function to all tensors of a pytree, also inside of mappings and plain objects unknown to
+    pytrees; these are copied.
 
-    depth: how many objects within objects are searched.
+    depth: levels of objects to search.
     """
 
     def map_leaf(x: Any) -> Any:
@@ -189,7 +189,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, depth: int = 4)
             return x
         mapping = isinstance(x, MutableMapping)
         fields = dict(x) if mapping else getattr(x, "__dict__", {})
-        if dataclasses.is_dataclass(x) and not mapping:  # one with slots, too
+        if dataclasses.is_dataclass(x) and not mapping:  # with slots, it has no __dict__
             fields = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
         found = {name: map_tensors(function, value, depth - 1) for name, value in fields.items()}
         before, after = pytree.leaves(fields), pytree.leaves(found)
@@ -200,29 +200,29 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, depth: int = 4)
             put = copied.__setitem__ if mapping else partial(object.__setattr__, copied)
             for name, value in found.items():
                 put(name, value)
-        except Exception:  # the object cannot be copied
+        except Exception:  # the object refuses to be copied
             return x
         return copied
 
     return pytree.map(map_leaf, tree)
 
 
-PERTURBATION = 0.01  # of the size of each tensor
+PERTURBATION = 0.01  # relative to the size of each tensor
 
 
 @contextmanager
 def reproducible(problem: Problem, *, double: bool) -> Iterator["ReproducibleLoss"]:
     """The loss in float64, or in the dtype of its parameters; the state of modules is restored."""
     modules, generators = problem.names.modules(), problem.generators
-    # swapped parameters leave first: the guard saved what modules had before these came
+    # undo swaps first: the guard has saved the modules without swapped parameters
     with StateGuard(modules, generators, double) as state, keep_swapped():
         yield ReproducibleLoss(problem, state, double=double)
 
 
 @final
 class ReproducibleLoss:
-    """Every run starts from the same random numbers and the same state of the modules; values that the
-    loss takes out of the graph can be held. A complex parameter is a leaf of real and imaginary parts.
+    """A loss that starts every run from equal random numbers and an equal state of the modules. Stopped
+    gradients can be held constant. A complex parameter is a leaf of real and imaginary parts.
     """
 
     def __init__(self, problem: Problem, state: StateGuard, *, double: bool) -> None:
@@ -230,11 +230,11 @@ class ReproducibleLoss:
         self._batch = map_tensors(to_double, problem.batch) if double else problem.batch
         leaves = to_double(problem.leaves) if double else problem.leaves
         self._are_complex = [x.is_complex() for x in leaves]
-        self._params = [real(x) for x in leaves]
+        self._params = [real(x) for x in leaves]  # the point given by the user
         self.move_back()
 
     def move_back(self) -> None:
-        """Move to the parameters themselves."""
+        """Move to the parameters given by the user."""
         self._move_to(self._params)
 
     def _move_to(self, leaves: Vector) -> None:
@@ -244,7 +244,7 @@ class ReproducibleLoss:
         self._locator: Locator | None = None
 
     def f(self, *leaves: Tensor) -> Tensor:
-        """The loss at leaves; modules and random number generators start from their first state."""
+        """The loss at leaves, from the initial state of modules and random number generators."""
         with self._initial_state():
             return self._value(leaves)
 
@@ -254,15 +254,15 @@ class ReproducibleLoss:
         return self._problem.value(values, self._batch)
 
     def run(self, inside: AbstractContextManager[Any] | None = None) -> Tensor:
-        """The loss at its point, with a graph; `inside` is entered at the first state, which has the
-        hooks of modules as they were."""
+        """The loss at its point, with a graph. `inside` is entered after the initial state is restored,
+        because that would remove the hooks that `inside` adds to modules."""
         with self._initial_state(), inside or nullcontext():
             return self._value(fresh_leaves(self.leaves, False))
 
     @contextmanager
     def _initial_state(self, module: nn.Module | None = None) -> Iterator[None]:
-        """The context in which the loss runs, or one of its modules by itself."""
-        # of one module alone where it runs by itself: the state of all takes longer to put back
+        """A context for a run of the loss, or of one of its modules alone."""
+        # restoring one module is faster than restoring all
         self._state.begin(of=module)
         with ExitStack() as stack:
             if self._double:
@@ -273,25 +273,25 @@ class ReproducibleLoss:
     def perturb(self) -> None:
         """Move to a perturbed point, if the loss is finite there."""
         random = torch.Generator("cpu").manual_seed(0)
-        # a tensor of zeros has no size of its own
+        # a tensor of zeros has no size
         sizes = [scale(x) if x.any() else 1.0 for x in self.leaves]
         pairs = zip(self.leaves, sizes, strict=True)
         moved = [x + PERTURBATION * size * random_like(x, random) for x, size in pairs]
-        with suppress(Exception):  # the loss may accept its own parameters only
+        with suppress(Exception):  # the loss may refuse other parameters
             if self.f(*fresh_leaves(moved, False)).isfinite():
                 self._move_to(moved)
 
     def checker(self, seed: int = 0) -> Checker:
-        """Checks routes along the random directions of this seed."""
+        """A checker of routes along the random directions of this seed."""
         if seed or self._checker is None:
             made = Checker(self.f, self.leaves, self.stops, seed)
-            if seed:  # few routes take further directions
+            if seed:  # few routes need a second direction: not cached
                 return made
             self._checker = made
         return self._checker
 
     def forward_flops(self) -> float:
-        """Multiplications and additions of one forward pass as torch counts them; 0 where it cannot."""
+        """Multiplications and additions of one forward pass, as counted by torch; 0 if torch cannot."""
         with suppress(Exception), FlopCounterMode(display=False) as counter:
             self.run()
             return float(counter.get_total_flops())
@@ -299,7 +299,7 @@ class ReproducibleLoss:
 
     @property
     def locator(self) -> Locator:
-        """Locates faults in the modules that the loss calls."""
+        """Searches the modules of the loss for faults."""
         if self._locator is None:
             self._locator = Locator(self._problem.names, self.run, self._initial_state)
         return self._locator
@@ -310,10 +310,10 @@ _CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
 
 class _KeepFloat64(TorchFunctionMode):
-    """Casts of float64 tensors to narrower dtypes have no effect.
+    """Ignores casts of float64 tensors to narrower dtypes.
 
-    Code such as `x.float()` or `softmax(x, dtype=torch.float32)` would round what is to be compared, or
-    fail on float64 weights.
+    `x.float()` or `softmax(x, dtype=torch.float32)` would round the values to compare, or fail on
+    float64 weights.
     """
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
@@ -335,7 +335,7 @@ OTHER_FUNCTIONS = (
     "Each product is of another function, so that conjugate gradients, eigenvalues and differences of "
     "gradients are meaningless."
 )
-# The warning of each row; {} stands for the names that were noted.
+# The text of each warning row; {} stands for the noted names.
 WARNINGS = {
     "dropout": f"Dropout is on in {{}}. {OTHER_FUNCTIONS} Call model.eval(), or give every product the "
     "same seed (`torch.manual_seed` before each).",
@@ -361,27 +361,27 @@ WARNINGS = {
     "columns of the Hessian are zero. Leave them out of params, or look for a branch that does not "
     "run.",
 }
-Notes = defaultdict[str, dict[str, None]]  # the names to report, by row; each once, in order
+Notes = defaultdict[str, dict[str, None]]  # row -> names to report, as an ordered set
 
 
 class Observations(NamedTuple):
-    """What the runs showed: rows of a report, and what the checks need to know."""
+    """Everything that the first runs showed."""
 
-    failures: list[Row]  # of what makes derivatives wrong or impossible
+    failures: list[Row]  # reasons for wrong or impossible derivatives
     warnings: list[Row]
-    finite: bool  # False: the only failure says so, and nothing else can be checked
-    random: bool  # whether the loss draws random numbers
+    finite: bool  # if False, this is the only failure, and nothing else can be checked
+    random: bool  # the loss draws random numbers
 
 
 def observe(problem: Problem) -> Observations:
-    """Run the loss at its parameters; modules that were not known until then get names.
+    """Run the loss at its parameters; modules seen for the first time get names.
 
-    Raises what the loss raises, and NoSecondDerivative if its value does not depend on the parameters.
+    Raises errors of the loss, and NoSecondDerivative if its value does not depend on the parameters.
     """
     names, notes, failures = problem.names, Notes(dict), list[Row]()
     with StateGuard(names.modules(), problem.generators) as state:
         if has_dynamo():
-            # before the observed run, in which compiled code runs uncompiled
+            # first, because the observed run disables compilation
             failures += _compiled_failures(problem, state, notes)
         state.begin()
         random = RandomState(problem.generators, names.modules())
@@ -415,11 +415,11 @@ def observe(problem: Problem) -> Observations:
 
 
 def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Rows:
-    """Notes compiled code, into which modes cannot see; failures if it has no second derivative."""
+    """Note compiled code, as modes cannot see into it; failures if it has no second derivative."""
     state.begin()
     try:
         value = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
-    except Exception:  # it is raised again, and reported, by the run that is observed
+    except Exception:  # the observed run raises it again, and reports it
         return
     names = problem.names
     if not any(map(has_compiled, names.roots)) and not graph_summary(value).has_compiled_code:
@@ -438,11 +438,11 @@ def _compiled_failures(problem: Problem, state: StateGuard, notes: Notes) -> Row
 
 
 def _parameter_failures(problem: Problem, value: Tensor, leaves: Vector, notes: Notes) -> Rows:
-    """Which parameters the value was computed from."""
+    """Note unused parameters; fail if the loss uses the model's own parameters beside `params`."""
     reached = graph_summary(value).leaves
     pairs = list(zip(problem.paths, leaves, strict=True))
     unused = [path for path, leaf in pairs if id(leaf) not in reached]
-    if not notes["reentrant checkpoint"]:  # inside one the graph cannot be seen
+    if not notes["reentrant checkpoint"]:  # it hides the graph inside
         if len(unused) == len(leaves):
             raise errors.NoSecondDerivative(
                 "loss(params, batch): expected a value that depends on params, got one that does not; "
@@ -462,14 +462,14 @@ def _parameter_failures(problem: Problem, value: Tensor, leaves: Vector, notes: 
 
 
 def _repetition_failures(problem: Problem, state: StateGuard, value: Tensor, notes: Notes) -> Rows:
-    """Whether a second run gives the same value: with the attributes that the first one left on
-    modules, and with the initial ones."""
+    """Run the loss again, with the attributes that the first run left on modules, and then with the
+    initial ones; fail if no run gives an equal value."""
     changed = state.changed_attributes()
     for restore_attributes in (False, True):
         state.begin(attributes=restore_attributes)
         with keep_swapped(), eagerly():
             again = problem.value(fresh_leaves(problem.leaves, False), problem.batch)
-        # not bit for bit: threads may add in another order
+        # up to rounding: threads may add in another order
         if torch.allclose(again, value, rtol=1e-5, atol=0.0, equal_nan=True):
             if restore_attributes:
                 names = [f"{problem.names.of(m)}.{name}".lstrip(".") for m, name in changed]
@@ -485,13 +485,13 @@ def _repetition_failures(problem: Problem, state: StateGuard, value: Tensor, not
 
 @final
 class _Watch(TorchFunctionMode):
-    """Notes what runs under autocast, draws random numbers, is a custom Function, or is not finite."""
+    """Notes code under autocast, random numbers, custom Functions, and infinite or NaN outputs."""
 
     def __init__(self, names: ModuleNames, notes: Notes, device: torch.device) -> None:
         super().__init__()
         self._names, self._notes, self._device = names, notes, device
-        self._around = torch.is_autocast_enabled(device.type)
-        self.not_finite: list[nn.Module] = []
+        self._around = torch.is_autocast_enabled(device.type)  # on around the call of `audit`
+        self.not_finite: list[nn.Module] = []  # modules with such outputs, in order
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if torch.is_autocast_enabled(self._device.type):

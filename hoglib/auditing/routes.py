@@ -1,7 +1,8 @@
-"""The routes to a second derivative, compared with central differences; and the call that loses one.
+"""Routes to a second derivative, their comparison with central differences, and the search for the call
+that loses the derivative.
 
-A route is a function of leaves and directions. If it is wrong for the whole loss, so it is for one of
-the calls that the loss makes: each is checked by itself, down to one whose own calls are all right.
+A route is a function of leaves and directions. If it is wrong for a loss, it is wrong for one of the
+calls that the loss makes. Each call is checked by itself, down to a faulty call with correct parts.
 """
 
 from abc import ABC, abstractmethod
@@ -53,20 +54,21 @@ from hoglib.verification import maps
 from hoglib.verification.attribution import detached_copy, requires_grad
 from hoglib.verification.comparison import some_of
 
-# Values that a function takes out of its graph are held constant while differences are taken.
+# Stopped gradients: values that a function takes out of its graph.
 #
-# A target under no_grad, `x + (round(x) - x).detach()`, the vectors of spectral norm: autograd
-# holds them constant, and so must the differences that it is compared with. A mode records what
-# each call without a graph returns for arguments with a graph, and replays that at every other point.
+# A target under no_grad, `x + (round(x) - x).detach()`, the vectors of spectral norm: autograd treats
+# them as constants, so differences must hold them constant, too. A mode records the result of each call
+# that returns no graph for arguments with a graph, and replays that result at every other point.
 
-AUTOGRAD_CALLS = ("grad", "backward")  # they run Python code, which is seen call by call
+AUTOGRAD_CALLS = ("grad", "backward")  # not handled as one call: they run Python code of their own
 
 
 class CallMode(TorchFunctionMode, ABC):
-    """A mode that handles torch calls and custom Functions, not the calls in the forward of these.
+    """A mode that handles torch calls and custom Functions, but not the calls inside a Function's
+    forward.
 
-    of_composites: of the calls of a composite torch function, those that are handled instead of it.
-    Default: those that have a stand-in.
+    of_composites: names of calls to handle inside a composite torch function, instead of the
+    composite. Default: the calls with a stand-in.
     """
 
     def __init__(self, of_composites: frozenset[str] | None = None) -> None:
@@ -75,7 +77,7 @@ class CallMode(TorchFunctionMode, ABC):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, calls are handled."""
+        """Inside this context, calls are handled."""
         with watching_functions(self.on_function) as self._applying, self:
             yield
 
@@ -93,16 +95,16 @@ class CallMode(TorchFunctionMode, ABC):
 
     @abstractmethod
     def on_call(self, func: Callable[..., Any], name: str, args: object, kwargs: object) -> Any:
-        """Runs a torch call."""
+        """Run a torch call; returns its result."""
 
     def on_function(self, function: type[Function], args: tuple[Any, ...]) -> None:
         """Called with a custom Function before it runs."""
 
 
 class StopGradient(NamedTuple):
-    """One call that ended the graph, and the value that it returned."""
+    """A call that ended the graph, and its result."""
 
-    how: str
+    how: str  # the call, as in messages
     line: SourceLine | None
     module: nn.Module | None  # the module that was running
     value: Any
@@ -110,18 +112,18 @@ class StopGradient(NamedTuple):
 
 @final
 class StopGradientReplay(CallMode):
-    """Records the stopped values of a function in its first run, and replays them in the others."""
+    """Records the stopped values of a function in its first run, and replays them in all later runs."""
 
     def __init__(self) -> None:
         super().__init__(frozenset({"detach"}))
         self.found: list[StopGradient] = []
-        # whether there is one inside a transform, which cannot be replayed
+        # a gradient is stopped inside a transform, where values cannot be replayed
         self.in_transform = False
-        self._recorded, self._next = False, 0
+        self._recorded, self._next = False, 0  # the first run is over; index of the next value
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The context for a run of the function with a graph, without its backward."""
+        """The context for a run of the function, with a graph, but without its backward."""
         self._next = 0
         if not self._recorded:
             self.found.clear()
@@ -152,7 +154,7 @@ class StopGradientReplay(CallMode):
         return result
 
     def _hold(self, how: str, result: object) -> Any:
-        """Record the result in the first run; return the recorded one in the others."""
+        """Record the result in the first run; return the recorded result in later runs."""
         if transforms_active():
             self.in_transform = True
             return result
@@ -169,17 +171,17 @@ class StopGradientReplay(CallMode):
 
 
 def _has_graph(x: Any) -> bool:
-    """Whether autograd records what is computed from x; the wrappers of torch.func do not say so."""
+    """Whether autograd records results of x. A torch.func wrapper does not tell: unwrap it."""
     return is_float(x) and bool(x.requires_grad or unwrap(x).requires_grad)
 
 
 def _is_value(result: object) -> bool:
-    """A number or an array of numbers, rather than an address."""
+    """Whether the result is a number or an array of numbers, and not an address."""
     return isinstance(result, float | complex | list) or type(result).__module__ == "numpy"
 
 
 Scalar = Callable[..., Tensor]  # a scalar function of leaves
-# What a route computes, as part of a sentence.
+# Each quantity as part of a sentence.
 TEXTS = {
     "first": "the gradient",
     "hessian": "H v",
@@ -189,32 +191,29 @@ TEXTS = {
 
 
 class Route(NamedTuple):
-    """One way to a derivative of a scalar function f of leaves, along directions v and w.
+    """One way to a derivative of a scalar function f of leaves, along directions v and w."""
 
-    quantity: "first" for the gradient, "hessian" for H v, "curvature" for w^T H v, "third" for the
-    derivative of w^T H v. product(f, leaves, v, w) computes it.
-    """
-
-    key: str
-    title: str
+    key: str  # short name
+    title: str  # name in reports
+    # "first": gradient; "hessian": H v; "curvature": w^T H v; "third": its derivative
     quantity: str
-    product: Callable[[Scalar, Vector, Vector, Vector], Vector]
+    product: Callable[[Scalar, Vector, Vector, Vector], Vector]  # product(f, leaves, v, w)
 
     @property
     def row(self) -> str:
-        """The name of its row in a report."""
+        """The name of the route's row in a report."""
         order = self.quantity if self.quantity in ("first", "third") else "second"
         return f"{order} derivative: {self.title}"
 
     @property
     def text(self) -> str:
-        """What it computes, as part of a sentence."""
+        """The computed quantity, as part of a sentence."""
         what = TEXTS[self.quantity]
         return what if self.quantity == "first" else f"{what} by {self.title}"
 
 
 def requested_routes(names: object) -> list[Route]:
-    """The routes with these keys or titles; for None the one that hvp(mode="auto") takes."""
+    """The routes with these keys or titles; None gives the route of hvp(mode="auto")."""
     if names is None:
         return [AUTO]
     known = {name: route for route in ROUTES for name in (route.title, route.key)}
@@ -224,7 +223,7 @@ def requested_routes(names: object) -> list[Route]:
 
 
 def _gradient(f: Scalar, own: Vector) -> Vector:
-    """grad f with its graph."""
+    """grad f, with its graph."""
     return maps.grad([f(*own)], own, create_graph=True)
 
 
@@ -256,19 +255,19 @@ def forward_over_forward(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vec
 
 
 def func_hessian(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
-    """A column of torch.func.hessian = jacfwd(jacrev(f)): vmap over directions."""
+    """H v as torch.func.hessian = jacfwd(jacrev(f)) computes a column: vmap over directions."""
     jacobian = _by_all(jacrev, f, leaves)
     return _vmap_of_one(lambda *one: jvp(jacobian, tuple(leaves), one)[1], v)
 
 
 def jacrev_of_jacrev(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
-    """A row of jacrev(jacrev(f)): vmap over the cotangents of a gradient."""
+    """v^T H as jacrev(jacrev(f)) computes a row: vmap over the cotangents of a gradient."""
     pull = torch.func.vjp(_by_all(jacrev, f, leaves), *leaves)[1]
     return _vmap_of_one(lambda *one: pull(one), v)
 
 
 def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
-    """A meta-gradient by grad(vmap(task)), with inner gradients at the parameters of each task."""
+    """A meta-gradient by grad(vmap(task)): inner gradients are taken at the parameters of each task."""
 
     def total(*own: Tensor) -> Tensor:
         def task(e: Tensor) -> Tensor:
@@ -286,11 +285,12 @@ def _by_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Te
 
 
 def _slope(f: Scalar, v: Vector) -> Scalar:
-    """<grad f, v>, by forward mode."""
+    """<grad f, v> in forward mode."""
     return lambda *own: jvp(f, own, tuple(v))[1]
 
 
 def _vmap_of_one(function: Callable[..., tuple[Tensor, ...]], v: Vector) -> Vector:
+    """The function under vmap over a single sample."""
     found = vmap(function, randomness="same")(*(part[None] for part in v))
     return [part[0] for part in found]
 
@@ -310,48 +310,48 @@ ROUTES = (
 )
 
 
-# Compares the derivatives of a scalar function f, with gradient g, with central differences.
+# Comparison of the derivatives of a scalar function f, with gradient g, with central differences.
 #
 #     derivative                is compared with
 #     first    <g, v>           (f(x + h v) - f(x - h v)) / 2h
 #     H v                       (g(x + h v) - g(x - h v)) / 2h
-#     w^T H v, a number         the same, and w
+#     w^T H v, a number         w^T (g(x + h v) - g(x - h v)) / 2h
 #     third    of w^T H v       (H v at x + h w - H v at x - h w) / 2h, by reverse-over-reverse
 #
-# Steps h are tried until the derivative agrees with a difference. It is wrong if it agrees with none,
-# and two differences agree with each other and their one-sided slopes; otherwise (at a kink, or where
-# numbers cancel) nothing is known. Values that f takes out of its graph are held constant.
+# Steps h are tried until the derivative agrees with a difference. It is wrong if it agrees with none of
+# them, although two differences agree with each other and with their one-sided slopes. Otherwise (at a
+# kink, or if numbers cancel) nothing is known. Stopped gradients are held constant.
 #
-# `verification.comparison.Comparer` estimates the error of each element of a difference before it reads
-# the derivative: from nine evaluations, and where it finds a fault from 25 more. No wrong derivative
-# agrees with a difference by chance, so here a right one takes three evaluations of a model's gradient,
-# a wrong one five.
+# `verification.comparison.Comparer` works differently: it estimates the error of each element of a
+# difference before it reads the derivative, from nine evaluations, and confirms a fault with 25 more.
+# Here a correct derivative takes three evaluations of a model's gradient and a wrong one five: no wrong
+# derivative agrees with a difference by chance.
 
-RIGHT_WITHIN = {torch.float64: 1e-5, torch.float32: 1e-2}
-# A wrong result is that many times further from a difference than its uncertainty.
+RIGHT_WITHIN = {torch.float64: 1e-5, torch.float32: 1e-2}  # relative error of a correct derivative
+# The error of a wrong result exceeds the uncertainty of a difference by this factor.
 CLEARLY_WRONG = 10
-# Largest uncertainty of a difference to call a vector wrong, to call a number wrong.
+# Largest relative uncertainty of a difference that may call a vector, or a number, wrong.
 DOUBT_OF_VECTOR, DOUBT_OF_NUMBER = 1e-2, 1e-3
-AGREE = 0.1  # relative difference below which differences along several directions or steps agree
-SMALL_SHARE = 1e-3  # tensors smaller than this share of all are compared relative to all
+AGREE = 0.1  # differences along several directions or steps agree up to this relative distance
+SMALL_SHARE = 1e-3  # a tensor below this fraction of the whole is compared relative to the whole
 
 
 class CheckResult(NamedTuple):
-    """What is known about a route. `wrong`: True, False, or None where nothing could be compared."""
+    """The result of checking a route."""
 
-    wrong: bool | None
+    wrong: bool | None  # None if nothing could be compared
     error: float | None = None  # relative
     raised: Exception | None = None
-    product: Vector | None = None  # of a check that compares nothing
+    product: Vector | None = None  # only from a check without comparison
 
     @property
     def at_fault(self) -> bool:
-        """Whether it is wrong or raises."""
+        """Whether the route is wrong or raises."""
         return self.wrong is True or self.raised is not None
 
 
-# Slopes of a function F in units of its arguments: (F(x + h v) - F(x - h v)) / 2h, and
-# (F(x + h v) - F(x)) / h, which differs by O(h) unless there is a kink within h.
+# Slopes of a function F, in units of its arguments: the central (F(x + h v) - F(x - h v)) / 2h and the
+# one-sided (F(x + h v) - F(x)) / h. They differ by O(h) unless there is a kink within h.
 _Slope = tuple[Vector, Vector]
 
 
@@ -359,7 +359,7 @@ _Slope = tuple[Vector, Vector]
 class Checker:
     """Checks routes of one function at one point, along random directions v and w.
 
-    stops: holds the values that the function takes out of its graph; None to let them vary.
+    stops: holds stopped gradients constant; None lets them vary.
     """
 
     def __init__(
@@ -373,15 +373,15 @@ class Checker:
         self._v, self._w = (
             _times([random_like(x, random) for x in self._leaves], self._scales) for _ in range(2)
         )
-        # of the quantity that was compared last: its slopes by step, and its value here
+        # for the quantity compared last: its slopes by step, and the value of its function at x
         self._kind, self._known = "", dict[float, _Slope | None]()
         self._here: Vector | None = None
-        # by quantity, which all routes to it that are right share
+        # correct products, by quantity; all correct routes to a quantity have equal products
         self.products: dict[str, Vector] = {}
 
     def check(self, route: Route, *, compare: bool = True) -> CheckResult:
-        """Whether a route is right; without `compare`, whether it does not raise and is finite."""
-        # copies, because code under no_grad may write to its arguments
+        """Check a route. compare: if False, only whether it runs and is finite."""
+        # copies: code under no_grad may write to its arguments
         leaves = [x.clone() for x in self._leaves]
         try:
             found = route.product(self._f, leaves, self._v, self._w)
@@ -398,14 +398,15 @@ class Checker:
         return result
 
     def _compare(self, route: Route, found: Vector) -> CheckResult:
+        # everything is compared in units of the leaves: <g, v> and w^T H v are one number each
         quantity, limit = route.quantity, DOUBT_OF_VECTOR
-        size = None  # what the error of a number is relative to
+        size = None  # denominator of the relative error of a number; None for a vector
         if quantity == "first":
             size, limit = float(pytree.norm(_times(found, self._scales))), DOUBT_OF_NUMBER
             found = [pytree.dot(found, self._v)]
         elif quantity != "curvature":
             found = _times(found, self._scales)
-        # the second derivative is zero, of a function that is not linear everywhere
+        # zero is suspect in float64: no relative error exists, and it may be a cut graph
         zero = self._dtype == torch.float64 and quantity == "hessian"
         zero = zero and not any(part.any() for part in found)
         tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
@@ -429,9 +430,12 @@ class Checker:
         return self._compare_zero(None) if zero else CheckResult(None)
 
     def _compare_zero(self, error: float | None) -> CheckResult:
-        """A product of zero, to which nothing is relative. It is right if differences vanish with their
-        step, or are zero at one (`error`) and do not agree elsewhere: a branch for the surroundings of
-        one point alone, as of sin(x) / x at 0, has the derivatives of the branch."""
+        """Judge a product of zero: there is no relative error.
+
+        It is correct if the differences vanish with their step, or if they are zero at one step
+        (`error`) and do not agree at others: a branch for the neighbourhood of a single point, such as
+        sin(x) / x at 0, has the derivatives of the branch.
+        """
         found = [self._slope("hessian", step) for step in steps("route", self._dtype)[2:]]
         slopes = [side for slope in found if slope for side in slope]
         size = float(pytree.norm(slopes[-2])) if len(slopes) == 2 * len(found) else 0.0
@@ -441,8 +445,8 @@ class Checker:
         return CheckResult(False, error or 0.0) if small or error is not None else CheckResult(None)
 
     def is_linear(self) -> bool:
-        """Whether differences of the gradient are linear in their direction. Where they agree with each
-        other and are not, as at a tie of a maximum, there is no second derivative."""
+        """Whether differences of the gradient are linear in their direction. If they converge without
+        being linear, as at a tie of a maximum, no second derivative exists."""
         step, (v, w) = steps("route", self._dtype)[2], (self._v, self._w)
         both = [a - b for a, b in zip(v, w, strict=True)]
         here = self._function("hessian", self._leaves)
@@ -452,10 +456,10 @@ class Checker:
         return bool(apart) and _relative_distance(of_both, apart, float(pytree.norm(of_v))) < AGREE
 
     def _slope(self, quantity: str, step: float) -> _Slope | None:
-        """A slope of the function that gives a quantity; None where that raises, or where it stops a
-        gradient inside a transform of torch.func, which cannot be held constant."""
+        """The slope for a quantity and a step. None if the function raises, or if it stops a gradient
+        inside a torch.func transform, where the value cannot be held constant."""
         kind = "hessian" if quantity == "curvature" else quantity
-        if kind != self._kind:  # routes to one quantity follow one another
+        if kind != self._kind:  # keep slopes for one quantity: its routes are checked in a row
             self._kind, self._known, self._here = kind, {}, None
         if step not in self._known:
             self._known[step] = None
@@ -476,7 +480,7 @@ class Checker:
         return (central, one_sided) if _all_finite(central) else None
 
     def _function(self, kind: str, x: Vector) -> Vector:
-        """What is differenced."""
+        """The function F of the differences: f, its gradient, or H v."""
         leaves = [part.clone() for part in x]
         if kind == "first":
             return [self._held(*fresh_leaves(leaves, False)).detach()]
@@ -490,8 +494,8 @@ class Checker:
 
 
 def _relative_distance(found: Vector, truth: Vector, size: float | None) -> float:
-    """The largest difference of two vectors, a tensor at a time; relative to their size, or a given
-    one."""
+    """The largest difference of two vectors, tensor by tensor; relative to their sizes, or to
+    `size`."""
     pairs = list(zip(found, truth, strict=True))
     sizes = [max(float(a.norm()), float(b.norm())) if size is None else 0.0 for a, b in pairs]
     floor = SMALL_SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
@@ -509,52 +513,52 @@ def _all_finite(parts: Vector) -> bool:
 
 
 def scale(x: Tensor) -> float:
-    """The root mean square of a tensor, which steps are relative to; 0.01 for a tensor of zeros."""
+    """The root mean square of a tensor, for relative steps; 0.01 for a tensor of zeros."""
     size = float(x.norm()) / max(x.numel(), 1) ** 0.5
     return size if 0 < size < inf else 0.01
 
 
-# Locates the module, and the operation in it, that loses a derivative.
+# The search for the module, and the operation in it, that loses a derivative.
 #
-# The loss calls modules, and each of them modules, torch functions and custom Functions. A call is a
-# function of its inputs x, its parameters p and the gradient u that comes in, f(x, p, u) = <u, y(x,
-# p)>. If a derivative of the whole loss is wrong, so is that of one of the calls that it makes,
-# then that of one of the calls in it, down to a call whose own calls are all right.
+# The loss calls modules, and each module calls modules, torch functions and custom Functions. A call
+# is a function f(x, p, u) = <u, y(x, p)> of its inputs x, its parameters p and the incoming gradient u.
+# If a derivative of the whole loss is wrong, it is wrong for one of the calls in the loss, then for one
+# of the calls in that call, and so on, down to a call with correct parts.
 
-MAX_OPERATIONS = 40  # in one module's own code
+MAX_OPERATIONS = 40  # recorded operations in one module's own code
 
 
 @final
 @dataclass
 class RecordedCall:
-    """A call of a module, or an operation: a torch function or a custom Function; or the whole loss."""
+    """A call of a module, an operation (a torch function or a custom Function), or the whole loss."""
 
-    module: nn.Module | None = None  # of an operation, the module whose code makes it
-    operation: str = ""  # its name
-    run: Callable[..., Any] | None = None
-    args: tuple[Any, ...] = ()
+    module: nn.Module | None = None  # for an operation, the module that calls it
+    operation: str = ""  # name of the operation; "" for a module
+    run: Callable[..., Any] | None = None  # the module or function; None if it cannot run alone
+    args: tuple[Any, ...] = ()  # copies
     kwargs: dict[str, Any] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # of a module
-    line: SourceLine | None = None
-    function: type[Function] | None = None
-    parts: dict[Any, "RecordedCall"] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # parameters given to a module
+    line: SourceLine | None = None  # of an operation
+    function: type[Function] | None = None  # for a custom Function
+    parts: dict[Any, "RecordedCall"] = field(default_factory=dict)  # calls inside, each kind once
 
     @property
     def operations(self) -> list["RecordedCall"]:
-        """Those of its own code, not of the modules that it calls."""
+        """The operations in the module's own code, without those inside of modules that it calls."""
         return [part for part in self.parts.values() if part.operation]
 
 
 class Fault(NamedTuple):
-    """A module call that loses a derivative, though none of the modules in it does."""
+    """A module call that loses a derivative, although no module called inside loses it."""
 
     call: RecordedCall
     result: CheckResult
-    operations: list[RecordedCall]  # those of its own code that lose it
+    operations: list[RecordedCall]  # operations in the module's own code that lose the derivative
 
     @property
     def module(self) -> nn.Module | None:
-        """The module whose code makes the operations; another module may have called its method."""
+        """The module that calls the operations; the call may be of another module's method."""
         owners = {id(op.module): op.module for op in self.operations}
         (owner,) = owners.values() if len(owners) == 1 else (None,)
         return owner or self.call.module
@@ -564,21 +568,20 @@ class Fault(NamedTuple):
 class Locator:
     """Finds the faults among the calls of a loss.
 
-    run: runs the whole loss inside a context. initial_state: the context in which a module, or the
-    loss, gives the same value in every run.
+    run: runs the whole loss inside a given context. initial_state: a context that resets a module, or
+    the whole loss, so that it gives equal values in every run.
     """
 
     def __init__(
         self, names: ModuleNames, run: Callable[..., Any], initial_state: Callable[..., Any]
     ) -> None:
         self._root, self._initial_state = record_calls(names, run), initial_state
-        self._checkers: dict[int, Checker | None] = {}
+        self._checkers: dict[int, Checker | None] = {}  # by id of the call
 
     def find(self, route: Route, result: CheckResult) -> Iterator[Fault]:
-        """The faults behind a derivative of the whole loss that is wrong or raises, one for each
-        module."""
+        """The faults, one for each module, if a derivative of the whole loss is wrong or raises."""
         found: set[int] = set()
-        # where a derivative raises, it is enough to look for what raises
+        # if the derivative raises, look only for calls that raise
         for fault in self._descend(self._root, route, result, result.raised is None):
             if id(fault.module) not in found:
                 found.add(id(fault.module))
@@ -602,7 +605,7 @@ class Locator:
             yield Fault(call, result, operations)
 
     def _checker(self, call: RecordedCall, parent: RecordedCall) -> Checker | None:
-        """None for a call that cannot be run by itself, or that has no variables."""
+        """The checker of a call; None if the call cannot run alone, or has no variables."""
         if id(call) not in self._checkers:
             self._checkers[id(call)] = None
             module = parent.module if call.operation else call.module
@@ -614,7 +617,7 @@ class Locator:
                         return _float_tensors(function(*args, **kwargs))
                     return _float_tensors(call_with(function, parameters, *args, **kwargs))
 
-            with suppress(Exception):  # it cannot be run by itself
+            with suppress(Exception):  # it cannot run alone
                 f, leaves = _as_scalar_function(run, (call.args, call.kwargs, call.parameters))
                 if leaves:
                     self._checkers[id(call)] = Checker(f, leaves, StopGradientReplay())
@@ -622,8 +625,8 @@ class Locator:
 
 
 def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar, Vector]:
-    """<u, run(inputs)> as a function of the inputs that require grad and of u; and the values of these,
-    none if nothing depends on them."""
+    """<u, run(inputs)> as a function f of u and of the inputs that require grad, and the values of its
+    arguments; an empty list of values if nothing depends on them."""
     call = replace(maps.map_of(run, inputs), clones=True)  # run may change its inputs in place
     first = call.run_with_grad() if any(map(requires_grad, pytree.leaves(inputs))) else []
     which = [i for i, y in enumerate(first) if y.requires_grad and y.numel()]
@@ -639,7 +642,7 @@ def _as_scalar_function(run: Callable[..., Vector], inputs: Any) -> tuple[Scalar
 
 
 def _float_tensors(value: object) -> list[Tensor]:
-    """The floating-point tensors of an output, also those in objects that are no pytrees."""
+    """The floating-point tensors of an output, also inside objects unknown to pytrees."""
     return [x for _, x in pytree.tensors_in("", value) if is_float(x)]
 
 
@@ -649,10 +652,10 @@ def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
 
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = RecordedCall(module)
-        if not transforms_active():  # whose tensors cannot be copied
+        if not transforms_active():  # wrapped tensors cannot be copied
             call.run = module
             call.args, call.kwargs = detached_copy((args, kwargs))
-            # a loss substitutes plain tensors for the parameters that it was given
+            # a functional loss swaps plain tensors in for the parameters
             named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
             plain = [(name, p) for name, p in named if not isinstance(p, nn.Parameter)]
             call.parameters = {name: p.detach().requires_grad_() for name, p in plain}
@@ -674,7 +677,7 @@ def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
                     stack.callback(after.remove)
             yield
 
-    # the check reports an error; the calls until then are known
+    # the check of the whole reports an error; the calls before it are recorded
     with suppress(Exception), _OperationRecorder(lambda: stack[-1].parts).watching():
         run(hooks())
     return root
@@ -682,10 +685,10 @@ def record_calls(names: ModuleNames, run: Callable[..., Any]) -> RecordedCall:
 
 @final
 class _OperationRecorder(CallMode):
-    """Records the outermost torch calls that map tensors with a graph to tensors with a graph, and
-    custom Functions; each kind of call once.
+    """Records outermost torch calls that map tensors with a graph to tensors with a graph, and custom
+    Functions; each kind of call once.
 
-    parts: those of the module that is running.
+    parts: gives the recorded parts of the running module.
     """
 
     def __init__(self, parts: Callable[[], dict[Any, RecordedCall]]) -> None:
@@ -710,7 +713,7 @@ class _OperationRecorder(CallMode):
         return result
 
     def _record(self, call: RecordedCall, inputs: object, line: SourceLine | None) -> Any:
-        """Keep a call, unless one like it is kept, or its tensors cannot be copied."""
+        """Keep a call, unless a similar call is kept, or its tensors cannot be copied."""
         parts = self._parts()
         key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in pytree.tensors(inputs))
         full = sum(bool(part.operation) for part in parts.values()) >= MAX_OPERATIONS
