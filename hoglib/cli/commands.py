@@ -1,5 +1,5 @@
-"""The commands: verify, audit, ops, env, check. Each prints, and returns the exit status; its
-docstring is its help."""
+"""The commands: verify, audit, ops, env, check. Each prints its result and returns the exit status. Its
+docstring is its help text."""
 
 import json as json_format
 import platform
@@ -26,7 +26,7 @@ from hoglib.stand_ins.mode import stand_in_table
 from hoglib.verification.api import verify as verify_function
 from hoglib.verification.report import MODES
 
-WIDTH = 100
+WIDTH = 100  # characters in a line of text
 
 
 def verify(
@@ -59,7 +59,7 @@ def verify(
     with stdout_for(json):
         targets, without_samples = functions(target, inputs)
         make = partial(_verify_targets, target, tuple(inputs), reference, options)
-        # here too, though a child judges: a wrong reference raises before one is started
+        # make the targets here, too: a wrong reference then raises before a child starts
         here = make()
         names = [one.name for one in targets]
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
@@ -80,17 +80,17 @@ def _verify_targets(
 
 
 def _samples(target: Target, options: dict[str, Any]) -> Iterator[Check]:
-    """A check of each sample of one Function, which may have its reference as a static method.
+    """One check for each sample of a Function, with its static method `reference` if it has one.
 
-    A list of tuples is several samples, anything else is one.
+    A list of tuples holds several samples; anything else is one sample.
     """
     made = target.inputs()
-    # an empty list, and a list of tensors, are the arguments of one sample
+    # an empty list, or a list of tensors, holds the arguments of one sample
     several = isinstance(made, list) and made and all(isinstance(one, tuple) for one in made)
     samples = made if several else [made]
     own = getattr(target.fn, "reference", None) if isinstance(target.fn, type) else None
     if callable(own):
-        # one that the command line names takes precedence
+        # a --reference on the command line takes precedence
         options = {"reference": own} | options
     for i, sample in enumerate(samples):
         label = f"{target.name}[{i}]" if len(samples) > 1 else target.name
@@ -119,7 +119,7 @@ def audit(target: str, *, json: bool, verbose: bool, seed: int, **options: Any) 
 
 
 def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) -> Iterator[Check]:
-    """A check of each loss of one factory."""
+    """One check for each loss of a factory."""
     for one in parse_problems(f"{name}()", factory()):
         label = f"{name}[{one.name}]" if one.name else name
         yield label, partial(audit_loss, *one[1:], **options)
@@ -235,7 +235,7 @@ def _stand_ins_text(stand_ins: list[dict[str, Any]]) -> str:
 
 
 HEAD = ("op", "equation", "orders")
-# By what a docstring says; of others the second derivative is 0, or follows a convention stated there.
+# A phrase of the docstring -> the orders. Without a phrase the second derivative is 0, or a convention.
 _ORDERS = {
     "no derivative of any order": "none",
     "as many orders as derivatives were given": "as given",
@@ -244,8 +244,7 @@ _ORDERS = {
 
 
 def op_rows() -> list[tuple[str, str, str]]:
-    """Each op by its name, the first line of its equations, and the orders of its derivatives."""
-    # read off the docstrings, so that the table cannot say anything else
+    """(name, first line of equations, orders of derivatives) of each op, read from its docstring."""
     names = hog_ops.__all__
     return [(name, *_of_docstring(getdoc(getattr(hog_ops, name)) or "")) for name in names]
 
@@ -270,7 +269,7 @@ def op_text(table: list[tuple[str, str, str]]) -> str:
 
 
 def op_markdown(table: list[tuple[str, str, str]]) -> str:
-    """The ops by the orders of their derivatives, linked to the equations: for a page of the docs."""
+    """The ops, grouped by the orders of their derivatives, with links: for a page of the docs."""
     lines = ["| orders | ops |", "| --- | --- |"]
     for orders in sorted({orders for _, _, orders in table}):
         links = [f"[`{name}`][hoglib.ops.{name}]" for name, _, of_it in table if of_it == orders]

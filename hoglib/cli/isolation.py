@@ -1,8 +1,8 @@
-"""Runs the checks of a command: in this process, or in a child, which may die, or never return.
+"""Run the checks of a command in this process, or in a child process, which may die or never return.
 
-The child judges the Functions in turn and sends what it found. One at which it dies, or that takes too
-long, is reported, and another child goes on behind it. What a Function forked ends with its child: that
-leads a process group of its own.
+A child judges the Functions in turn and sends its results. If it dies at a Function, or takes too long,
+that is reported, and a new child continues with the next Function. The child leads a process group of
+its own, so that processes forked by a Function end with it.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ START = 300.0  # seconds for a child to import torch and the user's file
 
 
 class Found(NamedTuple):
-    """What is known of one check: its report, or why there is none; with neither, that it began."""
+    """News of one check: its report, or why there is none; if it has neither, the check has begun."""
 
-    place: int  # of the target in their order
-    label: str
+    place: int  # index of the target
+    label: str  # name of the check
     report: Report | None = None
     why: str = ""
 
 
-Check = tuple[str, Callable[[], Report]]  # its label, and what it runs
-# names, and what makes the checks of each
+Check = tuple[str, Callable[[], Report]]  # label, function that runs the check
+# name, function that makes the checks
 Targets = Sequence[tuple[str, Callable[[], Iterator[Check]]]]
 Make = Callable[[], Targets]
 
@@ -41,7 +41,7 @@ Make = Callable[[], Targets]
 def found_here(
     targets: Targets, seed: int, start: int = 0, making: str = "its inputs could not be made: "
 ) -> Iterator[Found]:
-    """What is found of each target from the start-th on, in this process."""
+    """Run the checks of all targets from index `start` on, in this process."""
     for place, (name, checks) in enumerate(targets[start:], start):
         yield Found(place, name)
         torch.manual_seed(seed)
@@ -54,7 +54,7 @@ def found_here(
             yield Found(place, label)
             torch.manual_seed(seed)
             try:
-                # the user's code runs, and would print, some hundred times
+                # the user's code runs some hundred times: hide its output
                 with contextlib.redirect_stdout(io.StringIO()):
                     found = Found(place, label, check())
             except BaseException as error:
@@ -69,13 +69,13 @@ def _error_text(error: BaseException) -> str:
 
 
 def found_in_child(make: Make, seed: int, names: list[str], limit: float) -> Iterator[Found]:
-    """What is found of each target, with at most `limit` seconds for a check.
+    """Run the checks of all targets in child processes, with at most `limit` seconds for each check.
 
     Args:
-        make: Makes the targets, in the child. It is pickled.
-        seed: Of torch, set before each check.
-        names: Of the targets.
-        limit: In seconds.
+        make: Makes the targets, in the child; it is pickled.
+        seed: Set in torch before each check.
+        names: The names of the targets.
+        limit: Seconds.
     """
     start = 0
     while start < len(names):
@@ -87,13 +87,13 @@ def found_in_child(make: Make, seed: int, names: list[str], limit: float) -> Ite
 
 
 def _of_child(make: Make, seed: int, at: Found, limit: float) -> Iterator[Found]:
-    """Until all targets are done, or the child is."""
-    # not a fork: a copy of this process would have the locks of its threads, as they were
+    """Results of one child, until all targets are done or the child ends."""
+    # not fork: a copy of this process would inherit locks held by threads that it does not have
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_run_child, args=(theirs, make, seed, at.place), daemon=True)
     child.start()
-    # else the end of the child would not end the pipe
+    # otherwise the pipe would stay open after the child's end
     theirs.close()
     allowed = START
     try:
@@ -109,12 +109,12 @@ def _of_child(make: Make, seed: int, at: Found, limit: float) -> Iterator[Found]
                 return
             if found is None:
                 return
-            # the child tells when a check begins, so that the limit is of one check
+            # the child announces each check, so that the limit holds for a single check
             at, allowed = found, limit
             yield found
     finally:  # also at Ctrl-C
         assert child.pid is not None
-        with contextlib.suppress(ProcessLookupError):  # it had not begun, or nothing is left
+        with contextlib.suppress(ProcessLookupError):  # no group yet, or no process left in it
             _kill_group(child.pid)
         child.kill()
         child.join()
@@ -130,27 +130,27 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
-    """The child: sends what it finds, and None at the end."""
+    """The child: sends its results, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
-    generation = 0  # of copies, which a Function forks
+    generation = 0  # 1 in a process forked by a Function, 2 in a fork of that process
 
     def count_copies() -> None:
-        """Ends copies of copies at once: those of a Function that forks at each call, and that return
-        from it as their original does, would double in number at each."""
+        """End forks of forks at once. If a Function forks at each call and the copies return from it
+        like the original, their number would double with each call."""
         nonlocal generation
         generation += 1
         if generation > 1:
             os._exit(0)
 
     if hasattr(os, "fork"):  # not on Windows
-        # a group of its own, in which what it forks is killed with it
+        # forked processes belong to this group, and are killed with it
         os.setpgid(0, 0)
         os.register_at_fork(after_in_child=count_copies)
     Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
 
     def send(found: Found | None) -> None:
-        if generation:  # a Function forked this one, which went on as its original does
+        if generation:  # this copy was forked by a Function, and has continued like its original
             os._exit(0)
         to.send(found)
 
@@ -160,7 +160,7 @@ def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """What does not return would go on when the command is killed, which cannot end it then."""
+    """Exit if the parent is killed: it can then not end a child that never returns."""
     parent: Any = parent_process()
     wait([parent.sentinel])
     _kill_group(0)

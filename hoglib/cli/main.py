@@ -28,14 +28,14 @@ from hoglib.errors import HoglibError
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status is 0, 1 where something is wrong, 2 where something did not
+    """Run a command and return its exit status: 0 all right, 1 something is wrong, 2 something did not
     run."""
     parser, options_of = _make_parser()
     words = sys.argv[1:] if args is None else list(args)
     if not words:
         parser.print_help()
         return 2
-    # not parse_args, whose error would not say how to name a Function of a file
+    # parse_args would raise before the hint on how to name a Function of a file
     given, rest = parser.parse_known_args(words)
     if rest:
         target = getattr(given, "target", ":")
@@ -49,17 +49,17 @@ def main(args: Sequence[str] | None = None) -> int:
     os._exit = partial(_tell_exit, options.get("target") or "hoglib", os.getpid(), leave)
     try:
         try:
-            # a command is the function of its name, whose keyword arguments are the options
+            # the command's name is a function in `commands`; its keyword arguments are the options
             status: int = getattr(commands, options.pop("command"))(**options)
         except HoglibError as error:
             print_error(error)
             status = NOT_RUN
-        # here, where a full disk or a closed pipe can still be told
+        # flush here: later, a full disk or a closed pipe could not be reported
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        # as shells have it for SIGINT
+        # the status of shells for SIGINT
         return 130
     except BrokenPipeError:  # the reader, such as `| head`, has ended
         _discard_stdout()
@@ -74,20 +74,20 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _tell_exit(target: Any, own: int, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
-    """What os._exit is for the user's code, which would end the command without a word."""
-    if os.getpid() == own:  # and no copy of it
+    """Replaces os._exit while user code runs: os._exit would end the command without a message."""
+    if os.getpid() == own:  # not in a forked copy
         print_error(f"{target}: it ended the process with exit status {status}, by os._exit.")
         status = NOT_RUN
     leave(status)
 
 
 def _discard_stdout() -> None:
-    """Flushing the rest of the output at exit would raise again."""
+    """Redirect stdout to the null device: flushing at exit would raise again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, list[str]]]:
-    """The parser, and the names of the options of each command."""
+    """The parser, and the option names of each command."""
     raw = argparse.RawDescriptionHelpFormatter
     description, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -168,12 +168,12 @@ def _add_switch(parser: argparse.ArgumentParser, help: str, *names: str) -> None
 
 
 def _parse_orders(text: str) -> tuple[Any, ...]:
-    """Numbers, and words that `verify` refuses."""
+    """Numbers as int; other words stay, for `verify` to refuse."""
     return tuple(int(part) if part.isdigit() else part for part in _parse_words(text))
 
 
 def _parse_seed(text: str) -> int:
-    # what torch.manual_seed takes
+    # the range of torch.manual_seed
     if text.strip("-").isdigit() and -(2**63) <= int(text) < 2**64:
         return int(text)
     raise argparse.ArgumentTypeError(f"expected an integer of 64 bits, got {text!r}")

@@ -1,4 +1,4 @@
-"""What a command prints about its reports, and the exit status that follows from them."""
+"""The output of a command about its reports, and the exit status."""
 
 import contextlib
 import json
@@ -13,24 +13,24 @@ from hoglib._version import __version__
 from hoglib.cli.isolation import Found
 from hoglib.verification.report import Report
 
-RIGHT, WRONG, NOT_RUN = 0, 1, 2
+RIGHT, WRONG, NOT_RUN = 0, 1, 2  # exit statuses
 
 
 @final
 class Outcomes:
-    """Collects reports, and what could not be run; prints each at once, and a conclusion.
+    """Collects reports and failed runs. Prints each at once, and a conclusion at the end.
 
-    show_tables: print the table of checks also of a report that is right.
+    show_tables: print the table of checks for correct reports, too.
     """
 
     def __init__(self, seed: int, *, as_json: bool = False, show_tables: bool = True) -> None:
         self.seed, self.as_json, self.show_tables = seed, as_json, show_tables
         self.reports: list[Report] = []
-        self.failures: list[tuple[str, str]] = []
+        self.failures: list[tuple[str, str]] = []  # (label, reason) of checks without a report
 
     def take(self, found: Found, doing: str) -> None:
-        """Print a report, or why there is none."""
-        # a check that begins, which the next message replaces
+        """Print a report, or the reason why there is none."""
+        # a check has begun: the next message overwrites this line
         if found.report is None and not found.why:
             _show_progress(f"{doing} {found.label} ...")
             return
@@ -43,7 +43,7 @@ class Outcomes:
         report.name = found.label
         self.reports.append(report)
         if not self.as_json:
-            # lines that are readable, also in a wide terminal
+            # a readable width, also in a wide terminal
             width = min(100, max(60, shutil.get_terminal_size((100, 24)).columns))
             text = report.text(table=self.show_tables or not report.ok, width=width)
             print(text + "\n", flush=True)
@@ -53,12 +53,12 @@ class Outcomes:
         """The exit status."""
         if any(report.ran and not report.ok for report in self.reports):
             return WRONG
-        # nothing that was not judged counts as right
+        # a loss that could not be judged does not count as right
         unclear = any(not (report.ran and report.judged) for report in self.reports)
         return NOT_RUN if unclear or self.failures or not self.reports else RIGHT
 
     def conclude(self, note: str = "", **more: object) -> int:
-        """Print the JSON, or one line about several reports and the note; the exit status."""
+        """Print the JSON, or one line about several reports with the note; return the exit status."""
         if self.as_json:
             found = {
                 "ok": self.status == RIGHT,
@@ -86,7 +86,7 @@ class Outcomes:
 
 
 def stdout_for(as_json: bool) -> AbstractContextManager:
-    """Inside, the user's code prints to stderr if stdout is JSON."""
+    """Send the output of user code to stderr if stdout is for JSON."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
@@ -96,7 +96,6 @@ def print_error(why: object) -> None:
 
 
 def _show_progress(text: str) -> None:
-    """A line on a terminal, which the next one overwrites."""
-    # a log would keep every line of it
+    """Show a line on a terminal; the next call overwrites it. Nothing in a log, which would keep it."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

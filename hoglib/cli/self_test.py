@@ -1,7 +1,7 @@
-"""Whether hoglib computes the right second derivatives on this machine, in seconds.
+"""Check in seconds that hoglib computes correct second derivatives on this machine.
 
 Each check compares one part of hoglib with a closed form, or with central differences of torch's first
-gradient. None of them needs more than torch.
+gradient. No check needs more than torch.
 """
 
 import os
@@ -23,30 +23,26 @@ from hoglib._core.torch_api.torch_private import failing
 from hoglib.capture.runners import cache_dir, cpp_compiler
 
 Check = Callable[[torch.device], None]
-STEP = 1e-5  # of the central differences in float64, whose error is about 1e-10
+STEP = 1e-5  # of central differences in float64: their error is about 1e-10
 assert_equal_in_float64 = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-8)
 assert_equal_in_float32 = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-5)
 
 
 class SkippedError(Exception):
-    """This machine lacks what the check is about."""
+    """This machine lacks the device, compiler or library that the check needs."""
 
 
 class Outcome(NamedTuple):
-    """What a check found.
-
-    status: "ok", "WRONG" or "skipped".
-    why: Why it is not ok.
-    """
+    """The result of a check."""
 
     name: str
-    status: str
+    status: str  # "ok", "WRONG" or "skipped"
     seconds: float
-    why: str = ""
+    why: str = ""  # why the status is not "ok"
 
 
 def run() -> Iterator[Outcome]:
-    """The checks in turn, on the CPU and on the GPU if there is one."""
+    """Run the checks in turn, on the CPU and on each GPU."""
     for name, check in CHECKS.items():
         yield _run_check(name, check, torch.device("cpu"))
     for i in range(torch.cuda.device_count()):
@@ -58,7 +54,7 @@ def _run_check(name: str, check: Check, device: torch.device) -> Outcome:
     began, status, why = perf_counter(), "ok", ""
     try:
         with preserve_random_state():
-            # the same numbers on every machine, so that a failure can be repeated
+            # equal numbers on every machine, so that a failure can be repeated
             torch.manual_seed(0)
             check(device)
     except SkippedError as error:
@@ -69,8 +65,8 @@ def _run_check(name: str, check: Check, device: torch.device) -> Outcome:
 
 
 def hessian_vector_product(device: torch.device) -> None:
-    """Of a network with LayerNorm and attention, whose second derivatives torch has in part, against
-    central differences of the gradient."""
+    """H v of a network with LayerNorm and attention, against central differences of the gradient. Torch
+    lacks some of these second derivatives."""
 
     class Attention(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -86,8 +82,7 @@ def hessian_vector_product(device: torch.device) -> None:
 
     def gradient(step: float) -> dict[str, Tensor]:
         moved = {name: (p.detach() + step * v[name]).requires_grad_() for name, p in params.items()}
-        # torch's own operations: the first derivative, which is differenced, is right without
-        # stand-ins
+        # torch's own operations: their first derivatives are right without stand-ins
         value = F.mse_loss(torch.func.functional_call(model, moved, (x,)), y)
         return dict(zip(moved, torch.autograd.grad(value, list(moved.values())), strict=True))
 
@@ -109,7 +104,7 @@ def eigenvalues(device: torch.device) -> None:
 
 
 def gradient_penalty(device: torch.device) -> None:
-    """Of the critic w^T x: P = (|w| - 1)^2, dP/dw = 2 (|w| - 1) w / |w|."""
+    """The penalty of the critic w^T x is P = (|w| - 1)^2, with dP/dw = 2 (|w| - 1) w / |w|."""
     critic = nn.Linear(3, 1, bias=False).to(device)
     real, fake = torch.randn(8, 3).to(device), torch.randn(8, 3).to(device)
     penalty = hog.penalties.wgan_gp(critic, real, fake)
@@ -120,9 +115,9 @@ def gradient_penalty(device: torch.device) -> None:
 
 
 def meta_gradient(device: torch.device) -> None:
-    """Of w' = w - 2 lr (w - a), the step for (w - a)^2, and (w' - b)^2: 2 (w' - b) (1 - 2 lr)."""
+    """With a step w' = w - 2 lr (w - a), the gradient of (w' - b)^2 is 2 (w' - b) (1 - 2 lr)."""
     model, lr, a, b = nn.Linear(1, 1, bias=False).to(device), 0.1, 2.0, -1.0
-    # one task of one example: input 1, so that the output is the weight
+    # one task of one example with input 1: the output is the weight
     one = torch.ones(1, 1, 1, device=device)
     maml = hog.MAML(model, F.mse_loss, inner_lr=lr, inner_steps=1)
     maml.loss(((one, a * one), (one, b * one))).backward()
@@ -132,7 +127,7 @@ def meta_gradient(device: torch.device) -> None:
 
 
 def wrong_function(device: torch.device) -> None:
-    """A backward that leaves the graph is reported, and that of hoglib.ops.swish is not."""
+    """verify reports a backward that leaves the graph, and passes hoglib.ops.swish."""
 
     class Detached(Function):
         @staticmethod
@@ -152,7 +147,7 @@ def wrong_function(device: torch.device) -> None:
 
 
 def compiled(device: torch.device) -> None:
-    """Of the sum of x^3: 6 x v."""
+    """The compiled H v of sum(x^3) is 6 x v."""
     if device.type == "cpu" and cpp_compiler() is None:
         raise SkippedError("no C++ compiler; hoglib.compile runs graphs without compiling them")
     x, v = torch.rand(2, 5).to(device)
@@ -174,7 +169,7 @@ def writable_cache(device: torch.device) -> None:
 
 
 def private_names(device: torch.device) -> None:
-    """Each private name of torch that hoglib uses is there, and does what it did."""
+    """Each private name of torch that hoglib uses exists, and its probe passes."""
     gone = [f"`{row.name}` (not available: {row.without})" for row in failing()]
     if gone:
         text = f"torch {torch.__version__} does not have, or has changed, {', '.join(gone)}"
@@ -189,7 +184,7 @@ CHECKS: dict[str, Check] = {
     "verify finds a wrong Function": wrong_function,
     "directory of compiled graphs": writable_cache,
     "compiled Hessian-vector product": compiled,
-    # at the end, where torch's compiler is imported
+    # last, because this imports torch's compiler
     "private names of torch": private_names,
 }
 ON_GPU = [name for name, check in CHECKS.items() if check not in (writable_cache, private_names)]

@@ -1,5 +1,4 @@
-"""The objects that a target on the command line names: Functions to verify, factories of losses to
-audit."""
+"""Find the objects named on the command line: Functions to verify, factories of losses to audit."""
 
 import importlib.util
 import math
@@ -19,20 +18,20 @@ from hoglib._core.runtime.source_location import error_text
 from hoglib.auditing.problem import PROBLEM
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
-SAMPLES = "sample_inputs"
-FACTORY = "second_order_problem"
+SAMPLES = "sample_inputs"  # static method of a Function
+FACTORY = "second_order_problem"  # start of a factory's name
 
 
 class Target(NamedTuple):
-    """What to verify, and a function that makes its inputs."""
+    """A function to verify."""
 
     name: str
     fn: Callable[..., Any] | type[Function]
-    inputs: Callable[[], Any]
+    inputs: Callable[[], Any]  # makes the samples
 
 
 def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[str]]:
-    """The Functions that a target names, and the names of those in its file that have no samples."""
+    """The Functions named by a target, and the names of Functions in its file without samples."""
     path, _, name = target.partition(":")
     if name:
         fn = object_of(target, "target")
@@ -60,7 +59,7 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         text = f"--input belongs to one Function: expected {path}:Function, got {target!r}."
         raise ArgumentValueError(text)
     defined = _defined_in(module_of_file(path)).items()
-    # once each, under their own names: a class may have aliases
+    # a class may have several names in the module: take each class once, by its own name
     classes = [x for key, x in defined if isinstance(x, type) and x.__name__ == key]
     found = [x for x in classes if issubclass(x, Function)]
     with_samples = [f for f in found if callable(getattr(f, SAMPLES, None))]
@@ -75,13 +74,13 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
 
 
 def _each_file(path: str, word: str, command: str) -> str:
-    """The end of a sentence about a directory: how its files are checked. Empty for another path."""
+    """The end of a sentence: how to check all files of a directory. "" for any other path."""
     files = f"grep -rl --include='*.py' {word} {shlex.quote(path)}"
     return f"; for its files: {files} | xargs -n 1 hoglib {command}" if os.path.isdir(path) else ""
 
 
 def _defined_in(module: ModuleType) -> dict[str, Any]:
-    """The classes and functions that a module defines itself, in the order of its text."""
+    """The classes and functions that a module itself defines, in the order of its text."""
     kinds, name = type | FunctionType, module.__name__
     return {k: x for k, x in vars(module).items() if isinstance(x, kinds) and x.__module__ == name}
 
@@ -89,7 +88,7 @@ def _defined_in(module: ModuleType) -> dict[str, Any]:
 def _evaluate(expression: str) -> Any:
     """The value of an expression over torch's functions: randn(3, 4), torch.eye(3), 0.5, None."""
     try:
-        # the expression is the user's own, as any code in the file that is named is
+        # user code, like the code in the named file: eval adds no risk
         return eval(expression, {**vars(torch), "torch": torch, "math": math})
     except (Exception, SystemExit) as error:
         raise ArgumentValueError(
@@ -99,7 +98,7 @@ def _evaluate(expression: str) -> Any:
 
 
 def factories(target: str) -> dict[str, Callable[[], Any]]:
-    """The factories that a target names, by name."""
+    """The factories named by a target, by name."""
     path, _, name = target.partition(":")
     if name:
         factory = object_of(target, "target")
@@ -128,7 +127,7 @@ def factories(target: str) -> dict[str, Callable[[], Any]]:
 
 
 def object_of(target: str, what: str) -> Any:
-    """The object that package.module:name or path/to/file.py:name stands for."""
+    """The object named by package.module:name or path/to/file.py:name."""
     path, _, name = target.partition(":")
     if not (path and name):
         raise ArgumentValueError(f"{what}: expected package.module:name, got {target!r}.")
@@ -148,14 +147,14 @@ def object_of(target: str, what: str) -> Any:
 
 
 def module_of_file(path: str) -> ModuleType:
-    """A file as a module; a file in a package by its full name, so that its relative imports work."""
+    """Import a file as a module. In a package it gets its full name, so that relative imports work."""
     file = Path(path).resolve()
     if not file.is_file():
         found = "a folder" if file.is_dir() else "none"
         raise ArgumentValueError(
             f"{path}: expected an existing file, found {found}; check the path."
         )
-    # up to the folder that is in no package
+    # up to the first folder outside of any package
     parts, folder = [file.stem], file.parent
     while (folder / "__init__.py").is_file():
         parts.insert(0, folder.name)
@@ -166,7 +165,7 @@ def module_of_file(path: str) -> ModuleType:
         if len(parts) > 1:
             return importlib.import_module(name)
         spec: Any = importlib.util.spec_from_file_location(name, file)
-        # registered before it runs, as dataclasses and pickle look it up by its name
+        # register before running: dataclasses and pickle look the module up by name
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
@@ -175,7 +174,7 @@ def module_of_file(path: str) -> ModuleType:
 
 
 def _import(what: str, folder: str, load: Callable[[], ModuleType]) -> ModuleType:
-    # while it is imported: what it imports lies beside it or in the working folder
+    # during the import, `folder` comes first on the path, for modules next to the file
     sys.path.insert(0, folder)
     try:
         return load()

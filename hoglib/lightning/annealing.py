@@ -1,4 +1,4 @@
-"""MAML's options that change over a training."""
+"""MAML's options that change during training."""
 
 from typing import final
 
@@ -13,12 +13,11 @@ from hoglib.meta.learners import MAML, multi_step_weights
 class MetaAnnealing(pl.Callback):
     """Anneal the derivative order and the step weights of every MAML in a LightningModule.
 
-        epoch <  first_order: meta-gradients of first order, afterwards of second order
-        epoch <  multi_step:  the outer losses after every inner step count
-        (hoglib.meta.multi_step_weights) epoch >= multi_step:  the outer loss after the last inner step
-        counts alone
+        epoch <  first_order:  meta-gradients of first order; afterwards of second order
+        epoch <  multi_step:   outer losses after every inner step, by hoglib.meta.multi_step_weights
+        epoch >= multi_step:   the outer loss after the last inner step alone
 
-    The options follow from the number of the epoch, so that a resumed run continues as it would have.
+    The options depend only on the number of the epoch, so a resumed run continues as if uninterrupted.
 
     Args:
         first_order: Number of epochs with meta-gradients of first order. Default: 0.
@@ -56,7 +55,7 @@ class MetaAnnealing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Set the options for this epoch."""
-        # read off the trainer, which a checkpoint restores, and not counted here
+        # the trainer's count, not a counter here: checkpoints restore it
         epoch = trainer.current_epoch if self.every is None else trainer.global_step // self.every
         for maml in _learners(pl_module):
             maml.first_order = epoch < self.first_order

@@ -1,4 +1,4 @@
-"""Second derivatives audited before the first step of a fit."""
+"""An audit of second derivatives before the first step of a fit."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -25,33 +25,32 @@ EXAMPLE = f"""
 
 
 class WrongSecondDerivative(VerificationError):
-    """The training was refused, because a second derivative is wrong; the message names the culprit."""
+    """The fit was refused because of a wrong second derivative; the message names the culprit."""
 
 
 @final
 class SecondOrderAudit(pl.Callback):
-    """Audit what a LightningModule differentiates twice, on the first batch, before the first step.
+    """Audit the second derivatives of a LightningModule on the first batch, before the first step.
 
         module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
 
-    Each problem is passed to :func:`hoglib.audit`, and its report is printed. If one has failed, the
-    training is refused, or continues after a warning. The audit runs once in each fit, without
-    autocast, and leaves random numbers, buffers and parameters unchanged, so that the run is the one
-    without the callback. In distributed training every process audits its own batch, and all raise if
-    one has failed.
+    Each problem is passed to :func:`hoglib.audit`, and its report is printed. If a report has failed,
+    the fit is refused, or continues after a warning. The audit runs once in each fit, without
+    autocast. It leaves random numbers, buffers and parameters unchanged, so the fit does not depend on
+    it. In distributed training every process audits its own batch, and all raise if one has failed.
 
     Args:
         routes: The routes that must be right, as for :func:`hoglib.audit`: for instance "rr" or
             ["rr", "torch.func.hessian"]. Default: None, reverse-over-reverse.
-        stand_ins: If True, audit what runs inside :func:`hoglib.second_order`, as hoglib's penalties,
-            products and learners do; if False, torch as it is. Default: True.
+        stand_ins: If True, audit the code inside :func:`hoglib.second_order`, as hoglib's penalties,
+            products and learners run it; if False, torch as it is. Default: True.
         action: "refuse" raises if a second derivative is wrong, "warn" warns. Default: "refuse".
         verbose: Print the table of checks too. Default: False.
     Attributes:
         reports: The reports of the last fit.
     Raises:
         ArgumentTypeError: at the start of the fit, for a module without ``second_order_problem``; at
-            the first batch, if that returns anything else.
+            the first batch, if the method returns anything else.
         ArgumentValueError: at the first batch, if ``second_order_problem`` raises.
         VerificationError: at the first batch, if a second derivative is wrong and ``action="refuse"``.
     Example:
@@ -92,7 +91,7 @@ class SecondOrderAudit(pl.Callback):
         self.action = validation.choice("action", action, ("refuse", "warn"))
         self.verbose = validation.boolean("verbose", verbose)
         self.reports: tuple[Report, ...] = ()
-        self._due = False
+        self._due = False  # whether this fit must still be audited
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the module declares a problem."""
@@ -105,21 +104,21 @@ class SecondOrderAudit(pl.Callback):
         """Audit on the first batch."""
         if not self._due:
             return
-        # once in each fit, also where the audit raises
+        # once in each fit, even if the audit raises
         self._due = False
         error: Exception | None = None
         try:
-            # the run draws the numbers that it would draw without the audit
+            # the fit draws its random numbers as if there was no audit
             with isolate_rng():
                 for name, *problem in second_order_problems(pl_module, batch):
                     report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
                     report.name = name
                     self.reports = (*self.reports, report)
-        except Exception as caught:  # raised below, once the other processes know of it
+        except Exception as caught:  # raised below, after all processes know
             error = caught
         why = "" if error is None else error_text(error)
         own = why, "\n\n".join(r.text(table=self.verbose) for r in self.reports if not r.ok)
-        # before any process raises: the others would wait for it in the first step
+        # gather before any process raises: all other processes would wait for it in the first step
         everywhere: list[tuple[str, str]] = gathered(own)
         if error is not None:
             raise error
@@ -153,22 +152,22 @@ def check_method(module: pl.LightningModule) -> None:
 
 
 def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedProblem]:
-    r"""Return what a LightningModule declares that it differentiates twice.
+    r"""Return the problems that a LightningModule declares for second derivatives.
 
         module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
 
-    This is what :class:`SecondOrderAudit` and :class:`CurvatureMonitor` work on. The buffers of modules
-    that run in the method are restored afterwards.
+    :class:`SecondOrderAudit` and :class:`CurvatureMonitor` work on them. The buffers of modules that
+    run in the method are restored afterwards.
 
     Args:
         module: A LightningModule with a method ``second_order_problem(batch)``.
-        batch: The batch that the method is called with.
+        batch: The argument of the method.
     Returns:
-        A list of named tuples ``(name, loss, params, batch)``; the name is that of the method, with the
-        key of the problem in brackets where there are several.
+        A list of named tuples ``(name, loss, params, batch)``. The name is the module's class and
+        method, with the key of the problem in brackets if there are several.
     Raises:
         ArgumentTypeError: for a module without the method, or a method that returns anything else.
-        ArgumentValueError: where the method raises; the message holds its error.
+        ArgumentValueError: if the method raises; the message holds its error.
     Example:
         >>> from lightning.pytorch import LightningModule
         >>> from hoglib.lightning import second_order_problems

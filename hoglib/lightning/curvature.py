@@ -25,8 +25,10 @@ from hoglib.curvature.algebra.estimates import SpectralDensity
 from hoglib.curvature.batches.data import as_one_batch, gathered, world_size
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 
-OF_OPERATORS = "[,;] or allow it by check_deterministic=False"  # an option that the monitor lacks
-PLAIN = (bool, int, float, str, type(None))  # what a checkpoint may hold besides tensors
+# advice that the monitor cannot follow
+OF_OPERATORS = "[,;] or allow it by check_deterministic=False"
+PLAIN = (bool, int, float, str, type(None))  # types that a checkpoint may hold besides tensors
+# an example for the error message about a loss that draws random numbers
 QUIET = f"""
     def {METHOD}(self, batch):
         quiet = copy.deepcopy(self.net).eval()  # its own parameters are replaced by those below
@@ -40,12 +42,11 @@ class Measurement(NamedTuple):
 
     Attributes:
         batch: Number of training batches before the measurement.
-        name: Name of the problem, where the module declares several; "" for its only one.
+        name: Name of the problem, if the module declares several; "" for a single problem.
         spectrum: Spectrum of the Hessian, a :class:`hoglib.curvature.Spectrum`.
-        edge: The largest eigenvalue in units of the one at which gradient descent becomes unstable,
-            times 2; None where the optimizer is none.
-        critical: The critical sharpness along the gradient; None where it was not asked for, or not
-            found.
+        edge: The largest eigenvalue times the learning rate, scaled so that gradient descent becomes
+            unstable at 2; None for other optimizers than SGD.
+        critical: The critical sharpness along the gradient; None if not asked for, or not found.
     """
 
     batch: int
@@ -64,10 +65,10 @@ class Measurement(NamedTuple):
         return {self.metric(name): value for name, value in of.items() if value is not None}
 
     def metric(self, name: str) -> str:
-        """Return the name in the loggers of one of its values.
+        """Return the name of a value in the loggers.
 
         Args:
-            name: That of the value, such as "largest".
+            name: Name of the value, such as "largest".
         """
         return f"curvature[{self.name}]/{name}" if self.name else f"curvature/{name}"
 
@@ -81,46 +82,46 @@ class CurvatureMonitor(pl.Callback):
 
     The loggers get ``curvature/largest`` and ``curvature/smallest`` (the extreme eigenvalues),
     ``curvature/trace`` and ``curvature/trace_error`` (one standard error) at each measurement, whatever
-    ``log_every_n_steps`` is; where problems have names, ``curvature[name]/...``. The progress bar and
+    ``log_every_n_steps`` is; for named problems ``curvature[name]/...``. The progress bar and
     ``callback_metrics`` get the largest eigenvalue, which ``EarlyStopping`` can monitor.
 
-    Of `torch.optim.SGD` with one learning rate, ``curvature/edge`` is the largest eigenvalue times it:
-    beyond 2, the edge of stability, steps diverge on a quadratic loss. With weight decay w and momentum
-    b it is ``lr (largest + w) / (1 + b)``, (1 + 2 b) times that with Nesterov's. Adaptive optimizers
-    and several learning rates have no such product, and none is logged.
+    For `torch.optim.SGD` with one learning rate, ``curvature/edge`` is the learning rate times the
+    largest eigenvalue: beyond 2, the edge of stability, steps diverge on a quadratic loss. With weight
+    decay w and momentum b it is ``lr (largest + w) / (1 + b)``, and for Nesterov momentum (1 + 2 b)
+    times as much. Adaptive optimizers and several learning rates have no such product, and log none.
 
-    The fit is the one without the callback: random numbers, parameters, buffers, gradients and modes
-        are left unchanged. A resumed fit has the history of an uninterrupted one. In distributed
-        training, also under ``ModelParallelStrategy``, whose parameters are DTensors, H is that of the
-        mean loss over the batches of all processes. Autocast is off. A measurement takes
-        ``num_samples * steps`` products with H, and some 20 or more for the extreme eigenvalues, of
-        about two gradients each.
+    The fit does not depend on the callback: random numbers, parameters, buffers, gradients and modes
+    are left unchanged. A resumed fit has the history of an uninterrupted one. In distributed training
+    (also under ``ModelParallelStrategy``, with DTensors as parameters) H is the Hessian of the mean
+    loss over the batches of all processes. Autocast is off. A measurement takes ``num_samples * steps``
+    products with H, and some 20 or more for the extreme eigenvalues, of about two gradients each.
 
     Args:
         every: Training batches between measurements. Default: 100.
         k: Number of eigenvalues at each end of the spectrum. Default: 1.
         num_samples: Random vectors for the density and the trace. Default: 5.
         steps: Lanczos steps for each random vector. Default: 40.
-        fixed_batch: If True, every measurement uses the first batch of the fit, which checkpoints then
-            hold; if False, the batch just trained on. Default: True.
+        fixed_batch: If True, every measurement uses the first batch of the fit, and checkpoints hold
+            it; if False, the batch just trained on. Default: True.
         stand_ins: Whether to use hoglib's stand-ins for torch calls without a right second derivative,
             as :class:`hoglib.HessianOperator` does. Default: True.
-        max_iter: Restarts of the eigenvalue solver. Where it does not converge, a warning says so, and
-            the extreme eigenvalues are those of the density. Default: 100.
+        max_iter: Restarts of the eigenvalue solver. If it does not converge, there is a warning, and
+            the extreme eigenvalues are taken from the density. Default: 100.
         seed: Seed of the random vectors, together with the number of the batch. Default: 0.
-        critical: Whether ``curvature/critical`` is logged, the `hoglib.critical_sharpness` along the
-            gradient, for a gradient and some evaluations of the loss more. Default: False.
-        max_seconds: Of a measurement, on average over every so many batches: after one that took n
-            times as long the next ones are n times as far apart, as a warning says once. A resumed fit
-            may then measure at other batches than an uninterrupted one. Default: no limit.
-        images: Whether loggers that take images, as TensorBoard's and W&B's do, get the picture of each
-            spectrum, ``curvature/spectrum``; it needs matplotlib. Default: False.
+        critical: Whether to log ``curvature/critical``, the `hoglib.critical_sharpness` along the
+            gradient; it takes a gradient and some evaluations of the loss. Default: False.
+        max_seconds: Limit of the time of a measurement, on average over ``every`` batches. After a
+            measurement of n times the limit, the next ones are n times as far apart, and there is a
+            warning once. A resumed fit may then measure at other batches than an uninterrupted one.
+            Default: no limit.
+        images: Whether to send the picture of each spectrum, ``curvature/spectrum``, to loggers that
+            take images, such as TensorBoard and W&B; needs matplotlib. Default: False.
     Attributes:
         history: Every :class:`Measurement`, with the k eigenvalues of each end and the density.
     Raises:
         ArgumentTypeError: at the start of the fit, for a module without ``second_order_problem``.
-        ArgumentValueError: at the first batch, if k is larger than the number of eigenvalues; for a
-            checkpoint whose batch has another structure, or that is from another number of processes.
+        ArgumentValueError: at the first batch, if k is larger than the number of eigenvalues; or for a
+            checkpoint with a batch of another structure, or from another number of processes.
         NonFiniteError: for a loss that is not finite.
         NondeterministicError: for a loss that draws random numbers, such as one with dropout.
     Example:
@@ -177,10 +178,10 @@ class CurvatureMonitor(pl.Callback):
         if max_seconds is not None:
             self.max_seconds = validation.number("max_seconds", max_seconds, minimum=1e-9)
         self.images = validation.boolean("images", images)
-        self._rarer = 1  # times as far apart as every says
+        self._rarer = 1  # measurements are this many times `every` batches apart
         self.history: list[Measurement] = []
-        self._saved: dict[str, Any] | None = None  # the batch, as checkpoints hold it
-        self._batch: Any = None  # until the fit has begun
+        self._saved: dict[str, Any] | None = None  # the fixed batch, in the form for checkpoints
+        self._batch: Any = None  # the batch to measure; None before the fit has begun
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that the module declares a problem."""
@@ -192,11 +193,11 @@ class CurvatureMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Measure at the start of the fit, and log what was measured after the last batch."""
-        done = _batches(trainer) - 1  # the batch that starts is already counted
+        """Measure at the start of the fit, and log the measurement made after the last batch."""
+        done = _batches(trainer) - 1  # Lightning has already counted the batch that starts
         if self._batch is None:
             self._start(done, batch)
-        # only now has Lightning's step count for the loggers reached the batch of the measurement
+        # log now: only here has Lightning's step count reached the batch of the measurement
         if self._due(done):
             self._measure(pl_module, done, batch)
             self._show(pl_module, done)
@@ -221,19 +222,19 @@ class CurvatureMonitor(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure at the end of the fit."""
         if self._batch is None:
-            return  # there was no batch
+            return  # the fit had no batch
         done = _batches(trainer)
         self._measure(pl_module, done, self._batch)
         self._log(trainer, done)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw the largest eigenvalue by batch, a line for each problem.
+        """Draw the largest eigenvalue by batch, one line for each problem.
 
-        Of a single problem also the smallest one, and the critical sharpness where it was asked for.
-        Rings are measurements beyond the edge of stability.
+        For a single problem also the smallest eigenvalue, and the critical sharpness if it was asked
+        for. Rings mark measurements beyond the edge of stability.
 
         Args:
-            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+            ax: Axes of matplotlib. Default: axes of a new figure of pyplot.
         Returns:
             The axes.
         Raises:
@@ -253,9 +254,10 @@ class CurvatureMonitor(pl.Callback):
         self._saved = state_dict["batch"]
 
     def _start(self, done: int, batch: Any) -> None:
+        """Set the history and the batch at the first batch of a fit, resumed or not."""
         if done == 0:  # not a resumed fit
             self.history, self._saved, self._rarer = [], None, 1
-        # A measurement at the end of the resumed fit is dropped, unless one is due at that batch.
+        # drop the measurement at the end of the interrupted fit, unless this batch is due for one
         self.history = [one for one in self.history if one.batch < done + self._due(done)]
         if not self.fixed_batch:
             self._batch = batch
@@ -268,7 +270,7 @@ class CurvatureMonitor(pl.Callback):
         return done % (self.every * self._rarer) == 0
 
     def _slow_down(self, seconds: float) -> None:
-        """Measure less often after a measurement that took too long, in any process."""
+        """Measure less often after a measurement above the time limit, in any process."""
         times = ceil(max(gathered(seconds)) / self.max_seconds) if self.max_seconds else 1
         if times > self._rarer:
             if self._rarer == 1:
@@ -285,7 +287,7 @@ class CurvatureMonitor(pl.Callback):
         when = f"CurvatureMonitor, {type(module).__name__}.{METHOD} after {done} batches"
         began = monotonic()
         try:
-            # a measurement leaves nothing in the fit
+            # leave random numbers and buffers of the fit unchanged
             with isolate_rng(), restore_buffers(), torch.enable_grad():
                 problems = second_order_problems(module, self._batch if self.fixed_batch else batch)
                 found = [self._measure_problem(module, done, *problem) for problem in problems]
@@ -300,17 +302,18 @@ class CurvatureMonitor(pl.Callback):
                 f"{when}: {error} The training has diverged, or its first loss is not finite: lower "
                 "the learning rate, or look at the initial parameters."
             ) from error
-        self.history += found  # of all problems or none
+        self.history += found  # all problems or none
         self._slow_down(monotonic() - began)
 
     def _measure_problem(
         self, module: pl.LightningModule, done: int, name: str, loss: Any, params: Any, batch: Any
     ) -> Measurement:
-        shared = any(map(is_sharded, pytree.leaves(params)))  # with all its processes
+        # DTensors combine the processes already
+        shared = any(map(is_sharded, pytree.leaves(params)))
         alone, batch = shared or world_size() == 1, as_one_batch(batch)
         options: Any = {"stand_ins": self.stand_ins, "processes": None if alone else "sharded"}
         # seeded by the batch, so that a resumed fit measures with the same vectors
-        seed = (self.seed * 2**20 + done) % 2**32  # torch uses the lower bits of a larger one
+        seed = (self.seed * 2**20 + done) % 2**32  # torch uses only the lower bits of a larger seed
         spectrum = hessian_spectrum(
             loss,
             params,
@@ -324,7 +327,7 @@ class CurvatureMonitor(pl.Callback):
         )
         critical = None
         if self.critical:
-            with suppress(errors.ArgumentValueError):  # of a gradient that is zero
+            with suppress(errors.ArgumentValueError):  # the gradient is zero
                 step = critical_sharpness(loss, params, batch, **options)
                 critical = step.value if isfinite(step.value) else None
         edge = _times_learning_rate(module.trainer, params, float(spectrum.largest[-1]))
@@ -337,7 +340,8 @@ class CurvatureMonitor(pl.Callback):
     def _show(self, module: pl.LightningModule, done: int) -> None:
         """Log the largest eigenvalue to the progress bar and callback_metrics."""
         for one in self._at(done):
-            name, value = next(iter(one.values().items()))  # the largest
+            # the first value is the largest eigenvalue
+            name, value = next(iter(one.values().items()))
             module.log(name, value, prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     def _log(self, trainer: pl.Trainer, done: int) -> None:
@@ -355,8 +359,8 @@ def _draw(spectrum: Spectrum) -> Any:
 
 
 def log_image(logger: Any, name: str, draw: Callable[[], Any], step: int) -> None:
-    """Draw an image, uint8 [height, width, 3], for a logger if it takes images, as TensorBoard's and
-    W&B's do."""
+    """Draw an image, uint8 [height, width, 3], if the logger takes images, as for TensorBoard and
+    W&B."""
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_image(name, draw(), step, dataformats="HWC")
     elif hasattr(logger, "log_image"):
@@ -364,16 +368,16 @@ def log_image(logger: Any, name: str, draw: Callable[[], Any], step: int) -> Non
 
 
 def _times_learning_rate(trainer: pl.Trainer, params: Any, largest: float) -> float | None:
-    """The largest eigenvalue times the learning rate, 2 where gradient descent becomes unstable; None
-    for parameters that are trained otherwise, or by several learning rates."""
+    """The largest eigenvalue times the learning rate; gradient descent becomes unstable at 2. None for
+    parameters with another optimizer, or with several learning rates."""
     left, found = {id(p) for p in pytree.leaves(params)}, set()
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             own = left & {id(p) for p in group["params"]}
             left -= own
             if own and type(optimizer) is torch.optim.SGD and not group["maximize"]:
-                # of momentum b, steps diverge beyond lr (largest + w) = 2 (1 + b), and with
-                # Nesterov's 2 (1 + b) / (1 + 2 b)
+                # with momentum b, steps diverge beyond lr (largest + w) = 2 (1 + b), and for
+                # Nesterov momentum beyond 2 (1 + b) / (1 + 2 b)
                 b, damped = group["momentum"], 1 - group["dampening"] * bool(group["momentum"])
                 factor = (1 + 2 * b * group["nesterov"]) / (1 + b) * damped
                 found.add(float(group["lr"]) * (largest + group["weight_decay"]) * factor)
@@ -383,12 +387,12 @@ def _times_learning_rate(trainer: pl.Trainer, params: Any, largest: float) -> fl
 
 
 def _batches(trainer: pl.Trainer) -> int:
-    """The batches of all epochs up to the one in progress, or the one that has just ended."""
+    """The number of batches in all epochs, including the one in progress or just ended."""
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
 def _saved(batch: Any) -> dict[str, Any]:
-    """The paths of a batch, and its leaves in every process: tensors and plain values."""
+    """The paths of a batch and, for every process, its leaves: tensors and plain values."""
     leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in pytree.leaves(batch)]
     for path, leaf in zip(pytree.paths(batch), leaves, strict=True):
         if not isinstance(leaf, (Tensor, *PLAIN)):
@@ -403,7 +407,7 @@ def _saved(batch: Any) -> dict[str, Any]:
 
 
 def _restore_batch(saved: dict[str, Any], like: Any) -> Any:
-    """The batch of this process, in the structure and on the devices of another batch."""
+    """The saved batch of this process, with the structure and devices of another batch."""
     now, structure = pytree.flatten(like)
     paths = pytree.paths(like)
     if paths != saved["paths"]:

@@ -25,9 +25,9 @@ class EvalGradients:
     copies of the inference tensors in the batch. Tensors in containers, mappings and dataclasses are
     found; for other objects use ``Trainer(inference_mode=False)``.
 
-    What a step returns to a caller without gradients, such as the trainer, is detached, so that no
-    graph outlives the step; a caller with gradients enabled, such as ``training_step`` or a subclass,
-    gets the graph. hoglib's own penalties, forces, products and learners do not need this class.
+    A step's result is detached for a caller without gradients, such as the trainer, so that no graph
+    outlives the step; a caller with gradients enabled, such as ``training_step`` or a subclass, gets
+    the graph. hoglib's own penalties, forces, products and learners do not need this class.
 
     Example:
         >>> from lightning.pytorch import LightningModule
@@ -45,19 +45,18 @@ class EvalGradients:
         super().__init_subclass__(**options)
         for name in STEPS:
             step = getattr(cls, name, None)
-            # Lightning's own does nothing; overriding it would make the trainer run the loop. Its
-            # predict_step calls forward, and counts as a step.
+            # Lightning's default steps are empty; overriding one would make the trainer run its loop.
+            # The default predict_step calls forward, and counts as a step.
             default = name != "predict_step" and step is getattr(pl.LightningModule, name)
             if name in vars(cls):
                 setattr(cls, name, _with_gradients(vars(cls)[name]))
             elif step is not None and not default and not hasattr(step, "_enables_gradients"):
-                # one that was inherited is wrapped in the subclass, as the class that has it is not
-                # ours to change
+                # wrap an inherited step here, and leave the base class unchanged
                 setattr(cls, name, _with_gradients(_inherited(cls, name, step)))
 
 
 def _inherited(cls: type, name: str, step: Step) -> Step:
-    """The step of the classes after cls, looked up at each call as super() does."""
+    """A step that calls the base classes' step, looked up at each call, as super() does."""
 
     @wraps(step)
     def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +74,7 @@ def _with_gradients(step: Step) -> Step:
             result = step(self, *args, **kwargs)
         return result if caller_has_gradients else map_tensors(Tensor.detach, result)
 
-    # Lightning reads the signature of the wrapped function
+    # Lightning reads the signature of the innermost function
     run.__wrapped__ = inspect.unwrap(step)
     run._enables_gradients = True  # type: ignore[attr-defined]
     return run

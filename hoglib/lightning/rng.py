@@ -1,4 +1,4 @@
-"""The state of the random number generators in checkpoints."""
+"""Checkpoints with the state of the random number generators."""
 
 from typing import Any, final
 
@@ -12,21 +12,22 @@ from hoglib._core.modules.state import random_state, set_random_state
 from hoglib._core.torch_api import pytree
 from hoglib.curvature.batches.data import gathered
 
-KEY = "hoglib.lightning.RNGState"
+KEY = "hoglib.lightning.RNGState"  # in the checkpoint
 
 
 @final
 class RNGState(pl.Callback):
-    """Save the random state in checkpoints, so that a resumed run with noise is the same run.
+    """Save the random state in checkpoints, so that a resumed run draws the numbers of the original
+    run.
 
     Lightning's checkpoints hold no random state: dropout, augmentation and sampled penalties differ
     after resuming. This callback saves the state of Python, NumPy, torch and every CUDA device in each
-    checkpoint, and restores it when a fit resumes: before the iterator of the training data is made,
-    which draws the order of a shuffled epoch; and, for a checkpoint from the middle of an epoch, again
-    after it, before the next batch. Of a distributed fit each process has a state of its own, if as
-    many resume it, and that of the first otherwise. The order of an interrupted epoch is restored by a
-    data loader with a ``state_dict``. Validation draws from the same generators, unless its loader has
-    a ``generator=``.
+    checkpoint. When a fit resumes, it restores the state before Lightning makes the iterator of the
+    training data, which draws the order of a shuffled epoch. For a checkpoint from the middle of an
+    epoch, it restores the state again after that, before the next batch. In a distributed fit each
+    process has its own state; if the number of processes has changed, all get the state of the first.
+    The order of an interrupted epoch is restored by a data loader with a ``state_dict``. Validation
+    draws from the same generators, unless its loader has a ``generator=``.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -36,7 +37,7 @@ class RNGState(pl.Callback):
         True
     """
 
-    _middle_of_epoch: dict[str, Any] | None = None
+    _middle_of_epoch: dict[str, Any] | None = None  # state to restore again in `on_train_start`
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -54,7 +55,7 @@ class RNGState(pl.Callback):
             return
         every = [state, *state.get("others", ())]
         if len(every) == trainer.world_size:
-            # each process goes on with its own numbers, where there are as many as before
+            # as many processes as before: each continues with its own numbers
             state = {**every[trainer.global_rank], "middle_of_epoch": state["middle_of_epoch"]}
         _set_random_state(state)
         self._middle_of_epoch = state if state["middle_of_epoch"] else None
@@ -67,8 +68,8 @@ class RNGState(pl.Callback):
 
 
 def _random_states() -> list[dict[str, Any]]:
-    """The random state of each process, with tensors for arrays, which checkpoints can hold."""
-    # as arrays: torch cannot read a pickled state of its own generator
+    """The random state of each process, as tensors, which checkpoints can hold."""
+    # arrays in between: torch cannot unpickle a state of its own generator
     own = pytree.map_tensors(lambda x: x.cpu().numpy(), random_state())
     return [pytree.map(_as_tensor, state) for state in gathered(own)]
 
@@ -78,7 +79,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
-    """Set a state from a checkpoint, whose tensors may be on another device."""
+    """Set the random state from a checkpoint; its tensors may be on another device."""
     state = pytree.map_tensors(Tensor.cpu, state)
     kind, keys, *rest = state["numpy"]
     set_random_state({**state, "numpy": (kind, keys.numpy(), *rest)})
