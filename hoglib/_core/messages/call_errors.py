@@ -1,4 +1,5 @@
-"""Errors of calls of models and criteria: which are about the arguments, and what to pass instead."""
+"""Errors in calls of models and criteria: which ones concern the arguments, and what to pass
+instead."""
 
 import inspect
 import re
@@ -26,10 +27,10 @@ from hoglib.errors import (
 def explain_call_error(
     error: Exception, function: Any, args: Any, keywords: Any, explain: Callable[[str], str]
 ) -> None:
-    """Raises an error that says what to do, if this one is about the arguments of the function.
+    """Raises an error with advice if `error` concerns the arguments of the function.
 
-    Such errors are a TypeError if the arguments do not bind and the function was never entered, and one
-    about an argument that is no tensor and is used as one. Other errors are the function's own.
+    It does if the arguments do not bind (a TypeError, and the function was never entered), or if code
+    uses an argument as a tensor that is none. Other errors are the function's own.
     """
     if not isinstance(error, TypeError | AttributeError) or isinstance(error, HoglibError):
         return
@@ -38,7 +39,7 @@ def explain_call_error(
     if reason is None and isinstance(error, TypeError):
         reason = binding_error(target, args, keywords)
         code = getattr(inspect.unwrap(target), "__code__", None)
-        # the function was entered: the error is its own
+        # the traceback has a frame of the function: the arguments did bind
         if any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
             return
     if reason is not None:
@@ -46,7 +47,7 @@ def explain_call_error(
 
 
 def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
-    """What to say of an argument that is no tensor and is used as one; None for another error."""
+    """A reason for messages if code used an argument as a tensor that is none; None otherwise."""
     for x in args:
         if x is None or isinstance(x, Tensor | Number | str):
             continue
@@ -60,7 +61,7 @@ def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
 
 
 def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, reason: str) -> str:
-    """What to do about outputs and targets that a criterion does not take."""
+    """Advice for outputs and targets that a criterion does not accept."""
     second = "batch" if whole else "targets"
     function = criterion.forward if isinstance(criterion, nn.Module) else criterion
     name = f"{type(criterion).__name__}.forward"
@@ -80,7 +81,7 @@ def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, r
 
 
 def _tensor_hint(name: str, value: Any, at: int = 0) -> str:
-    """An expression for a tensor of some outputs or targets; at: its place in a tuple of them."""
+    """An expression for a tensor among outputs or targets; at: its index if they are a sequence."""
     if isinstance(value, Tensor):
         return name
     if hasattr(value, "logits"):
@@ -94,10 +95,10 @@ def _tensor_hint(name: str, value: Any, at: int = 0) -> str:
 def binding_error(
     function: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Why a function cannot be called with these arguments; None if it can."""
+    """The reason why a function cannot be called with these arguments; None if it can."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return None
     try:
         signature.bind(*args, **keywords or {})
@@ -116,7 +117,7 @@ _OF_TARGETS = re.compile(r"label|target|mask|weight|length|^(y|idx?|index)$", re
 
 
 def forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: object) -> str:
-    """A `forward` that may be what the user needs."""
+    """A suggestion for `forward=`, from the arguments of the failed call."""
     whole = len(args) == 1 and args[0] is batch
     part = "batch" if whole else "batch[0]"
     if not args:
@@ -140,7 +141,7 @@ def forward_hint(forward: Callable[..., Any], args: tuple[Any, ...], batch: obje
 
 
 class ErrorTranslation:
-    """A context manager whose `explain` is given the errors inside."""
+    """A context manager that passes an exception from inside to `explain`."""
 
     def __enter__(self) -> None:
         pass
@@ -150,11 +151,11 @@ class ErrorTranslation:
             self.explain(error)
 
     def explain(self, error: Exception) -> None:
-        """Raises what is raised at the end for an error inside; returns if that is the error."""
+        """Raise another error in its place, or return to let the error through."""
         raise NotImplementedError
 
 
-_ADVICE = {  # what to do, by a part of torch's message
+_ADVICE = {  # part of torch's message -> advice
     r"dtype|scalar type|type.*should be the same|be cast to": "Convert numbers to the dtype of the "
     "parameters, by `.to(DTYPE)`, or call it inside the autocast region that they come from; labels "
     "and tokens by `.long()`.",
@@ -175,8 +176,8 @@ _ADVICE = {  # what to do, by a part of torch's message
 }
 
 
-# What torch says of tensors that it cannot differentiate here: what was expected, what came, and what
-# to do. A j with a number in a shape is the length of the rows of a nested tensor.
+# Part of torch's message about a kind of tensor that it cannot differentiate -> expected, got, advice.
+# In a shape, j with a number is the ragged dimension of a nested tensor.
 _KINDS = {
     r"Nested(Tensor|Int)|'_nested_|, j\d+[,)\]]|only concrete integers|aten::matmul_backward": (
         "dense tensors",
@@ -195,7 +196,7 @@ _KINDS = {
 
 
 def explain_kind_of_tensor(caller: str, error: object) -> None:
-    """Raises an error that says what to do, if this one of torch is about a kind of tensors."""
+    """Raise an error with advice if torch's error concerns a kind of tensor, nested or inference."""
     if isinstance(error, HoglibError) or not isinstance(
         error, RuntimeError | ValueError | AttributeError
     ):
@@ -209,27 +210,27 @@ def explain_kind_of_tensor(caller: str, error: object) -> None:
 
 @final
 class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
-    """Inside, errors name the batch and the module that raised them; an error of torch about devices
-    names the tensor that is on another device than those of `reference`, or than those that a function
-    reaches.
+    """Inside, errors get a note that names the batch and the module that raised them. For torch's
+    errors about devices, an error names the tensor on another device than the reference.
 
-    what: the name of the batch.
+    reference: Tensors with the right device, or a function that reaches such tensors.
+    what: The name of the batch.
     """
 
     def __init__(self, batch: object, reference: Any, what: str = "batch") -> None:
         self._batch, self._reference, self._what = batch, reference, what
 
     def __enter__(self) -> None:
-        # torch's embedding takes tokens on "meta" and returns memory that nothing was written to
+        # torch's embedding accepts "meta" tokens, and returns uninitialized memory
         if any(tensor.is_meta for _, tensor in tensors_in("", self._batch)):
             self._raise_if_apart(None)
 
     def explain(self, error: Exception) -> None:
         if isinstance(error, HoglibError | torch.OutOfMemoryError):
             return
-        # by the innermost context, once
+        # the innermost of nested contexts adds the note
         if not hasattr(error, "__notes__"):
-            with suppress(Exception):  # of an `extra_repr`, which would hide the error
+            with suppress(Exception):  # a failing `extra_repr` would hide the error
                 self._add_note(error)
         text = str(error) if isinstance(error, RuntimeError) else ""
         # "torch.cuda.": as in "Input type (torch.cuda.FloatTensor)"
@@ -237,7 +238,7 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
             self._raise_if_apart(error)
 
     def _add_note(self, error: Exception) -> None:
-        """Add to an error, such as one about shapes, which batch and which module it is about."""
+        """Add a note on the batch and the module to an error, such as one about shapes."""
         found = [f"{at}, {validation.describe(x)}" for at, x in tensors_in(self._what, self._batch)]
         found = found or [f"{self._what}, {describe_argument(self._batch)}"]
         place, modules, reference = "", raising_modules(error), self._reference

@@ -1,4 +1,4 @@
-"""Files with which an interrupted call continues: written atomically, and of one call."""
+"""Files from which an interrupted call continues: written atomically, and refused by other calls."""
 
 import hashlib
 import os
@@ -17,12 +17,12 @@ from hoglib.errors import ArgumentValueError, OutputError
 
 
 def digest(leaves: Sequence[Any]) -> str:
-    """A hash of the bytes of tensors, and of the numbers among them."""
+    """A hash of the bytes of tensors, and of numbers."""
     found = hashlib.sha256()
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            # the bytes in memory are those of the values, without views that conjugate or negate
+            # a lazily conjugated or negated view has the bytes of its base
             x = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
             if x.numel():
                 found.update(string_at(x.data_ptr(), x.numel() * x.element_size()))
@@ -32,7 +32,7 @@ def digest(leaves: Sequence[Any]) -> str:
 
 
 def check_same_call(option: str, path: Path, known: Any, wanted: dict[str, Any]) -> None:
-    """Raise for files of another call than the one that is wanted, both by names."""
+    """Raise if a file is from another call. `known` and `wanted` describe both calls, by names."""
     for name, value in wanted.items():
         if known.get(name) != value:
             kind = "file" if path.is_file() else "directory"
@@ -45,7 +45,7 @@ def check_same_call(option: str, path: Path, known: Any, wanted: dict[str, Any])
 
 @contextmanager
 def translate_file_errors(expected: str, advice: str) -> Iterator[None]:
-    """Inside, an error of the file system is an OutputError, which says what to do."""
+    """Inside, an error of the file system becomes an OutputError with advice."""
     try:
         yield
     except OSError as error:
@@ -55,13 +55,13 @@ def translate_file_errors(expected: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[IO[bytes]]:
-    """A stream to a file that is there as a whole or not at all."""
+    """A stream to a file, which exists afterwards as a whole or not at all."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as stream:
             yield stream
         os.replace(temporary, path)
-    # also Ctrl-C leaves no half of a file
+    # BaseException: Ctrl-C leaves no half file either
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -70,21 +70,20 @@ def write_atomically(path: Path) -> Iterator[IO[bytes]]:
 
 @final
 class ScoreFile:
-    """Scores in a memory-mapped .npy file, whose rows are written in order; those that are not written
-    yet are NaN.
+    """Scores in a memory-mapped .npy file. Rows are written in order; rows not yet written are NaN.
 
-    Beside ``scores.npy``, ``scores.npy.call`` says which call they are of, and holds its factors, which
-    might be drawn anew. A new file is filled by ordinary writes: a full disk raises here, and would end
-    the process where a memory map is written to.
+    ``scores.npy.call``, beside ``scores.npy``, records the call, and its factors, which the next run
+    might draw differently. Ordinary writes fill a new file, because they raise on a full disk; a write
+    to a memory map would crash the process.
 
     Args:
         path: The file.
-        call: What the call is, by names, with "shape" and "dtype": any difference to that of the file
-            is refused.
+        call: A description of the call, by names, with "shape" and "dtype"; a file with another
+            description is refused.
     Attributes:
         scores: The memory map.
-        done: The number of rows that are written.
-        factors: Those that were kept, or None.
+        done: The number of written rows.
+        factors: The recorded factors, or None.
     """
 
     def __init__(self, path: Path, call: dict[str, Any]) -> None:
@@ -94,7 +93,7 @@ class ScoreFile:
         advice = "Make its folder, or name a file where there is space"
         if not path.exists():
             with translate_file_errors(f"out: expected to write {path}", advice):
-                # the record first: scores beside no record would be refused as those of another call
+                # the record first: a later call would refuse scores without a record
                 self.keep(None)
                 header = {"descr": kind.str, "fortran_order": False, "shape": shape}
                 row = numpy.full(shape[1:], numpy.nan, kind).tobytes()
@@ -102,11 +101,12 @@ class ScoreFile:
                     numpy.lib.format.write_array_header_1_0(stream, header)
                     stream.writelines(repeat(row, shape[0]))
         known: Any = {"call": {}}
-        with suppress(Exception):  # torch raises many kinds for a damaged file
+        with suppress(Exception):  # torch.load raises many types of errors on a damaged file
             known = torch.load(self._record, map_location="cpu", weights_only=True)
         check_same_call("out", path, known["call"], call)
         self.factors = known["factors"]
         self.scores = torch.from_numpy(numpy.load(path, mmap_mode="r+"))
+        # a row with NaN ends the written rows: its sum is NaN
         self.done = int((~self.scores.view(shape[0], -1).sum(1).isnan()).cumprod(0).sum())
 
     def keep(self, factors: object) -> None:

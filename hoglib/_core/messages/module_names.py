@@ -15,18 +15,22 @@ from hoglib._core.messages.closures import Capture, held
 class ModuleNames:
     """Names of the modules that a function is, holds, or calls while it is watched.
 
-    The modules of a single model are named as in `model.named_modules()`. With several models, each
-    name starts with the name that the function has for the model.
+    A single model's modules are named as in `model.named_modules()`. With several models, each name
+    starts with the function's name for the model.
+
+    Attributes:
+        roots: The models.
+        prefixes: For each model, the beginning of its modules' names.
     """
 
     def __init__(self, fn: Any) -> None:
         captures = list(held(fn))
         found = [one for one in captures if isinstance(one.value, nn.Module)]
         self._generators = [x.value for x in captures if isinstance(x.value, torch.Generator)]
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # id of a module -> name
         self.roots: list[nn.Module] = []
-        self.prefixes: list[str] = []  # of the names in each of the roots
-        if hasattr(fn, "user_criterion"):  # of `hoglib.functional_loss`
+        self.prefixes: list[str] = []
+        if hasattr(fn, "user_criterion"):  # fn is from `hoglib.functional_loss`
             self._add("", fn.model)
             if isinstance(fn.user_criterion, nn.Module):
                 self._add("criterion", fn.user_criterion)
@@ -45,8 +49,8 @@ class ModuleNames:
 
     @contextmanager
     def discovering(self) -> Iterator[None]:
-        """Inside, modules that run and have no name get one; their buffers are restored afterwards."""
-        late: list[tuple[Tensor, Tensor]] = []
+        """Inside, unnamed modules get a name when they run; their buffers are restored at exit."""
+        late: list[tuple[Tensor, Tensor]] = []  # (buffer, copy)
 
         def start(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self.add(module):
@@ -61,41 +65,41 @@ class ModuleNames:
                     buffer.copy_(kept)
 
     def add(self, module: nn.Module) -> bool:
-        """Names a module and its submodules; False if it has a name already."""
+        """Name a module and its submodules; False if the module has a name already."""
         if id(module) in self._names:
             return False
         self._add("" if not self.roots else type(module).__name__, module)
         return True
 
     def of(self, module: nn.Module) -> str:
-        """The qualified name of a module, "" for a single model itself, its class if it is unknown."""
+        """The qualified name of a module; "" for a single model, the class for an unknown module."""
         return self._names.get(id(module), type(module).__name__)
 
     def title(self, module: nn.Module | None) -> str:
-        """The qualified name, or the class of a whole model."""
+        """The qualified name, or the class for a single model."""
         return "the loss" if module is None else self.of(module) or type(module).__name__
 
     def briefly(self, module: nn.Module | None) -> str:
-        """The name for a list in a sentence."""
+        """The name in a list of modules."""
         if module is None:
             return "the loss"
         name = self.of(module)
         return f"`{name}`" if name else "the model itself"
 
     def called(self, module: nn.Module | None) -> str:
-        """The name and class for a sentence."""
+        """The name and the class, in a sentence."""
         if module is None:
             return "the loss, outside of modules"
         name, kind = self.of(module), type(module).__name__
         return f"`{name}` ({kind})" if name else f"the model itself ({kind})"
 
     def modules(self) -> Iterator[nn.Module]:
-        """All modules that have a name."""
+        """All named modules."""
         for root in self.roots:
             yield from root.modules()
 
     def generators(self) -> list[torch.Generator]:
-        """The random generators that the function holds, and those that are attributes of modules."""
+        """The random generators that the function holds, and the ones in attributes of its modules."""
         attributes = [x for m in self.modules() for x in vars(m).values()]
         return [*self._generators, *(x for x in attributes if isinstance(x, torch.Generator))]
 
@@ -105,9 +109,9 @@ def watching_modules(
     start: Callable[[nn.Module, Any], None],
     end: Callable[[nn.Module, Any, Any], None] = lambda module, args, output: None,
 ) -> Iterator[None]:
-    """Inside, calls `start` before and `end` after each module that this thread runs.
+    """Inside, `start` is called before, and `end` after, each module that this thread runs.
 
-    Modules that are being compiled, or that other threads run, are left out.
+    Modules that torch.compile traces, and modules of other threads, are left out.
     """
     here = threading.get_ident()
 
@@ -127,7 +131,7 @@ def watching_modules(
 
 
 def _outermost_modules(found: list[Capture]) -> list[Capture]:
-    """The modules that are not part of another of them, each once."""
+    """The modules, each once, that are no submodules of another module in the list."""
     parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
     tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}
     return list(reversed(tops.values()))

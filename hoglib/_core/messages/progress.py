@@ -1,4 +1,4 @@
-"""A bar that shows how far long work is."""
+"""A progress bar for long computations."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,16 +9,16 @@ from hoglib._core.messages import validation
 
 @final
 class ProgressBar:
-    """Counts the products of an operator, or the steps of a training; the outermost call names the
-    work, and their number."""
+    """Counts the products of an operator, or the steps of a training. The outermost call of `over`
+    names the work, and gives the total."""
 
     def __init__(self, name: str, enabled: bool, unit: str = "product") -> None:
         self._name, self._enabled, self._unit = name, enabled, unit
-        self._open: Any = None
-        self._done = 0.0
+        self._open: Any = None  # tqdm's bar, while work lasts
+        self._done = 0.0  # products so far
 
     def over(self, work: str, total: int | None = None) -> AbstractContextManager[None]:
-        """Show the bar while the work lasts, unless it is shown already."""
+        """Show the bar while the work lasts, unless an outer call shows it."""
         shown = self._enabled and self._open is None
         return self._shown(work, total) if shown else nullcontext()
 
@@ -35,7 +35,7 @@ class ProgressBar:
             self._open = None
 
     def advance(self, products: float) -> None:
-        """Count some products more, or a fraction of one."""
+        """Count more products, or a fraction of one."""
         if self._open is not None:
             self._done += products
             self._open.update(round(self._done, 2) - self._open.n)

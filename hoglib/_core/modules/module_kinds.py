@@ -1,7 +1,7 @@
-"""Private bases of torch's public layers, from which users derive their own, too."""
+"""Private base classes of torch's public layers; users derive their own layers from these, too."""
 
 from hoglib._core.torch_api.torch_private import private
 
-BATCH_NORMS = private("torch.nn.modules.batchnorm._BatchNorm")
-NORMS = private("torch.nn.modules.batchnorm._NormBase")  # with running statistics
-DROPOUTS = private("torch.nn.modules.dropout._DropoutNd")
+BATCH_NORMS = private("torch.nn.modules.batchnorm._BatchNorm")  # normalise by the batch
+NORMS = private("torch.nn.modules.batchnorm._NormBase")  # may have running statistics
+DROPOUTS = private("torch.nn.modules.dropout._DropoutNd")  # draw random numbers

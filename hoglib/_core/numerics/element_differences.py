@@ -2,10 +2,10 @@
 
     D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ |D(10 h) - D(h)| + eps |f| / h
 
-This is a layer on `finite_differences`, which has the steps. Each element of f takes the
-step whose estimated error is smallest: a long one where f is smooth, a short one near a kink. Two steps
-may agree by chance, if f oscillates faster than both or is noisy; so the next shorter step enters the
-estimate as well. Where no steps agree the error is large, and nothing is concluded from that element.
+`finite_differences` has the steps. Each element of f takes the step with the smallest estimated error:
+a long one where f is smooth, a short one near a kink. Two steps may agree by chance, if f is noisy or
+oscillates faster than both; so the estimate also contains the next shorter step. If no two steps agree,
+the estimated error is large, and nothing is concluded from the element.
 """
 
 import math
@@ -19,51 +19,62 @@ from torch import Tensor
 from hoglib._core.numerics.finite_differences import steps as steps_of
 
 TensorMap = Callable[..., list[Tensor]]
-Ends = dict[float, tuple[list[Tensor], list[Tensor]]]  # f(x + h v) and f(x - h v), by h
+Ends = dict[float, tuple[list[Tensor], list[Tensor]]]  # h -> (f(x + h v), f(x - h v))
 
-ROUNDINGS = 20  # the next shorter slope may be off by this many times its rounding error
-LEAST = 3  # steps that are always tried
-SETTLED = 1e-7  # of the largest derivative in a tensor; with a smaller error no other step is tried
-CONCLUSIVE = 0.02  # of the largest derivative in a tensor; with a larger error nothing is concluded
+ROUNDINGS = 20  # rounding errors by which the next shorter slope may be off
+LEAST = 3  # number of steps that are always tried
+# In units of the largest derivative in a tensor:
+SETTLED = 1e-7  # below this error no other step is tried
+CONCLUSIVE = 0.02  # above this error nothing is concluded
 
 
 class Slope(NamedTuple):
-    """The derivative of a map along one direction of one input."""
+    """The derivative of a map along one direction of one input.
 
-    column: int  # index of the input
+    column: The index of the input.
+    v: The direction.
+    values: The derivative of each output.
+    errors: The estimated error of each element; infinite where the map is not defined.
+    floors: For each output, the error below which everything is rounding.
+    grains: For each output, the relative spacing of its values: the dtype's, or float32's.
+    kinks: Where the slopes to either side differ.
+    problem: The message of the map, if it raised.
+    """
+
+    column: int
     v: Tensor
     values: list[Tensor]
-    errors: list[Tensor]  # element by element; infinite where the map is not defined
-    floors: list[float]  # smaller errors are rounding, whatever the value
-    grains: list[float]  # the relative spacing of the values: that of their dtype, or of float32
-    kinks: list[Tensor]  # where the slopes to either side differ
-    problem: str = ""  # the message of the map, if it raised
+    errors: list[Tensor]
+    floors: list[float]
+    grains: list[float]
+    kinks: list[Tensor]
+    problem: str = ""
 
     def size(self, i: int) -> float:
         """The largest known value of output i."""
         return max_abs(torch.where(self.errors[i].isfinite(), self.values[i], 0))
 
     def scale(self, i: int) -> float:
-        """The size of the values of the map, of output i."""
+        """The magnitude of the map's values, for output i."""
         return self.floors[i] / (4 * self.grains[i] ** 0.5)
 
     def known(self, i: int) -> Tensor:
-        """The elements of output i whose error is small enough to conclude from."""
+        """The elements of output i with an error small enough to conclude from."""
         return self.errors[i] <= CONCLUSIVE * self.size(i) + self.floors[i]
 
     def settled(self, i: int) -> Tensor:
-        """The elements of output i which no other step makes more precise than needed."""
+        """The elements of output i that need no other step."""
         return self.errors[i] <= SETTLED * self.size(i)
 
 
 def slope(
     f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, eps: float | None = None
 ) -> Slope:
-    """The derivative along v by input j; eps, if given, is the middle one of three steps."""
+    """The derivative along v by input j; if eps is given, it is the middle one of three steps."""
     dtype = x[j].dtype
     values = [y.detach() for y in f(*x)]
     steps = steps_of("element", dtype) if eps is None else (10 * eps, eps, eps / 10)
-    # the shorter ones only where the longer ones do not settle it
+    # a later stage runs only if the earlier ones are not precise enough
     stages = [steps[:LEAST], steps[LEAST:], steps_of("element, more", dtype) if eps is None else ()]
     ends: Ends = {}
     problem = ""
@@ -80,8 +91,8 @@ def slope(
 def recheck(f: TensorMap, x: Sequence[Tensor], one: Slope, random: torch.Generator) -> Slope:
     """The slope, with infinite errors where f is not linear to first order, or oscillates fast.
 
-    At a tie, as in a median or a sort, D(v) + D(w) differs from D(v + w), which may be the only sign. A
-    function that oscillates faster than all steps has another slope at far shorter ones.
+    At a tie, as in a median or a sort, D(v) + D(w) differs from D(v + w); there may be no other sign. A
+    function that oscillates faster than all steps has another slope at far shorter steps.
     """
     w = [random_like(y, random) * element_scales(y) for y in x]
 
@@ -110,7 +121,7 @@ def recheck(f: TensorMap, x: Sequence[Tensor], one: Slope, random: torch.Generat
 def _evaluate_both_sides(
     f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, steps: Sequence[float]
 ) -> tuple[Ends, str]:
-    """f at both ends of each step, and the message of f if it raised at one of them."""
+    """f at both ends of each step, and the message of f if it raised at some step."""
     found: Ends = {}
     problem = ""
     for h in steps:
@@ -142,7 +153,7 @@ def _best_of_output(
     eps = _spacing([y, *(end[i] for h in steps for end in ends[h])])
     size = max(max_abs(y), 1e-3 * max_abs(x))
     slopes = {h: (ends[h][0][i] - ends[h][1][i]) / (2 * h) for h in steps}
-    # how far the slopes to either side differ: it decreases with the step, except at a kink
+    # the slopes to either side differ by this much: it falls with the step, except at a kink
     bends = {h: (ends[h][0][i] - 2 * y + ends[h][1][i]).abs() / h for h in steps}
     for k, (longer, shorter) in enumerate(pairwise(steps)):
         near, rounding = slopes[shorter], 4 * eps * size / shorter
@@ -158,19 +169,18 @@ def _best_of_output(
         error = torch.where(better, guess, error)
         kinked = torch.where(better, kink, kinked)
     if bool(kinked.any()):
-        # at a kink some elements may have equal slopes to either side by chance
+        # some elements of a kink may have equal slopes to either side by chance
         error = error + max_abs(torch.where(kinked, error, 0.0))
     grain = float(eps.max()) if eps.numel() else torch.finfo(y.dtype).eps
     return best, error, 4 * grain**0.5 * size, grain, kinked
 
 
 def _spacing(values: Sequence[Tensor]) -> Tensor:
-    """The relative spacing of the values of each element: that of float32 where all of them are numbers
-    of float32.
+    """The relative spacing of the values of each element: float32's if all are float32 numbers.
 
-    A map may round to float32 inside. Its values move in steps then, and the slopes at steps h shorter
-    than these are zero, all of them: they agree, and are wrong. Numbers of few digits say nothing:
-    zeros, small integers, and what cancellation leaves.
+    A map may round to float32 inside. Its values then move in jumps. At steps h shorter than these all
+    slopes are zero: they agree, and are wrong. Numbers with few digits, such as zeros, small integers
+    and results of cancellation, tell nothing about rounding.
     """
     dtype = values[0].dtype
     eps = torch.full_like(values[0], torch.finfo(dtype).eps)
@@ -184,7 +194,7 @@ def _spacing(values: Sequence[Tensor]) -> Tensor:
 
 
 def directions(x: Tensor, random: torch.Generator, *, full: bool) -> list[Tensor]:
-    """A random direction in which every element moves; with full, one direction for each element."""
+    """A random direction in which each element moves; if full, one direction for each element."""
     scale = element_scales(x)
     if full:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device).reshape(-1, *x.shape)
@@ -193,23 +203,23 @@ def directions(x: Tensor, random: torch.Generator, *, full: bool) -> list[Tensor
 
 
 def element_scales(x: Tensor) -> Tensor:
-    """The unit of steps for each element: its size, bounded so that no step is negligible, or longer
-    than the period of a function such as the sine."""
+    """The unit of steps for each element: its size, but no smaller than a thousandth of the largest,
+    and no larger than the period of a function such as the sine."""
     units = units_of(x)
     size = x.detach().abs() / units
     most = max_abs(size) or 1.0
     return size.clamp(min=1e-3 * most, max=1.0) * units
 
 
-ORDINARY = 64.0  # sizes down to 1 / 64 and up to 64 are used as they are
-SMALL = 1e-3  # of the largest element: smaller elements are near zero, or in units of their own
+ORDINARY = 64.0  # sizes from 1 / 64 to 64 get the unit 1
+SMALL = 1e-3  # of the largest element: smaller elements are near zero, or have another unit
 
 
 def units_of(x: Tensor) -> Tensor | float:
     """Powers of two near the size of x, so that x / units has elements near one without rounding.
 
-    One for the whole tensor, and 1 if its size is ordinary. One for each element if a quarter of the
-    elements, or more, are small, as where a tensor holds quantities in several units.
+    One unit for the whole tensor, 1 for an ordinary size. But one for each element if a quarter of the
+    nonzero elements or more are small, because the tensor then holds quantities in several units.
     """
     size = x.detach().abs().double()
     most = max_abs(size)
@@ -231,7 +241,7 @@ def unit_of(size: float) -> float:
 
 
 def random_like(like: Tensor, random: torch.Generator) -> Tensor:
-    """Random numbers of either sign with absolute values in [0.5, 1.5], so that each element counts."""
+    """Random numbers of either sign and absolute value in [0.5, 1.5], so that each element counts."""
     size = 0.5 + torch.rand(like.shape, dtype=torch.float64, generator=random, device="cpu")
     sign = torch.randint(2, like.shape, generator=random, device="cpu") * 2 - 1
     return (size * sign).to(like.device, like.dtype)

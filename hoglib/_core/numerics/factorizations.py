@@ -1,7 +1,7 @@
-"""Factorizations of symmetric matrices that LAPACK gives up on, though they have one.
+"""Factorizations of symmetric matrices on which LAPACK fails.
 
-Kronecker factors are of low rank, with rows of zeros (dead units) and numbers of all sizes. For many of
-these LAPACK's eigensolver does not converge, or returns NaN.
+Kronecker factors are of low rank, with rows of zeros (dead units) and elements of all magnitudes. For
+many of these matrices LAPACK's eigensolver does not converge, or returns NaN.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ def symmetric_eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The same of several matrices, for whose checks a device is waited for once."""
+    """`symmetric_eigen` of several matrices; the checks wait for a device only once."""
     every = [(matrices + matrices.mT) / 2 for matrices in several]
     if torch_internals.transforms_active() or torch_internals.tracing():
-        # what is traced or transformed has no values to check
+        # fake tensors and wrappers have no values to check
         return [torch.linalg.eigh(a) for a in every]
     found = [_eigh_or_nan(a) for a in every]
     right = [_is_eigen(a, *one) for a, one in zip(every, found, strict=True)]
@@ -34,7 +34,7 @@ def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _eigh_or_nan(a: Tensor) -> tuple[Tensor, Tensor]:
-    """What LAPACK finds; NaN where it gives up."""
+    """LAPACK's result; NaN if it fails."""
     # eigh of MKL fails, or returns NaN, for finite matrices of low rank in float32: for 8 of 13
     # Kronecker factors of a ResNet
     with suppress(RuntimeError):
@@ -55,10 +55,10 @@ def _factorize_in_double(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_double(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of a matrix without its rows of zeros, whose eigenvectors are unit vectors."""
+    """`_eigh_or_nan` in float64 of a matrix without its rows of zeros, plus unit vectors for these."""
     size = a.abs().max().double()
     scaled = a.double() / size.clamp(min=torch.finfo(torch.float64).tiny)
-    # what is far below rounding, at which the eigensolvers stop
+    # numbers far below rounding make the eigensolvers fail
     scaled = torch.where(scaled.abs() > torch.finfo(a.dtype).eps ** 2, scaled, 0)
     used = scaled.any(0)
     inside, units = used.nonzero()[:, 0], (~used).nonzero()[:, 0]
@@ -77,15 +77,16 @@ def _in_double(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_eigen(a: Tensor, values: Tensor, Q: Tensor) -> Tensor:
-    """Whether a u = Q (values * Q^T u) and u = Q Q^T u, at one vector: what was found can be wrong."""
+    """Whether a u = Q (values * Q^T u) and u = Q Q^T u for one vector u: LAPACK may be wrong
+    silently."""
     a, values, Q = a.detach(), values.detach(), Q.detach()
     if not a.numel():
         return torch.ones((), dtype=torch.bool, device=a.device)
-    # no two elements are equal
+    # u without equal elements, so that a permutation is seen
     u = torch.linspace(1, 2, a.shape[-1], dtype=a.dtype, device=a.device).unsqueeze(-1)
     inside = Q.mT @ u
     given, found = a @ u, Q @ (values.unsqueeze(-1) * inside)
-    # of each matrix its own size
+    # each matrix in units of its largest element
     size = a.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
     pairs = (given / size, found / size), (u.expand_as(inside), Q @ inside)
     off = torch.stack([(x - y).abs().max() for x, y in pairs])
@@ -94,9 +95,9 @@ def _is_eigen(a: Tensor, values: Tensor, Q: Tensor) -> Tensor:
 
 
 def damped_inverse(matrices: Tensor, damping: Tensor) -> Tensor | None:
-    """(A + damping I)^-1 of semi-definite matrices [n, k, k]; None where one is singular.
+    """(A + damping I)^-1 of semi-definite matrices [n, k, k]; None if one is singular.
 
-    Where Cholesky's method fails by rounding, by eigenvalues, of which no true one is negative.
+    By Cholesky's method; if rounding makes it fail, by eigenvalues, with negative ones set to zero.
     """
     shift = damping.reshape(-1, 1)
     eye = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)

@@ -2,11 +2,11 @@
 
     D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ O(h^2) + eps |f| / h
 
-Whatever hoglib compares with finite differences takes its steps h from the one table below. A
-derivative of any order is compared with differences of the derivatives one order below it, which
-autograd computes. So the steps depend on the dtype and on what is compared, not on the order.
+Every comparison with finite differences takes its steps h from the table below. A derivative of any
+order is compared with differences of derivatives one order below, which autograd computes. So steps
+depend on the dtype and on the comparison, not on the order.
 
-`element_differences` builds on this module: it chooses a step for each element by itself.
+`element_differences` builds on this module: it chooses a step for each element.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,36 +25,36 @@ from hoglib._core.torch_api import pytree
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
 STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
     # `mode="finite-differences"`. All steps are tried, and the pair that agrees best is taken, so the
-    # range is wide. In units of the root mean square of the parameters, or of 1 from `SMALL` to there.
+    # range is wide. In units of the root mean square of the parameters, or of 1 if it is in [SMALL, 1].
     "product": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)),
-    # `verify`, where each element takes the step whose estimated error is smallest. In units of the
+    # `verify`: each element takes the step with the smallest estimated error. In units of the
     # size of each element. Narrow dtypes need long steps, because rounding grows as eps / h.
     "element": {
         torch.float64: (1e-3, 1e-4, 1e-5, 1e-6), torch.float32: (1e-1, 3e-2, 1e-2, 3e-3),
         torch.float16: (5e-1, 2e-1, 1e-1), torch.bfloat16: (5e-1, 2e-1, 1e-1),
     },
-    # The same, tried only where the steps above are not conclusive: they cost twice as much again.
+    # `verify` again, tried only if the steps above are not conclusive: they cost twice as much again.
     "element, more": {
         torch.float64: (1e-2, 1e-7, 1e-8, 1e-9, 1e-10), torch.float32: (1e-3, 3e-4, 1e-4),
         torch.float16: (), torch.bfloat16: (),
     },
-    # The same, where a derivative seems wrong: a function may oscillate faster than all steps above.
+    # `verify` again, if a derivative seems wrong: a function may oscillate faster than all steps above.
     "element, short": {torch.float64: (1e-7, 1e-8, 1e-9), torch.float32: ()},
-    # The attribution to what a Function saved. Its terms are compared with their sum, coarsely, and
+    # The attribution to tensors that a Function saved. Terms are compared with their sum, coarsely, and
     # away from kinks: one step is enough.
     "slot": {torch.float64: (1e-5,), torch.float32: (3e-3,)},
-    # `audit` of whole models, in units of the size of each parameter tensor. They are tried in this
-    # order until a product agrees. The first is right for most models; a model with many ReLUs needs a
-    # shorter one, which crosses no kink, and a loss whose terms cancel a longer one.
+    # `audit` of whole models, in units of the size of each parameter tensor. Tried in this order until
+    # a product agrees. The first step is right for most models; a model with many ReLUs needs a shorter
+    # one, which crosses no kink, and a loss with terms that cancel a longer one.
     "route": {torch.float64: (1e-7, 1e-9, 1e-5, 1e-4, 1e-3), torch.float32: (1e-2, 1e-3, 3e-2, 1e-4)},
 }  # fmt: skip
-SMALL = 1e-3  # parameters of a smaller size are in units in which they are not near one
+SMALL = 1e-3  # parameters with a smaller root mean square are in units that are far from 1
 VectorFunction = Callable[[Vector], Vector]
 T = TypeVar("T")
 
 
 def steps(use: Use, dtype: torch.dtype) -> tuple[float, ...]:
-    """The steps of a use in a dtype; those of float32 in a dtype that the table does not list."""
+    """The steps of a use in a dtype; float32's for a dtype that the table does not list."""
     table = STEPS[use]
     return table.get(dtype, table[torch.float32])
 
@@ -77,9 +77,9 @@ def directional_derivative(
 
         R(h) = (100 D(h / 10) - D(h)) / 99        error ~ O(h^4)
 
-    Of all steps that one is taken at which R and the next R agree best.
+    The step at which R agrees best with the next R is taken.
 
-    placement: of the leaves and the vector over processes.
+    placement: The distribution of the leaves and the vector over processes.
     """
     if not placement.norm([v.detach() for v in vector]):
         return [torch.zeros_like(x) for x in function(leaves)]
@@ -100,9 +100,9 @@ def central_differences(
     steps: Sequence[float],
     placement: Placement = WHOLE,
 ) -> list[Vector]:
-    """D(h) for several steps along a nonzero vector, all with the current random numbers.
+    """D(h) for several steps along a nonzero vector, each with the current random numbers.
 
-    A step is in units of the size of the leaves over the norm of the vector.
+    A step is in units of the root mean square of the leaves (see `STEPS`) over the norm of the vector.
     """
     leaves, vector = ([x.detach() for x in parts] for parts in (leaves, vector))
     count = max(1, placement.size(leaves))
@@ -118,7 +118,7 @@ def central_differences(
 
 
 def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
-    """The first gradient of a scalar function of leaves, by ordinary backward."""
+    """The first gradient of a scalar function of leaves, as a function."""
 
     def gradient(leaves: Vector) -> Vector:
         p = fresh_leaves(leaves, False)
@@ -130,20 +130,20 @@ def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
 
 
 def fixed_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Restores the state of torch's random generators on exit, so that the next run draws the same."""
+    """Restores torch's random generators at exit, so that the next run draws equal numbers."""
     return torch.random.fork_rng(sorted({x.device for x in tensors if x.is_cuda}, key=str))
 
 
 def distance(a: Vector, b: Vector) -> float:
-    """The norm of the difference of two vectors."""
+    """|a - b|."""
     return float(pytree.norm([x.detach() - y.detach() for x, y in zip(a, b, strict=True)]))
 
 
 def relative_distance(a: Vector, b: Vector) -> float:
-    """The norm of the difference of two vectors, relative to the norm of b."""
+    """|a - b| / |b|."""
     return distance(a, b) / max(float(pytree.norm(b)), 1e-300)
 
 
 def to_double(tree: T) -> T:
-    """The tree with its tensors of floating-point and complex dtypes in double precision."""
+    """The tree with its floating-point and complex tensors in double precision."""
     return pytree.map_tensors(partial(pytree.in_dtype, dtype=torch.float64), tree)

@@ -19,7 +19,7 @@ class Tolerance(NamedTuple):
     rtol: float
 
 
-# By the dtype that a derivative was computed in.
+# dtype of the computation of a derivative -> tolerance
 TOLERANCES = {
     **dict.fromkeys((torch.float64, torch.complex128), Tolerance(1e-10, 1e-8)),
     **dict.fromkeys((torch.float32, torch.complex64), Tolerance(1e-5, 1e-4)),

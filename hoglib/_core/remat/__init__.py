@@ -1,1 +1,2 @@
-"""Recomputation in backward, and the blocks of a model that are recomputed (the option ``remat=``)."""
+"""Recomputation in backward, and the option ``remat=``, which chooses blocks of a model to
+recompute."""

@@ -23,9 +23,10 @@ from hoglib._core.torch_api.torch_modes import copy_without_override_check
 
 
 def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules inside that have child modules.
+    """The outermost submodules that have submodules.
 
-    A module with all parameters of the block is replaced by its parts: alone it would save no memory.
+    A submodule with all parameters of its module is replaced by its own parts: recomputing it alone
+    would save no memory.
     """
     found: list[nn.Module] = []
     for module in modules:
@@ -43,7 +44,7 @@ def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 @contextmanager
 def replaced_forwards(blocks: Sequence[nn.Module], make: Callable[..., Any]) -> Iterator[list[Any]]:
-    """Inside, the forward of each block is make(block); entering returns the list of these."""
+    """Inside, the forward of each block is make(block); entering returns these forwards."""
     forwards = [make(block) for block in blocks]
     pairs = zip(blocks, forwards, strict=True)
     with replaced([(vars(block), "forward", forward) for block, forward in pairs]):
@@ -52,8 +53,8 @@ def replaced_forwards(blocks: Sequence[nn.Module], make: Callable[..., Any]) -> 
 
 @contextmanager
 def watched_parts(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Inside, the parts of modules run as usual; at exit the list has those that can be recomputed
-    alone: functions of their tensor arguments, parameters and buffers, which change none of these."""
+    """Inside, the parts of modules run as usual. At exit the list has the parts that can be recomputed
+    alone: functions of their tensor arguments, parameters and buffers that change none of these."""
     parts, recomputable = parts_of(modules), list[nn.Module]()
     verdicts: dict[int, list[bool]] = {id(part): [] for part in parts}
     with replaced_forwards(parts, lambda p: partial(_watch, p, p.forward, verdicts[id(p)])):
@@ -66,7 +67,7 @@ def _watch(part: nn.Module, forward: Any, found: list[bool], /, *args: Any, **kw
     leaves, structure = pytree.flatten((args, kwargs))
     state = [*(x for x in leaves if isinstance(x, Tensor)), *part.parameters(), *part.buffers()]
     versions = [version_of(x) for x in state]
-    # a run may change an object, such as a cache; what an object holds would have no gradient
+    # a run may change an object, such as a cache; a tensor that an object holds would get no gradient
     closed = _is_closed(leaves) and next(_unregistered_state(part), None) is None
     outputs = forward(*args, **kwargs)
     same_values = versions == [version_of(x) for x in state]
@@ -81,12 +82,12 @@ def _is_closed(leaves: Sequence[Any]) -> bool:
 
 
 def _unregistered_state(part: nn.Module) -> Iterator[Any]:
-    """Tensors and modules of a part that are not registered, except in its replaced forward."""
+    """The unregistered tensors and modules of a part, except in its replaced forward."""
     return (one for one in closures.unregistered(part) if not one.path.startswith("forward"))
 
 
 def version_of(tensor: Tensor | None) -> int:
-    """The number of in-place changes of a tensor; 0 for an inference tensor, which does not count."""
+    """The version counter of a tensor; 0 for an inference tensor, which has none."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -96,21 +97,20 @@ def _torch_callables(*names: str) -> set[Any]:
     return {getattr(home, name) for home in homes for name in names if hasattr(home, name)}
 
 
-# Elementwise functions (torch computes their second derivatives by several operations), and functions
-# of rows.
+# Elementwise functions with a second derivative of several operations, and functions of rows.
 _ELEMENTWISE = _torch_callables(
     "gelu", "silu", "mish", "tanh", "sigmoid", "softplus", "elu", "celu", "selu", "logsigmoid"
 )
 _BY_ROWS = _torch_callables("softmax", "log_softmax")
-_SLICES, _FEWEST_ELEMENTS = 2, 2**14
+_SLICES, _FEWEST_ELEMENTS = 2, 2**14  # number of slices, and size from which slicing saves memory
 
 
 @final
 class SlicedOperations(TorchFunctionMode):
-    """Inside, activations, softmax and attention run on a few slices of their inputs, one by one.
+    """Inside, activations, softmax and attention run on slices of their inputs, one by one.
 
-    Used under forward over reverse: the jvp of the backward of an activation makes five or six
-    tensors of the size of its input, here of the size of a slice.
+    For forward over reverse: the jvp of an activation's backward makes five or six tensors with the
+    size of its input, now with the size of a slice.
     """
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
@@ -120,7 +120,7 @@ class SlicedOperations(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _sliced_attention(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:
-            with self:  # so that it sees the attention inside
+            with self:  # the mode is off inside its handler; the attention inside needs it
                 return copy_without_override_check(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -133,7 +133,7 @@ def _by_slices(func: Callable[..., Any], input: Tensor, *args: Any, **kwargs: An
         sliced = isinstance(row, int) and count > 0
     else:
         sliced = not (kwargs.get("inplace") or True in args)
-    # torch.cat returns a contiguous tensor, whatever the memory layout of the slices
+    # torch.cat returns a contiguous tensor, so another memory layout would be lost
     if not sliced or input.numel() < _FEWEST_ELEMENTS or not input.is_contiguous():
         return func(input, *args, **kwargs)
     others = (d for d, n in enumerate(input.shape) if n >= _SLICES and row not in (d, d - count))
@@ -165,6 +165,6 @@ def _sliced_attention(
         masks = attn_mask.chunk(count)
     slices = zip(*(x.chunk(count) for x in inputs), masks, strict=False)
     parts = [func(q, k, v, mask, dropout_p, *args, **kwargs) for q, k, v, mask in slices]
-    if query.stride(-3) < query.stride(-2):  # as torch lays it out
+    if query.stride(-3) < query.stride(-2):  # torch's attention returns the layout of its query
         return torch.cat([y.transpose(-3, -2) for y in parts]).transpose(-3, -2)
     return torch.cat(parts)

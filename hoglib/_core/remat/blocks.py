@@ -30,13 +30,13 @@ from hoglib._core.runtime.ambient import replaced
 from hoglib._core.torch_api import pytree
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 
-Remat = bool | str | Sequence[str]  # the option
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # which have no forward
+Remat = bool | str | Sequence[str]  # the value of the option
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 NAMED = "Name modules, as in `remat='layers.*'`, or call a block by `hoglib.ops.remat(block)(...)`."
 
 
 def check_remat(remat: object) -> Remat:
-    """The option, as it is or as a tuple of patterns, or an error."""
+    """The option, checked: a bool, or a tuple of patterns."""
     if isinstance(remat, bool):
         return remat
     patterns = (remat,) if isinstance(remat, str) else remat
@@ -53,10 +53,10 @@ def check_remat(remat: object) -> Remat:
 
 @contextmanager
 def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["BlockForward"]]:
-    """Inside, the chosen blocks of the modules that a function reaches are recomputed in backward;
-    entering returns their forwards.
+    """Inside, forwards of the chosen blocks, in modules that a function reaches, are recomputed in
+    backward, also in a backward after the exit. Entering returns the forwards.
 
-    recomputed: `recompute`, with its options. A backward later recomputes blocks also outside.
+    recomputed: `recompute`, with its options.
     """
     chosen = find_blocks(remat, func)
     # an outer context recomputes the blocks that have a BlockForward
@@ -66,7 +66,7 @@ def rematerialized(remat: Remat, func: Any, recomputed: Any) -> Iterator[list["B
 
 
 def find_blocks(remat: Remat, func: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that the option chooses; each once, and none inside another."""
+    """The modules that the option chooses, each once, without modules nested in a chosen one."""
     roots = _modules_of(func)
     if not roots:
         raise ArgumentValueError(
@@ -85,7 +85,7 @@ def find_blocks(remat: Remat, func: Callable[..., Any]) -> list[nn.Module]:
     else:
         patterns: Any = (remat,) if isinstance(remat, str) else remat
         found = [block for pattern in patterns for block in _modules_matching(roots, pattern)]
-    # of nested blocks only the outermost would recompute
+    # remat recomputes only the outermost of nested blocks
     found = _drop_nested(list({id(block): block for block in found}.values()))
     for block in found:
         closures.refuse_hidden("remat", block)
@@ -131,7 +131,7 @@ def _add_blocks(
         if len(group) < 2:
             continue
         most = max(Counter(_shapes(child) for _, child in group).values())
-        # merely of one class: they may be stages, which are blocks only if nothing inside is repeated
+        # children that share only the class may be stages: blocks if nothing inside is repeated
         if not (in_container and most > 1 and not isinstance(group[0][1], nn.Sequential)):
             inner = [_add_blocks(child, f"{name}.", found, seen) for name, child in group]
             searched |= {id(child) for _, child in group}
@@ -175,7 +175,7 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _modules_of(func: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function runs: itself, the model of a functional loss, or those in reach."""
+    """The modules that a function runs: itself, a functional loss's model, or those that it reaches."""
     if isinstance(func, nn.Module):
         return [func]
     model = getattr(func, "model", None)
@@ -231,12 +231,12 @@ def _quote_names(names: list[str]) -> str:
 
 @final
 class BlockForward:
-    """The forward of a block, by `recompute`.
+    """The forward of a block, run by `recompute`.
 
     Attributes:
         module: The block.
-        gathers: Functions from a shard to a whole parameter, and where the block has that parameter.
-            Each run gathers them, so that between runs shards alone are kept.
+        gathers: (function from a shard to the whole parameter, places of the parameter as (module,
+            name)) of each parameter that a run gathers. Between runs only shards are kept.
     """
 
     recomputes = True
@@ -250,7 +250,7 @@ class BlockForward:
         return self._recomputed(partial(call_forward, forward), self.module, args, kwargs)
 
     def _run_whole(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # without their checkpoints: the block is recomputed anyway
+        # turn off checkpoints inside: the block is recomputed anyway
         items: Any = [(vars(x), "checkpoint_fn", call) for x in _checkpoint_wrappers(self.module)]
         try:
             for gather, places in self.gathers:
@@ -283,8 +283,8 @@ def _checkpoint_wrappers(block: nn.Module) -> list[Any]:
 def call_forward(forward: Callable[..., Any], block: nn.Module, args: Any, kwargs: Any) -> Any:
     """One run of a block, with copies of the objects among its arguments.
 
-    A run that fills a cache of keys and values would leave it full for the next run, and the cached
-    tensors would have no gradient.
+    Otherwise a run that fills a cache of keys and values would leave the cache full for the next run,
+    and the cached tensors would have no gradient.
     """
     leaves, structure = pytree.flatten((args, kwargs))
     args, kwargs = given = pytree.unflatten([_own_copy(leaf) for leaf in leaves], structure)
@@ -301,5 +301,5 @@ def _own_copy(leaf: object) -> Any:
         return leaf
     try:
         return deepcopy(leaf)
-    except Exception:  # it cannot be copied: a lock, a file, a handle
+    except Exception:  # a lock, a file or a handle cannot be copied
         return leaf

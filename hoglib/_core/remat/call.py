@@ -34,10 +34,15 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class StaticTree(NamedTuple):
-    """A pytree without its tensors."""
+    """A pytree without its tensors.
 
-    leaves: list[Any]  # None in the place of a tensor
-    slots: tuple[int, ...]  # the indices of the tensors
+    leaves: The leaves; None in the place of a tensor.
+    slots: The indices of the tensors among the leaves.
+    structure: From `pytree.flatten`.
+    """
+
+    leaves: list[Any]
+    slots: tuple[int, ...]
     structure: Any
 
     @classmethod
@@ -73,12 +78,18 @@ class Inputs(NamedTuple):
 
     A tensor that occurs twice is one input. An argument that is also a parameter is two inputs,
     because the two gradients differ.
+
+    arguments: The arguments without their tensors.
+    places: The index of the input for each tensor argument.
+    scope: The modules among the arguments.
+    state: Name of a parameter or buffer in the scope -> the index of its input.
+    buffers: The indices of the buffers.
     """
 
     arguments: StaticTree
-    places: tuple[int, ...]  # the input of each tensor argument
+    places: tuple[int, ...]
     scope: Scope
-    state: dict[str, int]  # name of a parameter or buffer in the scope -> its input
+    state: dict[str, int]
     buffers: range
 
     @classmethod
@@ -106,17 +117,29 @@ class Inputs(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a recomputed function, without its tensors: known before it runs, never changed."""
+    """One call of a recomputed function, without its tensors: known before it runs, never changed.
+
+    Attributes:
+        fn: The function.
+        inputs: The order of the inputs of a run.
+        run_state: The random generators, autocast and modes at the call.
+        stand_ins: The modes that were active at the call.
+        transformed: The call is inside torch.func transforms, where torch cannot change buffers.
+        contiguous_dropout: Some run is inside torch.func, where dropout draws in contiguous order.
+        nested: Remats inside fn recompute too.
+        backend: Compiles fn and its vjps; "" for none.
+        by_tangents: For a loss fn: differentiates its gradient forward over reverse.
+    """
 
     fn: Callable[..., Any]
     inputs: Inputs
     run_state: RunState
     stand_ins: ActiveStandIns
-    transformed: bool  # the call is inside torch.func transforms, where torch cannot change buffers
-    contiguous_dropout: bool  # some runs are inside torch.func, where dropout draws in this order
-    nested: bool  # remats inside fn recompute too
-    backend: str  # compiles fn and its vjps; "" for none
-    by_tangents: "ByTangents | None"  # fn is a loss; differentiates its gradient
+    transformed: bool
+    contiguous_dropout: bool
+    nested: bool
+    backend: str
+    by_tangents: "ByTangents | None"
 
     def run(self, tensors: Sequence[Tensor | None], slices: bool = False) -> Any:
         """Run fn with these inputs, under the conditions of the call.
@@ -125,7 +148,7 @@ class Call:
         """
         arguments = self.inputs.arguments
         args, keywords = given = arguments.filled(map(tensors.__getitem__, self.inputs.places))
-        slices = slices and not torch_internals.tracing()  # a compiler decides what is kept
+        slices = slices and not torch_internals.tracing()  # the compiler chooses what to keep
         nested = self.nested and (AMBIENT.remat is None or AMBIENT.remat.nested)
         # torch calls the mode entered last first: SlicedOperations passes slices on to
         # ContiguousDropout, which passes a contiguous input on to the stand-ins.
@@ -191,13 +214,13 @@ class Level:
 
     call: Call
     key: tuple[Any, ...]  # equal for levels of equal calls that have one graph
-    changed_buffers: Mapping[int, Tensor]  # by input: values before the first run
-    padded_inputs = frozenset[int]()  # their gradients are computed for equal calls only
+    changed_buffers: Mapping[int, Tensor]  # index of an input -> its value before the first run
+    padded_inputs = frozenset[int]()  # inputs with a gradient that is computed for equal calls only
     by_tangents: "ByTangents | None" = None  # differentiates this level, the gradient of a loss
-    as_tangents = False  # a jvp of this level returns tangents, which are the level's results
+    as_tangents = False  # this level returns tangents in the place of results
 
     def rerun(self) -> "Level":
-        """The level that backward runs again."""
+        """The level that backward runs."""
         return self
 
     def __call__(self, *tensors: Tensor | None) -> Tensors:
@@ -205,7 +228,7 @@ class Level:
 
 
 class Run(Level):
-    """fn of one call as a function of its inputs, see `Inputs`."""
+    """fn of one call as a function of its inputs, see `Inputs`. `Rerun` documents the attributes."""
 
     key = ("the forward",)
     parts: Sequence[nn.Module] = ()
@@ -219,13 +242,21 @@ class Run(Level):
 @final
 @dataclass(frozen=True, eq=False)
 class Rerun(Run):
-    """A later run, with random numbers and modes of the first."""
+    """A later run, with the random numbers and modes of the first.
+
+    Attributes:
+        call: The call.
+        changed_buffers: Index of a buffer that fn changes -> its value before the first run.
+        parts: Modules that can be recomputed one by one.
+        value: The loss of the first run, if the call has `by_tangents`.
+        template: The compiled graphs of equal calls.
+    """
 
     call: Call
     changed_buffers: Mapping[int, Tensor]
-    parts: Sequence[nn.Module] = ()  # modules that can be recomputed one by one
-    value: Tensor | None = None  # the loss of the first run, with `Call.by_tangents`
-    template: Any = None  # the compiled graphs of equal calls
+    parts: Sequence[nn.Module] = ()
+    value: Tensor | None = None
+    template: Any = None
 
     def __call__(self, *tensors: Tensor | None, slices: bool = False) -> Tensors:
         with self.call.run_state.restored():
@@ -238,12 +269,13 @@ class FirstRun(Run):
     """The first run, with the side effects of fn on its modules, which torch.func does not allow.
 
     `autograd.Function` returns tensors only, so a run sets its other results: the `rerun()`, and
-    `outputs`, what fn returned besides tensors.
+    `outputs`.
 
+    outputs: The result of fn without its tensors.
     is_part: fn is a part of a block that recomputes its parts one by one.
     """
 
-    changed_buffers: Mapping[int, Tensor] = {}  # not known yet
+    changed_buffers: Mapping[int, Tensor] = {}  # known after the run
     outputs: StaticTree
     _rerun: Rerun
 
@@ -283,11 +315,11 @@ class FirstRun(Run):
         return found
 
     def adopt(self, template: Any) -> None:
-        """Takes the results from a template, which an equal call has filled."""
+        """Take the results from a template that an equal call has filled."""
         self.outputs, self._rerun = template.run.outputs, Rerun(self.call, {}, template=template)
 
     def result(self, tensors: Tensors) -> Any:
-        """The result of fn. It is not kept: a node of the graph may keep this run."""
+        """The result of fn. It is not kept: a node of the graph may keep this run alive."""
         outputs = self.outputs
         del self.outputs
         return outputs.filled(tensors)
@@ -297,7 +329,7 @@ class FirstRun(Run):
 class CapturedRun(Run):
     """A run that is captured for all equal calls: without side effects, and without a random state.
 
-    outputs: set by a run, what fn returned besides tensors.
+    outputs: The result of fn without its tensors; set by a run.
     """
 
     outputs: StaticTree
@@ -315,12 +347,13 @@ class CapturedRun(Run):
 class ByTangents:
     """Differentiates gradients of losses forward over reverse, in all steps of a loop.
 
-    option: the user's option, for messages. instead: what messages advise.
+    option: The user's option, for messages.
+    instead: The advice in messages.
+    needs_graph: torch lacks the forward mode of some operation while gradients are disabled.
     """
 
     def __init__(self, option: str, instead: str) -> None:
         self.option, self.instead = option, instead
-        # torch lacks the forward mode of an operation with gradients disabled
         self.needs_graph = False
 
     def check(self, outputs: Tensors) -> None:
@@ -335,7 +368,7 @@ class ByTangents:
                 )
 
     def check_value(self, first: Tensor | None, again: Tensor | None) -> None:
-        """Raise if a rerun gives another loss. Not checked on a device, which would have to finish."""
+        """Raise if a rerun gives another loss. Not checked on a device: reading the loss would wait."""
         if first is None or again is None or not first.is_cpu:
             return
         again = torch_internals.unwrap(again)

@@ -43,26 +43,26 @@ def remat(fn: F, *, compile: bool | str = False) -> F:
         h -> vjp(vjp(fn), (x, g))(h), recomputed from (x, g), and so on to any order
         v -> jvp(fn, x)(v), recomputed from (x, v) in its own backward
 
-    Derivatives of any order can be taken by `torch.autograd` (`create_graph=True`) and inside
-    `torch.func.{grad, vjp, vmap, jacrev, hessian}` and in forward mode (`jvp`, `jacfwd`, dual tensors),
-    whose tangents come from one more run of fn. Each order runs fn once more. Under a tracer
-    (torch.compile, make_fx) fn runs without recomputation, and the compiler decides what to keep. Of
-    nested remats only the outermost recomputes.
+    Derivatives of any order can be taken by `torch.autograd` (`create_graph=True`), inside
+    `torch.func.{grad, vjp, vmap, jacrev, hessian}`, and in forward mode (`jvp`, `jacfwd`, dual
+    tensors), which computes tangents in one more run of fn. Each order runs fn once more. While
+    torch.compile or make_fx traces, fn runs without recomputation, and the compiler decides what to
+    keep. Of nested remats only the outermost recomputes.
 
     A recomputation runs under the conditions of the first run: the states of random generators (also of
-    those among the arguments and in the closure), autocast, and the train or eval mode of modules. It
-    changes no buffer: the running statistics of a train-mode BatchNorm are updated once, by the first
-    run, and not at all inside torch.func transforms, where torch cannot. fn runs without a graph of its
-    own; derivatives inside it are taken by `torch.func.grad`, or with respect to tensors made inside.
+    generators among the arguments and in the closure), autocast, and the train or eval mode of modules.
+    It changes no buffer: the first run updates the running statistics of a train-mode BatchNorm once;
+    inside torch.func transforms, where torch cannot update them, no run does. fn runs without a graph;
+    take derivatives inside it by `torch.func.grad`, or with respect to tensors made inside.
 
     Args:
         fn: A function of tensors, or an `nn.Module`, whose parameters and buffers become inputs, so
             that they receive gradients. Arguments and result are any pytrees. A module among the
-            arguments is treated like fn; what is neither tensor nor module is passed unchanged.
-        compile: Run fn and its vjps in reverse mode as compiled graphs, each one for all calls whose
-            modules and arguments are equal but for their tensors, as those of the blocks of a network:
-            True for inductor, "eager" to run the captured graphs by torch. In forward mode and inside
-            torch.func transforms fn runs as it is.
+            arguments is treated like fn; other objects than tensors and modules are passed unchanged.
+        compile: Run fn and its vjps in reverse mode as compiled graphs: True for inductor, "eager" to
+            run the captured graphs by torch. Calls with modules and arguments that differ only in
+            their tensors, such as the blocks of a network, share the graphs. In forward mode and
+            inside torch.func transforms fn runs uncompiled.
     Returns:
         A function with the signature and the values of fn. An input that the result does not depend on
         has the gradient None, as without remat.
@@ -151,14 +151,14 @@ def _call_module(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _is_bypassed() -> bool:
-    """Whether fn runs without the Function, which would save nothing or give wrong derivatives."""
+    """Whether fn runs without the Function, which would save no memory or give wrong derivatives."""
     no_graph = not torch.is_grad_enabled() and not torch_internals.transforms_active()
     within = AMBIENT.remat is not None and not AMBIENT.remat.nested
     return no_graph or within or torch_internals.tracing() or only_plain_operations()
 
 
 def _generators_among(leaves: list[Any]) -> list[torch.Generator]:
-    """The generators that arguments are or hold. Refuses objects that hold a tensor or a module."""
+    """The generators among arguments, or in them. Refuses objects that hold a tensor or a module."""
     objects = [x for x in leaves if x is not None and not isinstance(x, nn.Module)]
     held = [(leaf, capture) for leaf in objects for capture in closures.held(leaf)]
     for leaf, capture in held:
@@ -208,8 +208,9 @@ class _Recompute(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], outputs: Tensors) -> None:
         run, *tensors = inputs
         ctx.rerun, ctx.count, ctx.caller = run.rerun(), len(tensors), CallerState()
-        ctx.computed = run if isinstance(run, _WithTangents) else None
+        ctx.computed = run if isinstance(run, _WithTangents) else None  # for jvp()
         changed = ctx.rerun.changed_buffers
+        # the rerun has its own copies of buffers that the first run changed
         ctx.saved = [i for i, t in enumerate(tensors) if t is not None and i not in changed]
         ctx.save_for_backward(*(tensors[i] for i in ctx.saved))
         # jvp() gets only the tensors of save_for_forward()
@@ -221,7 +222,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        # Autograd runs the nodes of a device on a worker thread, which lacks the caller's AMBIENT.
+        # Autograd runs a device's nodes on a worker thread, which lacks the caller's AMBIENT.
         with ctx.caller.restored():
             return _backward(ctx, grads)
 
@@ -311,7 +312,10 @@ def _padded_inputs(
 
 
 class _Derivative(Level):
-    """A derivative of a level. Arguments: the level's inputs, followed by cotangents or tangents."""
+    """A derivative of a level. Arguments: the level's inputs, followed by cotangents or tangents.
+
+    run: The level. count: The number of its inputs.
+    """
 
     def __init__(self, run: Level, count: int) -> None:
         self.run, self.count, self.call = run, count, run.call
@@ -321,7 +325,9 @@ class _Derivative(Level):
 class _Vjp(_Derivative):
     """The vjp (inputs, cotangents) -> gradients of the wanted inputs.
 
-    wanted: indices of inputs. arrived: indices of the outputs that have a cotangent.
+    wanted: Indices of inputs.
+    arrived: Indices of the outputs with a cotangent.
+    padded: Indices of inputs that need no gradient, see `_padded_inputs`.
     """
 
     def __init__(
@@ -410,7 +416,7 @@ class _TangentsOfVjp(_Vjp):
 
 def _run_in_parts(run: Run, tensors: Sequence[Tensor | None]) -> Tensors:
     """run(*tensors) in less memory: parts are recomputed one by one, and operations run on slices."""
-    parts = () if torch_internals.tracing() else run.parts  # a compiler decides what is kept
+    parts = () if torch_internals.tracing() else run.parts  # the compiler chooses what to keep
     with replaced_forwards(parts, lambda p: partial(_recompute_part, p, p.forward)):
         return run(*tensors, slices=True)
 
@@ -425,7 +431,7 @@ def _recompute_part(part: nn.Module, forward: Any, /, *args: Any, **kwargs: Any)
 class _Jvp(_Derivative):
     """The jvp (inputs, tangents of the moved inputs) -> tangents of the outputs.
 
-    moved: indices of the inputs that have a tangent.
+    moved: Indices of the inputs with a tangent.
     """
 
     def __init__(self, run: Level, count: int, moved: list[int]) -> None:
@@ -544,8 +550,8 @@ class _WithTangents(Level):
 
     def __init__(self, run: Level, count: int, tangents: Sequence[Tensor | None]) -> None:
         self.run, self.count, self.call = run, count, run.call
-        self._given: Sequence[Tensor | None] = tangents
-        self._found: Tensors = ()
+        self._given: Sequence[Tensor | None] = tangents  # of the inputs, until the run
+        self._found: Tensors = ()  # of the outputs, until take()
 
     def rerun(self) -> Level:
         return self.run.rerun()

@@ -1,4 +1,4 @@
-"""What hoglib logs: that it compiles, which takes seconds or minutes.
+"""hoglib's logger. It reports compilation, which takes seconds or minutes.
 
 logging.getLogger("hoglib").setLevel(logging.WARNING)       # silences it
 """
@@ -8,7 +8,7 @@ import sys
 
 
 class _StderrHandler(logging.Handler):
-    """Prints to what stderr is when a message comes."""
+    """Prints to the stderr of the moment, which tests and notebooks replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(f"hoglib: {record.getMessage()}", file=sys.stderr, flush=True)

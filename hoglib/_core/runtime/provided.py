@@ -8,7 +8,7 @@ its function here when it is imported.
 from collections.abc import Callable
 from typing import Any
 
-_PROVIDED: dict[str, Callable[..., Any]] = {}
+_PROVIDED: dict[str, Callable[..., Any]] = {}  # name -> function
 
 
 def provide(name: str, function: Callable[..., Any]) -> None:

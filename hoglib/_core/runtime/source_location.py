@@ -1,4 +1,4 @@
-"""Where in the user's code something happens: for warnings, and for the lines that messages name."""
+"""The user's lines of code, for warnings and messages."""
 
 import linecache
 import os
@@ -21,17 +21,18 @@ from hoglib.errors import HoglibError
 _HOGLIB = str(Path(__file__).absolute().parents[2]) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-# Files of hoglib that define differentiable functions, which are verified as a user's are.
+# Files of hoglib with differentiable functions, which `verify` treats as user code.
 _DEFINING = "ops/", "nn.py", "_core/torch_api/mixed_precision.py", "_core/remat/recomputation.py"
 _DEFINES_FUNCTIONS = tuple(os.path.join(_HOGLIB, *name.split("/")) for name in _DEFINING)
+# functions through which a torch call reaches a mode
 _MODE_HANDLERS = ("__torch_function__", "__torch_dispatch__", "_constructor", "_constructed")
 _ENTRY = r'File "(.+)", line (\d+), in (\S+)'
-_MAX_QUOTED = 100  # characters of a line
-Stack = FrameType | TracebackType | Sequence[str]  # strings as `traceback.format_stack` gives them
+_MAX_QUOTED = 100  # characters of a source line in a message
+Stack = FrameType | TracebackType | Sequence[str]  # strings: from `traceback.format_stack`
 
 
 class SourceLine(NamedTuple):
-    """A line of code; its string is "file:line: `source`"."""
+    """A line of code; str() is "file:line: `source`"."""
 
     file: str
     line: int
@@ -55,34 +56,34 @@ class SourceLine(NamedTuple):
 def warn(message: str) -> None:
     """Gives a UserWarning that points at the innermost line outside hoglib and torch."""
     level = 2
-    # its own frame would be held by itself, and with it what callers hold, until a garbage collection
+    # not sys._getframe(0): a frame that holds itself keeps callers' tensors until a garbage collection
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and _is_library(caller.f_code.co_filename):
         level, caller = level + 1, caller.f_back
     warnings.warn(message, stacklevel=level)
 
 
-_WARNED: set[str] = set()
+_WARNED: set[str] = set()  # messages given, and checks made, in this process
 
 
 def warn_once(message: str) -> None:
-    """Gives a UserWarning, unless it was given before in this process.
+    """Gives a UserWarning, unless this process has given it before.
 
-    Python's own filter forgets what was shown whenever code calls `warnings.catch_warnings`.
+    Python's own filter forgets shown warnings whenever code calls `warnings.catch_warnings`.
     """
     if first_time(message):
         warn(message)
 
 
 def first_time(text: str) -> bool:
-    """Whether this process asks this for the first time: for checks before a warning given once."""
+    """Whether this process calls with this text for the first time; for checks before a warning."""
     new = text not in _WARNED
     _WARNED.add(text)
     return new
 
 
 def forget_warned() -> None:
-    """Forgets what was given and checked once, so that it is given again."""
+    """Forgets all warnings and checks of this process, so that each is given and made again."""
     _WARNED.clear()
 
 
@@ -96,23 +97,20 @@ def _is_library(file: str) -> bool:
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a file may define the function that is verified.
-
-    That is none of Python's standard library, torch and hoglib, but for hoglib's own differentiable
-    functions.
-    """
+    """Whether a file may define the function to be verified: a file outside Python's standard library,
+    torch and hoglib, or a file with hoglib's own differentiable functions."""
     if file.startswith(_STDLIB) and "-packages" not in file:
         return False
     return not (file.startswith((_TORCH, "<frozen")) or _is_machinery(file))
 
 
 def _is_machinery(file: str) -> bool:
-    """Whether a file of hoglib runs or verifies functions, rather than defining them."""
+    """Whether a file of hoglib runs or verifies functions, instead of defining differentiable ones."""
     return file.startswith(_HOGLIB) and not file.startswith(_DEFINES_FUNCTIONS)
 
 
 def torch_call_line() -> SourceLine | None:
-    """The line whose torch call a mode is handling; None for a call of hoglib's own machinery."""
+    """The user's line with the torch call that a mode handles; None for a call by hoglib itself."""
     calls = dropwhile(lambda entry: entry[2] not in _MODE_HANDLERS, _entries(sys._getframe(1)))
     return _innermost_user_line(islice(calls, 1, None))
 
@@ -124,8 +122,8 @@ def caller_line() -> SourceLine | None:
 
 
 def entry_keywords() -> tuple[str, ...]:
-    """The keyword-only arguments of the function of hoglib that the user's code called, which a
-    decorator without any may stand around."""
+    """The keyword-only arguments of the public function that the user's code called. Its decorator,
+    with none, is skipped."""
     codes = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
     inside = takewhile(lambda code: code.co_filename.startswith(_HOGLIB), codes)
     own = [code.co_varnames[code.co_argcount :][: code.co_kwonlyargcount] for code in inside]
@@ -133,7 +131,7 @@ def entry_keywords() -> tuple[str, ...]:
 
 
 def _entries(stack: Stack) -> Iterator[tuple[str, int, str]]:
-    """The file, the line and the function of each entry of a stack, the innermost first."""
+    """(file, line, function) of each entry of a stack, innermost first."""
     if isinstance(stack, FrameType | TracebackType):
         frames = walk_stack(stack) if isinstance(stack, FrameType) else [*walk_tb(stack)][::-1]
         yield from ((at.f_code.co_filename, line, at.f_code.co_name) for at, line in frames)
@@ -143,7 +141,7 @@ def _entries(stack: Stack) -> Iterator[tuple[str, int, str]]:
 
 
 def _innermost_user_line(entries: Iterable[tuple[str, int, str]]) -> SourceLine | None:
-    """The first line of user code from an entry outwards; None if hoglib's machinery comes first."""
+    """The first line of user code from an entry outwards; None if hoglib's machinery comes before."""
     for file, line, function in entries:
         if _is_machinery(file) and function not in _MODE_HANDLERS:
             return None
@@ -153,13 +151,13 @@ def _innermost_user_line(entries: Iterable[tuple[str, int, str]]) -> SourceLine 
 
 
 def innermost_line(stack: Sequence[str]) -> SourceLine | None:
-    """The same for a stack as `traceback.format_stack` gives it."""
+    """`_innermost_user_line` of a stack from `traceback.format_stack`."""
     return _innermost_user_line(_entries(stack))
 
 
 def user_line(stack: Stack | None = None) -> SourceLine | None:
-    """The innermost line outside hoglib and torch, of a stack as `traceback.format_stack` gives it, of
-    a traceback, or of the caller's stack."""
+    """The innermost line outside hoglib and torch, in a stack from `traceback.format_stack`, a
+    traceback, or the caller's stack."""
     entries = _entries(sys._getframe(1) if stack is None else stack)
     return next((SourceLine(file, line) for file, line, _ in entries if is_user_file(file)), None)
 
@@ -172,7 +170,7 @@ def running_module(method: str = "") -> nn.Module | None:
 
 
 def raising_modules(error: BaseException) -> list[nn.Module]:
-    """The modules in the traceback of an error, the innermost first."""
+    """The modules in the traceback of an error, innermost first."""
     owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     return [owner for owner in owners if isinstance(owner, nn.Module)][::-1]
 
@@ -184,7 +182,7 @@ def error_line(error: BaseException) -> SourceLine | None:
 
 
 def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """The frames that an error, or what caused it, passed, and the lines in them."""
+    """(frame, line) of the frames in the tracebacks of an error and its causes."""
     cause: BaseException | None = error
     seen = set()  # the context of a cause may be the error itself
     while cause is not None and id(cause) not in seen:

@@ -1,10 +1,10 @@
-"""Finds where a function leaves the graph: a mode that sees every torch call of the function.
+"""Finds where a function leaves the graph, by a mode that sees each torch call of the function.
 
-A call detaches if a floating-point tensor with a graph is passed to it, and its result is a tensor
-without one, or a number. That finds `.detach()` and `.data`, code under `no_grad`, and kernels without
-a derivative, also those of future versions of torch. Not every detached gradient does harm. To find
-out, the mode can repair one: it returns the tensor that was detached, or enables gradients for a call
-that ran without.
+A call leaves the graph if an argument is a floating-point tensor with a graph, and the result is a
+tensor without one, or a number: `.detach()`, `.data`, code under `no_grad`, kernels without a
+derivative, also ones of future versions of torch. Not every such call does harm. To find out, the mode
+can repair one: it returns the argument instead of the detached tensor, or enables gradients for the
+call.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,21 +24,21 @@ from hoglib._core.torch_api.function_watch import Applying, watching_functions
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import watching_constructors
 
-# Calls whose result does not depend on the values of their arguments.
+# Calls with results that do not depend on the values of their arguments.
 VALUE_INDEPENDENT = (
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
     "new_zeros", "new_ones", "new_full", "heaviside",
 )  # fmt: skip
-# Calls that may take only the dtype or shape of a second tensor.
+# Calls that may use only the dtype or shape of their second tensor.
 LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")
-# Calls whose result is no tensor of torch: the method -> what users write.
+# Calls that return no tensor: method -> what users write.
 ESCAPES = {
     "item": ".item()", "__float__": "float()", "__complex__": "complex()", "tolist": ".tolist()",
     "numpy": ".numpy()", "__array__": "NumPy", "__dlpack__": "DLPack", "data_ptr": ".data_ptr()",
     "untyped_storage": ".untyped_storage()",
 }  # fmt: skip
 INNER = "torch.autograd.grad without create_graph=True"
-# Calls that return the values of a tensor without its graph: the method -> what users write.
+# Calls that return a tensor's values without its graph: method -> what users write.
 ALIASES = {
     "data": ".data", "detach": ".detach()", "tensor": "torch.tensor()", "new_tensor": ".new_tensor()",
     "Variable": "Variable()", "Parameter": "nn.Parameter()",
@@ -47,21 +47,27 @@ ALIASES = {
 
 @dataclass
 class DetachedGradient:
-    """A place where a function leaves the graph, and how."""
+    """A line at which a function leaves the graph.
 
-    how: str  # such as ".detach()"
-    # "alias": the values without the graph; "escape": no tensor any more; "off": gradients disabled;
-    # "inner": autograd.grad without create_graph; "backward": .backward(), which accumulates;
-    # "write": in place, unseen by autograd;
-    # "kernel": an operation without a derivative
+    how: The call, such as ".detach()".
+    kind: "alias": the result has the values without the graph. "escape": the result is no tensor.
+        "off": gradients were disabled. "inner": autograd.grad without create_graph. "backward":
+        .backward(), which accumulates. "write": an in-place write that autograd does not see.
+        "kernel": an operation without a derivative.
+    place: The user's line.
+    then: The call, such as ".numpy()", by which the detached tensor then left torch.
+    module: The module that ran, such as " in Linear", if the watch records modules.
+    """
+
+    how: str
     kind: str
     place: SourceLine | None
-    then: str = ""  # such as ".numpy()", by which the detached tensor left torch
-    module: str = ""  # such as " in Linear", where the watch was asked to record it
+    then: str = ""
+    module: str = ""
 
     @property
     def repairable(self) -> bool:
-        """Whether the call can be run so that its result keeps the graph."""
+        """Whether the mode can run the call in a way that keeps the graph."""
         return self.kind in ("alias", "off", "inner") and not self.then
 
     def __str__(self) -> str:
@@ -71,9 +77,10 @@ class DetachedGradient:
 
 
 class DetachmentWatch(TorchFunctionMode):
-    """A mode that collects in `detached` the places where the calls inside it leave the graph.
+    """A mode that collects in `detached` the lines at which calls inside it leave the graph.
 
-    repair: (how, place) of those that are repaired. module: describes the module that runs.
+    repair: (how, place) of each call to be repaired.
+    module: Describes the running module.
     """
 
     def __init__(
@@ -81,23 +88,24 @@ class DetachmentWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._module = module
-        self.applying = Applying()  # calls in the forward of another Function are not seen
+        self.applying = Applying()  # calls in the forward of a custom Function are not watched
         self._repair = set(repair)
-        self._lost: list[tuple[Tensor, DetachedGradient]] = []
-        # results of .data and .detach() of tensors without a graph
+        self._lost: list[tuple[Tensor, DetachedGradient]] = []  # (detached tensor, where)
+        # results of .data and .detach() on tensors without a graph: writes into them are not seen
         self._aliases: list[Tensor] = []
+        # (how, place) -> what was found there
         self._seen: dict[tuple[str, SourceLine | None], DetachedGradient] = {}
 
     @contextmanager
     def outside_functions(self, seen: Callable[..., None] = lambda *_: None) -> Iterator[None]:
-        """Inside, calls are watched, but for those in the forward of a Function; `seen` is called with
+        """Inside, calls are watched, except in the forward of a custom Function; `seen` is called with
         each Function and its arguments."""
         with watching_functions(seen) as self.applying, self:
             yield
 
     @property
     def detached(self) -> list[DetachedGradient]:
-        """The places found so far, each once."""
+        """The lines found so far, each once."""
         return list(self._seen.values())
 
     def __enter__(self) -> Self:
@@ -125,7 +133,7 @@ class DetachmentWatch(TorchFunctionMode):
         repaired = func is torch.autograd.grad and self._repair
         if repaired and (INNER, source_location.torch_call_line()) in self._repair:
             return func(*args, **(kwargs | {"create_graph": True}))
-        if name == "backward" and func is not Tensor.backward:  # which calls the other one
+        if name == "backward" and func is not Tensor.backward:  # that calls torch.autograd.backward
             if has_graph and not kwargs.get("create_graph"):
                 self._note("torch.autograd.backward", "backward")
             return func(*args, **kwargs)
@@ -133,7 +141,7 @@ class DetachmentWatch(TorchFunctionMode):
         if name in ALIASES and not has_graph and isinstance(result, Tensor):
             self._aliases.append(result)
         written = tensors_written(name, args, kwargs) if has_graph else []
-        if any(x is alias for x in written for alias in self._aliases):  # unseen by autograd
+        if any(x is alias for x in written for alias in self._aliases):
             self._note(f"a write through .data by `{_short_name(func)}`", "write")
             return result
         if name in ESCAPES:
@@ -143,16 +151,17 @@ class DetachmentWatch(TorchFunctionMode):
         return result
 
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        """The result of a call, after noting whether it lost the graph of the arguments."""
+        """The result of a call; notes if it lost the graph of the arguments, and repairs if asked."""
         outputs = [y for y in pytree.leaves(result) if is_float(y)]
         without = [y for y in outputs if not y.requires_grad or name == "Parameter"]
-        # of torch's fallback for kernels without a derivative
+        # torch's fallback node for kernels without a derivative raises in backward
         raw = [y for y in outputs if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
         if not without and not raw:
             return result
         if name in ALIASES:
             found = self._note(ALIASES[name], "alias")
-        elif name == "grad" and func is not torch.autograd.grad:  # noted where backward filled it
+        # .grad: backward was noted already
+        elif name == "grad" and func is not torch.autograd.grad:
             return result
         elif name == "grad":
             found = self._note(INNER, "inner")
@@ -171,7 +180,7 @@ class DetachmentWatch(TorchFunctionMode):
         return result
 
     def _escape(self, how: str, tensors: list[Tensor], has_graph: bool) -> None:
-        """Notes that values of a tensor leave torch, which has a graph, or was detached before."""
+        """Notes that the values of a tensor leave torch: one with a graph, or one detached before."""
         for x in tensors:
             for lost, found in self._lost:
                 if lost is x:
@@ -191,7 +200,7 @@ class DetachmentWatch(TorchFunctionMode):
 
 def tensors_written(name: str, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call writes into: `out`, and its first argument if it works in place."""
-    # an operator such as `x += y` comes under the name of its method, `add_`
+    # torch passes an operator such as `x += y` under the name of its method, `add_`
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return pytree.tensors((kwargs.get("out"), args[:1] if in_place else ()))
 
@@ -203,7 +212,7 @@ def name_of_call(func: Callable[..., Any]) -> str:
 
 
 def uses_metadata(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether only the dtype or shape of the tensor with a graph is used: x.to(y), x.view_as(y)."""
+    """Whether a call uses only dtype or shape of a tensor with a graph: x.to(y), x.view_as(y)."""
     return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 
 

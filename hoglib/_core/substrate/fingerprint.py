@@ -1,5 +1,5 @@
-"""Fingerprints of tensors: whether the state of a loss has changed between passes, and checksums of
-tensors and of calls that processes compare."""
+"""Fingerprints of tensors, to see whether the state of a loss changes between passes; and checksums of
+tensors and calls, which processes compare."""
 
 import zlib
 from collections import OrderedDict
@@ -51,14 +51,14 @@ class StateFingerprint:
         self.roots = [x for x in reached if isinstance(x, nn.Module)]
 
     def now(self, values: bool = True) -> list[Any]:
-        """Autocast, attributes and hooks of modules, pointers and versions; with values, at the end,
-        also sums and norms of all tensors."""
+        """The state: autocast, module attributes and hooks, data pointers and version counters; with
+        values, the sums and norms of all tensors at the end."""
         found: list[Any] = [*self._leaves(), *self._tensors]
         found += [t for _, t in tensors_in("", self._data())]
         state: list[Any] = []
         pending: list[Any] = [*self.roots]
         seen = {id(None)}
-        while pending:  # without the generators of `modules()`, which take longer than all else
+        while pending:  # by hand: the generators of `modules()` take longer than all else
             module = pending.pop()
             if id(module) in seen:
                 continue
@@ -70,18 +70,18 @@ class StateFingerprint:
             for name, value in vars(module).items():
                 if type(value) in _SETTINGS:
                     state += name, value
-                elif type(value) in _FUNCTIONS:  # an activation, or a forward of its own
+                elif type(value) in _FUNCTIONS:  # an activation, or a replaced forward
                     state += name, id(value)
-                elif type(value) is OrderedDict and value:  # of hooks, by their numbers
+                elif type(value) is OrderedDict and value:  # hooks, by their ids
                     state += name, *value
         tensors: list[Tensor] = []
-        for t in {id(t): t for t in found if t is not None}.values():  # shared ones once
-            # of a DTensor the local shard, without communication
+        for t in {id(t): t for t in found if t is not None}.values():  # a shared tensor once
+            # a DTensor's local shard needs no communication
             t = t.detach().to_local() if hasattr(t, "to_local") else t
             tensors.append(t)
-            # inference tensors count no versions
+            # inference tensors have no version counter
             state += t.data_ptr(), None if t.is_inference() else t._version
-        # autocast is part of the state, whether an algorithm has it off or not
+        # the user's autocast is state, also while an algorithm has it off
         with users_autocast():
             for kind in sorted({t.device.type for t in tensors} - {"meta"}):
                 state.append(torch.is_autocast_enabled(kind))
@@ -90,26 +90,29 @@ class StateFingerprint:
 
 @final
 class ComparedState:
-    """Compares the state of a loss from pass to pass; a `DatasetSum` has one.
+    """Compares the state of a loss between passes over data.
 
-    While an algorithm runs, such as a solver, the state must not change. Sums and norms read every
-    element, so they are compared at its first product and at its end, and in between only if pointers,
-    versions or attributes have changed.
+    The state must not change while an algorithm, such as a solver, runs. Sums and norms read every
+    element. So an algorithm compares them at its first product and at its end, and in between only if
+    pointers, version counters or attributes have changed.
+
+    Attributes:
+        algorithm: The name of the running algorithm; "" if none runs.
     """
 
     def __init__(self, name: str, fingerprint: StateFingerprint) -> None:
         self._name, self._fingerprint = name, fingerprint
         self._seen: list[Any] = [object()]  # the fingerprint after the last pass
-        self._passes = 0  # since it changed
-        self.algorithm = ""  # the name of the running algorithm
-        # the fingerprint without values, at the last product that compared it in the algorithm
+        self._passes = 0  # passes since the state changed
+        self.algorithm = ""
+        # the fingerprint without values at the algorithm's last compared product
         self._cheap: list[Any] | None = None
-        self._unchecked = 0  # products since then
+        self._unchecked = 0  # products since the last compared one
 
     def changed(self, meanwhile: Callable[[], None]) -> bool:
         """Whether the state has changed since the last pass.
 
-        meanwhile: called while a device computes sums and norms.
+        meanwhile: Called while a device computes sums and norms.
         """
         self._unchecked = 0
         if self.algorithm:
@@ -129,9 +132,9 @@ class ComparedState:
     def note(self) -> None:
         """Take the fingerprint again after a pass, because forward may change the state (counters).
 
-        With sums and norms after passes 1, 2, 4, 8, ... of an unchanged state, and where pointers,
-        versions or attributes have changed; on a device after each pass, which they do not hold up: the
-        next one reads its losses while they are computed.
+        Sums and norms are computed again after passes 1, 2, 4, 8, ... of an unchanged state, and if
+        pointers, version counters or attributes have changed. On a device they are computed after each
+        pass, because they delay nothing: the next pass reads its losses meanwhile.
         """
         self._passes += 1
         often = self._passes & (self._passes - 1) and self._fingerprint.on_cpu
@@ -139,7 +142,8 @@ class ComparedState:
             self._seen = self._fingerprint.now()
 
     def may_skip(self) -> bool:
-        """Whether the next product of an algorithm, by a kept graph, needs no comparison; counts it."""
+        """Whether an algorithm's next product with a kept graph needs no comparison; counts
+        products."""
         if self._cheap is None:
             return False
         self._unchecked += 1
@@ -163,11 +167,11 @@ class ComparedState:
             ) from cause
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the fingerprint: the pointers of a copy differ."""
+        """Drops the fingerprint: a copy's tensors have other pointers."""
         return {**vars(self), "_seen": [object()]}
 
 
-# types of module attributes that are compared
+# types of module attributes that a fingerprint contains
 _SETTINGS = (bool, int, float, str, type(None))
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
@@ -190,7 +194,7 @@ def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
 
 
 class Numbers:
-    """The values of scalar tensors, which start to be copied to the CPU here, and are read later.
+    """The values of scalar tensors: their copies to the CPU are started here, and read later.
 
     One copy for each device and dtype, so that a GPU does not wait at each number.
     """
@@ -202,7 +206,7 @@ class Numbers:
             places.append(i)
             own.append(x)
         self._values = [0.0] * len(scalars)
-        # those that were not read yet
+        # (indices in the values, copy) of values that were not read yet
         self._reads = [(places, DeviceRead(torch.stack(own))) for places, own in alike.values()]
 
     def read(self) -> list[float]:
@@ -214,7 +218,7 @@ class Numbers:
         return self._values
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read first: the device event of a pending read cannot be copied."""
+        """Reads first: a pending read's device event cannot be copied."""
         self.read()
         return vars(self)
 
@@ -222,36 +226,36 @@ class Numbers:
         if not isinstance(other, Numbers):
             return False
         mine, theirs = self.read(), other.read()
-        # NaN is the same as NaN
+        # NaN equals NaN here
         pairs = zip_longest(mine, theirs)
         return mine == theirs or all(x == y or (x != x and y != y) for x, y in pairs)
 
 
 def checksum(numbers: Sequence[float]) -> float:
-    """One number that changes with each of the numbers, and with their order."""
+    """A number that changes if a number changes, or if two are exchanged."""
     values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    # sines of different integers differ, so that an exchange of two numbers changes the sum
+    # sines of different integers differ, so an exchange of two numbers changes the sum
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu").sin()
     return float((values * weights).sum().nan_to_num())
 
 
 def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
-    """One number that changes with each of the tensors, and with their order."""
+    """A number that changes if a tensor changes, or if two are exchanged."""
     return checksum(sums_and_norms(list(tensors)).read())
 
 
 def checksum_of_rows(rows: Tensor) -> float:
-    """One number that changes with each element of a matrix, and with their order."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)  # float16 counts to 2048 only
+    """A number that changes if an element of a matrix changes, or if two are exchanged."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)  # float16 has no odd integers above 2048
     weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
     return checksum((rows @ weights.to(rows.dtype)).tolist())
 
 
 def checksum_of_call(*parts: object) -> float:
-    """A number that changes with what a call is given, exact in float64.
+    """A number that changes with the arguments of a call, exact in float64.
 
-    Options by their values, tensors by shape and dtype, losses by their criterion, functions by their
-    names, and other objects by their class.
+    Options count by value, tensors by shape and dtype, losses by criterion, functions by name, other
+    objects by class.
     """
     return float(zlib.crc32(repr([_call_part(x) for x in parts]).encode()))
 
@@ -274,6 +278,6 @@ def _call_part(x: Any) -> object:
         own = [getattr(x, f.name) for f in fields(x) if f.compare]
     elif isinstance(x, nn.Module):  # a criterion
         own = {k: v for k, v in vars(x).items() if type(v) in _SETTINGS and k != "training"}
-    elif hasattr(x, "_criterion"):  # of a functional loss, whose tensors have their own checksum
+    elif hasattr(x, "_criterion"):  # a functional loss; its tensors have a checksum of their own
         own = x._criterion
     return type(x).__qualname__, _call_part(own)

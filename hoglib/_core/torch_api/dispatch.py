@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-Op = Any  # a function of torch, or an OpOverload, whose attributes are read
-Types = Sequence[type]
-Args = tuple[Any, ...]
-Kw = dict[str, Any] | None
+Op = Any  # a function of torch, or an OpOverload
+Types = Sequence[type]  # classes of the arguments that override torch functions
+Args = tuple[Any, ...]  # positional arguments
+Kw = dict[str, Any] | None  # keyword arguments

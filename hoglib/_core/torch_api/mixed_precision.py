@@ -39,11 +39,11 @@ def is_autocast(x: Tensor) -> bool:
 
 
 def cast_for_product(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """The operands as torch's own product would take them under autocast.
+    """The operands in the dtypes to which autocast casts them for torch's own matrix product.
 
-    float64 and complex ones stay.
+    float64 and complex operands stay.
     """
-    # outside of the Function: what backward reads must have the dtype that forward computed in
+    # a Function's operands are cast before it: backward must read the dtype that forward computed in
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if not autocast_on(device):
         return tensors
@@ -60,8 +60,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
 
 
 def full_precision(widen: bool) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function that autocast leaves alone, as torch runs some in float32; with `widen`, on float32
-    copies of tensors in half precision."""
+    """A decorator: the function runs without autocast, as torch runs some functions in float32; with
+    `widen`, on float32 copies of half-precision tensors."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)

@@ -1,8 +1,8 @@
 """Pytree algebra: parameter dicts, nested containers and single tensors as vectors.
 
-A pytree is any nesting of dicts, lists, tuples and named tuples (or a type registered with torch)
-whose leaves are tensors. A structure goes in, the same structure comes out. Containers of other types
-are left to the pytrees of torch.func.
+A pytree is a nesting of dicts, lists, tuples and named tuples (or types registered with torch) with
+tensors as leaves. A function that takes a pytree returns one with its structure. Containers of other
+types go through torch's own pytrees.
 """
 
 import builtins
@@ -23,7 +23,7 @@ _REGISTERED = private("torch.utils._pytree.SUPPORTED_NODES")
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
-    """The leaves in order, and the hashable structure that `unflatten` takes."""
+    """The leaves in order, and the structure for `unflatten`, which is hashable."""
     found: list[Any] = []
     return found, _flatten(tree, found)
 
@@ -51,10 +51,11 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
-    """`function` of the leaves of one tree, or of several trees with the same structure."""
+    """`function` of the leaves of one tree, or of several trees with one structure."""
     found, structure = flatten(tree)
     others = [flatten(other) for other in rest]
-    if any(other != structure for _, other in others):  # dicts in another order; else it raises
+    # dicts in another order; other differences raise in flatten_up_to
+    if any(other != structure for _, other in others):
         leaves, structure = _tree_flatten(tree)
         parts = [leaves, *(structure.flatten_up_to(other) for other in rest)]
         return structure.unflatten([function(*column) for column in zip(*parts, strict=True)])
@@ -68,7 +69,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def paths(tree: Tree) -> list[str]:
-    """A readable name of each leaf, in the order of `leaves`: `layer1.weight`, `[0].x`, or `` ."""
+    """A readable name for each leaf, in the order of `leaves`: `layer1.weight`, `[0].x`, or ``."""
     found = _tree_flatten_with_path(tree)[0]
     return ["".join(builtins.map(_path_step, path)).removeprefix(".") for path, _ in found]
 
@@ -99,12 +100,12 @@ def sum_scalars(terms: Sequence[Tensor]) -> Tensor:
 
 
 def _path_step(key: object) -> str:
-    name = getattr(key, "key", getattr(key, "name", None))  # of a mapping, and of an attribute
+    name = getattr(key, "key", getattr(key, "name", None))  # of a mapping's or an attribute's key
     return str(key) if name is None else f".{name}"
 
 
-# What torch's own functions do, in a fifth of their time, for the kinds that most trees are made of. A
-# structure is None for a leaf, (kind, keys, parts), or torch's own for another kind of container.
+# Torch's own flatten in a fifth of the time, for the types in most trees. A structure is None for a
+# leaf, (kind, keys, parts), or torch's own for another type of container.
 _PLAIN = {int, float, bool, complex, str, bytes, type(None), Tensor, torch.nn.Parameter}
 _END = object()
 
@@ -151,17 +152,17 @@ def _unflatten(structure: Any, left: Iterator[Any]) -> Tree:
 
 
 def _is_named(kind: type) -> bool:
-    """Whether it is a class of named tuples without a registration of its own in torch."""
+    """Whether a class is a named tuple that is not registered with torch."""
     return issubclass(kind, tuple) and hasattr(kind, "_fields") and kind not in _REGISTERED
 
 
 def rows(tree: Tree, count: int, start: int, end: int) -> Any:
-    """Rows of each tensor whose leading dimension is the number of examples."""
+    """Rows start to end of each tensor whose leading dimension is `count`, the number of examples."""
 
     def of(t: Tensor) -> Tensor:
         if not (t.dim() and len(t) == count):
             return t
-        if t.is_nested:  # which cannot be sliced
+        if t.is_nested:  # nested tensors cannot be sliced
             return torch.nested.as_nested_tensor(list(t.unbind()[start:end]), layout=t.layout)
         return t[start:end]
 
@@ -169,7 +170,7 @@ def rows(tree: Tree, count: int, start: int, end: int) -> Any:
 
 
 def tensors_in(name: str, value: object, depth: int = 4) -> list[tuple[str, Tensor]]:
-    """The tensors in containers and in the attributes of objects, with their names."""
+    """The tensors in containers and in attributes of objects, as (name, tensor)."""
     if isinstance(value, Tensor):
         return [(name, value)]
     found: list[tuple[str, Tensor]] = []
@@ -192,14 +193,14 @@ def is_float(value: object) -> bool:
 
 
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, if it is of floating point; in the complex one if it is complex."""
+    """x in a dtype if it is of floating point, in the dtype's complex counterpart if it is complex."""
     if not is_float(x):
         return x
     return x.to(dtype.to_complex() if x.is_complex() else dtype)
 
 
 def filled(tree: Tree, values: Iterable[Any], kind: Callable[[Any], bool] = is_float) -> Tree:
-    """The tree with other values for its leaves of a kind, in their order."""
+    """The tree with `values`, in order, instead of the leaves for which kind(leaf) is True."""
     found, structure = flatten(tree)
     left = iter(values)
     return unflatten([next(left) if kind(leaf) else leaf for leaf in found], structure)

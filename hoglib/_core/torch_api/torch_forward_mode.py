@@ -1,4 +1,4 @@
-"""Forward mode as torch runs it: one level for all threads of the process, and dual tensors.
+"""torch's forward mode: its level, one for all threads of the process, and dual tensors.
 
 Private torch API, as `torch_internals`.
 """
@@ -31,21 +31,21 @@ _interpreter_stack = private("torch._C._functorch.get_interpreter_stack")
 _unwrap_if_dead = private("torch._C._functorch.unwrap_if_dead")
 _wrap_for_grad = private("torch._C._functorch._wrap_for_grad")
 _unwrap_for_grad = private("torch._C._functorch._unwrap_for_grad")
-_FORWARD_THREADS: dict[int, int] = {}  # thread -> how many entry points it is in
+_FORWARD_THREADS: dict[int, int] = {}  # thread id -> number of entry points that it is inside
 _FORWARD_LOCK = threading.Lock()
 
 
 def forward_mode_elsewhere() -> bool:
-    """Whether another thread is in forward mode by an entry point of hoglib."""
+    """Whether another thread is inside an entry point of hoglib that uses forward mode."""
     return any(thread != threading.get_ident() for thread in [*_FORWARD_THREADS])
 
 
 @cache
 def load_decompositions() -> None:
-    """Has torch load the decompositions of forward mode, as its first dual tensor does: torch scripts
-    them by `torch.jit.script`, which warns that it is deprecated."""
+    """Make torch load the decompositions for forward mode, as its first dual tensor does. torch scripts
+    them with `torch.jit.script`, which warns of its deprecation."""
     if torch_internals.forward_mode_active():
-        return  # it has loaded them
+        return  # the first dual tensor has loaded them
     with torch_internals.without_transforms(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit")
         with forward_ad.dual_level():
@@ -54,12 +54,12 @@ def load_decompositions() -> None:
 
 @contextmanager
 def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
-    """Raises UnsupportedError if another thread is inside. torch keeps one level of forward mode for
-    all threads: the first that leaves it ends that of the others, whose tangents are lost."""
+    """Raise UnsupportedError if another thread is inside. torch has one level of forward mode for all
+    threads: the first thread that exits ends the level of all, and the tangents are lost."""
     own = threading.get_ident()
     with _FORWARD_LOCK:
         load_decompositions()
-        # a backward on a GPU runs in a thread of its own, within the forward mode of the caller
+        # a backward on a GPU runs on a worker thread, inside its caller's forward mode
         if forward_mode_elsewhere() and torch_internals.running_backward() == -1:
             raise UnsupportedError(
                 f"{caller}: expected one thread at a time in forward mode, of which torch has one for "
@@ -77,28 +77,29 @@ def one_thread_in_forward_mode(caller: str) -> Iterator[None]:
 
 
 def in_dual_level() -> bool:
-    """Whether a `forward_ad.dual_level` around the caller is not that of `torch.func.jvp`, which cannot
-    be entered there."""
+    """Whether the caller is inside a `forward_ad.dual_level` that is not `torch.func.jvp`'s. torch does
+    not allow `torch.func.jvp` there."""
     return torch_internals.forward_mode_active() and not _eager_transforms.JVP_NESTING
 
 
 def follow_grad_mode(enabled: bool) -> None:
-    """Switches tangents as a mode of torch functions has just seen torch switch gradients.
+    """Enable or disable tangents, after a mode has seen torch enable or disable gradients.
 
-    A context manager that ends gives back what it found: a backward without a graph has gradients off
-    and tangents on, and would go on without both. There, a plain call of set_grad_enabled, of which the
-    end is not known, leaves tangents on.
+    The exit of a grad-mode context restores the tangents of its entry: a backward without a graph runs
+    with gradients off and tangents on, and must continue with tangents. In a backward a plain call of
+    set_grad_enabled has no visible end, so it does not change tangents.
     """
     frame: Any = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__":  # of other modes
+    while frame.f_code.co_name == "__torch_function__":  # frames of other modes
         frame = frame.f_back
     while frame.f_back is not None and frame.f_back.f_globals is vars(grad_mode):
-        frame = frame.f_back  # no_grad is made of set_grad_enabled
+        frame = frame.f_back  # no_grad calls set_grad_enabled: find the outermost context manager
     name, manager = frame.f_code.co_name, frame.f_locals.get("self")
     managed = frame.f_globals is vars(grad_mode)
     if managed and name == "__exit__":
         enabled = vars(manager).pop("_tangents", enabled)
     elif managed:
+        # kept on the context manager until its __exit__
         vars(manager).setdefault("_tangents", are_tangents_enabled())
     of_backward = torch_internals.running_backward() != -1 and AMBIENT.remat is None
     if (name == "__init__" or not managed) and of_backward:
@@ -108,18 +109,18 @@ def follow_grad_mode(enabled: bool) -> None:
 
 @final
 class NoGradStopsForwardAD(TorchFunctionMode):
-    """Inside, what runs under no_grad is a constant of forward mode too, as it is of backward.
+    """Inside, tensors computed under no_grad are constants of forward mode, too, not only of backward.
 
-    `outside`, which raises, is called at a torch call within a checkpoint that begins inside: what that
-    runs again in a later backward would have no tangents. `run_operator` runs what is of torch.library,
-    which torch gives no tangents.
+    `outside` raises. It is called at a torch call in a checkpoint that begins inside: a later backward
+    would recompute without this mode, and lose tangents. `run_operator` runs operators of
+    torch.library, to which torch gives no tangents.
     """
 
     def __init__(self, outside: Callable[[], None], run_operator: Callable[..., Any]) -> None:
         super().__init__()
         require(torch_internals.set_grad_enabled)
         self._outside, self._run_operator = outside, run_operator
-        self._frame = torch_internals.checkpoint_frame()
+        self._frame = torch_internals.checkpoint_frame()  # of a checkpoint around this mode
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         if type(func) in OPERATORS:
@@ -143,7 +144,7 @@ class NoGradStopsForwardAD(TorchFunctionMode):
 
 
 def tangent_of(x: Tensor) -> Tensor | None:
-    """The tangent of a dual tensor outside of torch.func transforms; None where it has none or zero."""
+    """The tangent of a dual tensor outside torch.func transforms; None if missing or zero."""
     if not are_tangents_enabled() or not torch_internals.has_tangent(x):
         return None
     tangent = forward_ad.unpack_dual(x).tangent
@@ -151,11 +152,11 @@ def tangent_of(x: Tensor) -> Tensor | None:
 
 
 def keep_tangents(variables: Sequence[Tensor]) -> None:
-    """Has a backward inside `torch.func.jvp` return the tangents of the gradients by these variables in
-    the place of the gradients, whose values are freed as soon as each is computed."""
+    """Make a backward inside `torch.func.jvp` return, for these variables, the tangents of the
+    gradients instead of the gradients. Each gradient is freed as soon as it is computed."""
 
     def tangent(grad: Tensor | None) -> Tensor | None:
-        if grad is None:  # of a norm of order 0, which is constant
+        if grad is None:  # from a norm of order 0, which is constant
             return None
         with tangents_enabled(True):
             found = forward_ad.unpack_dual(grad).tangent
@@ -166,26 +167,26 @@ def keep_tangents(variables: Sequence[Tensor]) -> None:
 
 
 def primal(x: Tensor | None) -> Tensor | None:
-    """The tensor without a tangent of `forward_ad.dual_level`, with its graph."""
+    """x without its tangent of `forward_ad.dual_level`, with its graph."""
     if (
         x is None
         or torch_internals.transforms_active()
         or not torch_internals.forward_mode_active()
     ):
         return x
-    # torch switches tangents off in the forward and the jvp of a Function
+    # torch disables tangents in the forward and the jvp of a Function
     with tangents_enabled(True):
         return forward_ad.unpack_dual(x).primal if torch_internals.has_tangent(x) else x
 
 
 def gradient_with_tangents() -> bool:
-    """Whether exactly one `torch.func.jvp` is active, and inside it one gradient."""
+    """Whether the active transforms are one `torch.func.jvp` and one gradient inside it."""
     return torch_internals.transform_kinds() == ["Jvp", "Grad"]
 
 
 def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-    """The tangents of tensors, without their wrappers, where one `torch.func.jvp` is active, perhaps
-    with one gradient inside it, and nothing else differentiates them. None elsewhere, and where no
+    """The tangents of tensors, unwrapped, if the active transforms are one `torch.func.jvp`, perhaps
+    with one gradient inside it, and nothing else differentiates the tensors. None otherwise, and if no
     tensor has a tangent.
     """
     inside = gradient_with_tangents()
@@ -195,8 +196,8 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
     found = []
     with ExitStack() as lowered:
         if inside:
-            lowered.enter_context(_interpreter().lower())
-        # as in `primal`
+            lowered.enter_context(_interpreter().lower())  # to jvp's level, which has the tangents
+        # torch disables tangents in the forward and the jvp of a Function
         lowered.enter_context(tangents_enabled(True))
         for x in tensors:
             x = None if x is None else _unwrap_if_dead(x)
@@ -208,6 +209,7 @@ def tangents_without_graph(tensors: Sequence[Tensor | None]) -> list[Tensor | No
                 tangent = _unwrap_for_grad(tangent, stack[0].level())
             if x is not None:
                 x = _unwrap_for_grad(x, stack[0].level())
+            # an outer autograd differentiates it
             if any(t is not None and t.requires_grad for t in (x, tangent)):
                 return None
             found.append(tangent)
@@ -222,8 +224,8 @@ def at_this_level(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]
 
 @contextmanager
 def dual_tensors() -> Iterator[None]:
-    """Inside, dual tensors may be made and compute tangents, also within a level of forward mode that
-    is active, and in a Function's forward and jvp, where torch switches tangents off."""
+    """Inside, dual tensors can be made, and operations compute tangents: also inside an active level of
+    forward mode, and in a Function's forward and jvp, where torch disables tangents."""
     level = forward_ad.dual_level() if not torch_internals.forward_mode_active() else nullcontext()
     with tangents_enabled(True), level:
         yield

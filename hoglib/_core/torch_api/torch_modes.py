@@ -1,4 +1,4 @@
-"""Which modes the caller runs in: stand-ins, autocast, forward mode, tracing, and checks of values."""
+"""The modes around the caller: stand-ins, autocast, forward mode, tracing, and checks of values."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -16,23 +16,23 @@ from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 
 
 class StandInMode(TorchFunctionMode):
-    """Base of the mode that sends torch calls to their stand-ins, which is in `hoglib.stand_ins`.
+    """Base of the mode in `hoglib.stand_ins`, which replaces torch calls by stand-ins.
 
-    It is here for the packages beneath `hoglib.stand_ins`, which suspend it or enter it again.
+    Packages below `hoglib.stand_ins` suspend and resume the mode by this class.
     """
 
 
 class without_stand_ins(torch_internals.SuspendedMode):  # noqa: N801 a context manager
-    """Inside, the stand-ins are off: an op of hoglib needs none for the torch calls it makes."""
+    """Inside, stand-ins are off: the torch calls of hoglib's ops need none."""
 
     __slots__ = ()
     kind = StandInMode
 
 
 class ActiveStandIns:
-    """The mode of `second_order()` that is active where this is made, and the user's modes.
+    """The mode of `second_order()`, and the user's modes, that are active at the creation.
 
-    For code that runs later, or inside torch.func, which removes modes while it applies a custom
+    For code that runs later, or inside torch.func, which disables modes while it applies a custom
     Function.
     """
 
@@ -41,15 +41,16 @@ class ActiveStandIns:
 
     @property
     def active(self) -> bool:
-        """Whether stand-ins are."""
+        """Whether the mode of `second_order()` was active."""
         return any(isinstance(mode, StandInMode) for mode in self._modes)
 
     def resume(self) -> AbstractContextManager[object]:
-        """Inside, they are on again."""
+        """Inside, the modes are active again."""
         if not self._modes:
             return nullcontext()
         active = torch_internals.function_modes(StandInMode)
         on = any(isinstance(mode, StandInMode) for mode in active)
+        # an active mode of stand-ins stays: two would replace a call twice
         again = [
             m for m in self._modes if m not in active and not (on and isinstance(m, StandInMode))
         ]
@@ -57,14 +58,15 @@ class ActiveStandIns:
 
 
 class AutocastState:
-    """Autocast as it is where this is made, for code that runs later."""
+    """The active autocasts at the creation, for code that runs later."""
 
     def __init__(self) -> None:
-        self.key = torch_internals.autocasts()  # for comparison
+        # (device type, dtype) of each; equal for equal states
+        self.key = torch_internals.autocasts()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, autocast is as it was."""
+        """Inside, these autocasts are active, and no others."""
         on = dict(self.key)
         with ExitStack() as stack:
             for kind in {*on, *dict(torch_internals.autocasts())}:
@@ -74,7 +76,7 @@ class AutocastState:
 
 
 def own_algebra() -> AbstractContextManager[None]:
-    """Inside, autocast is off, but for the user's functions, which run inside `users_autocast`."""
+    """Inside, autocast is off, except for the user's functions, which run inside `users_autocast`."""
     return _autocast_off() if torch_internals.autocasts() else nullcontext()
 
 
@@ -87,7 +89,7 @@ def _autocast_off() -> Iterator[None]:
 
 
 def users_autocast() -> AbstractContextManager[None]:
-    """Inside, autocast is as it was around `own_algebra`."""
+    """Inside, autocast is as around `own_algebra`."""
     return nullcontext() if AMBIENT.autocast is None else _restored_autocast(AMBIENT.autocast)
 
 
@@ -98,10 +100,11 @@ def _restored_autocast(state: AutocastState) -> Iterator[None]:
 
 
 class ContiguousDropout(TorchFunctionMode):
-    """Inside, dropout draws in the order of a contiguous input, as it does inside torch.func."""
+    """Inside, dropout draws in the order of a contiguous input, as torch does inside torch.func.
 
-    # elsewhere the order is that of the input's memory: a run inside of transforms would draw another
-    # mask than one outside
+    Elsewhere torch draws in the memory order of the input, so a run inside transforms would draw
+    another mask than a run outside.
+    """
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
@@ -112,8 +115,8 @@ class ContiguousDropout(TorchFunctionMode):
 
 @cache
 def copy_without_override_check(func: FunctionType) -> Callable[..., Any]:
-    """A copy of a Python function of torch in which `has_torch_function` returns False, so that a mode
-    that runs it with itself on sees the torch calls it makes."""
+    """A copy of a Python function of torch in which `has_torch_function` returns False. A mode that
+    calls the copy while it is itself active sees the torch calls inside."""
     names = (name for name in func.__globals__ if name.startswith("has_torch_function"))
     checks = dict.fromkeys(names, lambda *tensors: False)
     own = {**func.__globals__, **checks}
@@ -123,40 +126,40 @@ def copy_without_override_check(func: FunctionType) -> Callable[..., Any]:
 
 
 def reverse_only() -> bool:
-    """Whether no forward-mode derivative can be taken: none is active, and nothing is traced to run
-    under one later."""
+    """Whether no derivative in forward mode can be taken: none is active, and no graph is traced, which
+    could run in forward mode later."""
     return not torch_internals.tracing() and not torch_internals.forward_mode_active()
 
 
 def plain_reverse_mode() -> bool:
-    """Whether only autograd's reverse mode is active: no forward mode, no torch.func transform, and
-    nothing that looks at each operation."""
+    """Whether only autograd's reverse mode is active: no forward mode, no torch.func transform, and no
+    `plain_operations`."""
     return not (torch_internals.transforms_active() or only_plain_operations()) and reverse_only()
 
 
 def value_checks_on() -> bool:
-    """Whether checks may read the values of tensors: not while a graph is captured, where there are
-    none, nor inside `inside(value_checks_off=True)`."""
+    """Whether checks may read the values of tensors: not while a graph is traced, because its tensors
+    have none, nor inside `inside(value_checks_off=True)`."""
     return not (AMBIENT.value_checks_off or torch_internals.tracing())
 
 
 def plain_operations(linear_for: str | None = None) -> inside:
-    """Inside, hoglib's ops run as their references of torch operations, where they have one: for what
-    looks at each operation, and could not look into a custom Function.
+    """Inside, hoglib's ops run as composites of torch operations, if they have such a reference: for
+    code that handles each operation, and cannot look into a custom Function.
 
-    linear_for: the caller, where it needs a backward that is linear in the incoming gradient.
+    linear_for: The caller, if it needs a backward that is linear in the incoming gradient.
     """
     return inside(plain_operations=PlainOperations(linear_for))
 
 
 def only_plain_operations() -> bool:
-    """Whether the caller runs inside `plain_operations`; never in what torch's compiler traces."""
-    # which cannot read a variable of a thread, and takes the references anyway
+    """Whether the caller runs inside `plain_operations`; False while Dynamo traces."""
+    # Dynamo cannot read thread-local variables; ops run as their references there anyway
     return not torch.compiler.is_dynamo_compiling() and AMBIENT.plain_operations is not None
 
 
 def needs_linear_backward() -> str | None:
-    """The caller of `plain_operations` that needs one; None for none."""
+    """The caller of `plain_operations(linear_for=...)`, or None."""
     if torch.compiler.is_dynamo_compiling() or AMBIENT.plain_operations is None:
         return None
     return AMBIENT.plain_operations.linear_for

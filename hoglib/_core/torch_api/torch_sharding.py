@@ -1,5 +1,5 @@
-"""What shares the parameters or the data of a module among processes: fully_shard and
-parallelize_module by hooks of its forward, DistributedDataParallel by hooks of its gradients.
+"""Modules with parameters or data that processes share: fully_shard and parallelize_module work by
+hooks of forward, DistributedDataParallel by hooks of gradients.
 
 Private torch API, as `torch_internals`.
 """
@@ -19,23 +19,23 @@ from hoglib._core.torch_api.torch_private import refuse
 
 
 def averages_otherwise(ddp: DistributedDataParallel) -> bool:
-    """Whether its gradients are averaged by a communication hook of the user, or in `join()`."""
-    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # mixed precision uses a hook
+    """Whether a communication hook of the user, or `join()`, averages the gradients of a DDP module."""
+    hooked = bool(ddp._comm_hooks) and ddp.mixed_precision is None  # mixed precision adds a hook
     return hooked or bool(ddp._join_config.enable)
 
 
-# the modules that define the hooks of a forward
+# modules of torch that define sharding hooks of forward
 _SHARDING_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 
 
 def has_fsdp() -> bool:
-    """Whether anything can have been wrapped by FSDP in this process."""
+    """Whether a module in this process may be wrapped by FSDP."""
     return "torch.distributed.fsdp" in sys.modules
 
 
 def fsdp_state(module: nn.Module) -> Any:
-    """That of fully_shard (FSDP2); None for a module that it was not called on."""
-    library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
+    """fully_shard's (FSDP2) state of a module; None if fully_shard was not called on the module."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")  # None if nothing has imported it
     if library is None or not isinstance(module, library.FSDPModule):
         return None
     return module._get_fsdp_state()
@@ -55,22 +55,24 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
 
 
 def reshards_after_backward(module: nn.Module) -> bool:
-    """Whether fully_shard frees the gathered parameters of a module after each backward."""
+    """Whether fully_shard frees a module's gathered parameters after each backward."""
     return any(group.reshard_after_backward for group in fsdp_groups(module))
 
 
 def computed_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
-    """The dtypes in which fully_shard's mixed precision computes with parameters, by their ids."""
+    """id of a parameter -> the dtype of fully_shard's mixed precision for it."""
     shards = [p for group in fsdp_groups(module) for p in group.fsdp_params]
     dtypes = {id(p.sharded_param): p.mp_policy.param_dtype for p in shards}
     return {i: dtype for i, dtype in dtypes.items() if dtype is not None}
 
 
 def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, Any]:
-    """The attributes with which a wrapped module computes with the parameters that are in it, alone.
+    """Attributes for a wrapped module that make it compute with its present parameters, without
+    sharding.
 
-    fully_shard gathers parameters in hooks, and parallelize_module makes DTensors of inputs.
-    mixed_precision: whether inputs and outputs are converted as the policy of fully_shard says.
+    Otherwise fully_shard's hooks gather parameters, and parallelize_module's convert inputs to
+    DTensors.
+    mixed_precision: Cast inputs and outputs as fully_shard's policy says.
     """
     before, after = module._forward_pre_hooks, module._forward_hooks
     if not any(map(_is_sharding, (*before.values(), *after.values()))):
@@ -84,7 +86,7 @@ def wrapped_attributes(module: nn.Module, mixed_precision: bool) -> dict[str, An
     if policy is not None and mixed_precision:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             found["_forward_pre_hooks"][-1] = partial(_cast_inputs, policy.param_dtype)
-            found["_forward_pre_hooks"].move_to_end(-1, last=False)
+            found["_forward_pre_hooks"].move_to_end(-1, last=False)  # cast before other hooks run
             with_kwargs = module._forward_pre_hooks_with_kwargs
             found["_forward_pre_hooks_with_kwargs"] = OrderedDict({-1: True, **with_kwargs})
         if policy.output_dtype is not None:
