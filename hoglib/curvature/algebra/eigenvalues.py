@@ -1,4 +1,5 @@
-"""Eigenpairs of symmetric operators by thick-restart Lanczos, the basis on the operator's device."""
+"""Eigenpairs of symmetric operators by thick-restart Lanczos, with the basis on the operator's
+device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,17 +17,17 @@ from hoglib._core.messages import validation
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib.curvature.algebra.vector_space import Draw, Space, SymmetricMatrix, random_normals
 
-CHEAP = 2**22  # bytes of a basis that cost little beside a product
-MAX_BYTES = 2**24  # bytes of a basis that is enlarged
-RESTARTS_TO_ENLARGE = 16  # restarts after which a larger basis, which costs time, may save products
-COLUMNS_AT_ONCE = 2**16  # entries of each vector that are combined at once
-MIN_RATE = 0.1  # decimal digits of a residual that a product is expected to gain, at least
-REORTHOGONALIZE_BELOW = 0.7  # of the norm of a vector: if less is left, it is orthogonalised again
-ROUNDING = 10  # times eps |A|: the error of a product
-IN_RANGE = 1e12  # products with entries above it, or below 1 / it, are divided by a power of two
-TINY = torch.finfo(torch.float64).tiny  # a residual that is allowed, of a matrix of zeros
+CHEAP = 2**22  # bytes of a basis that cost little time beside a product
+MAX_BYTES = 2**24  # bytes up to which a basis is enlarged
+RESTARTS_TO_ENLARGE = 16  # restarts until a larger basis, which costs time, may save products
+COLUMNS_AT_ONCE = 2**16  # entries of each vector combined at once
+MIN_RATE = 0.1  # decimal digits of a residual that a product is assumed to gain, at least
+REORTHOGONALIZE_BELOW = 0.7  # orthogonalise again if a smaller part of the norm is left
+ROUNDING = 10  # error of a product, in units of eps |A|
+IN_RANGE = 1e12  # products with larger entries, or none above 1 / it, are scaled
+TINY = torch.finfo(torch.float64).tiny  # the residual allowed for a matrix of zeros
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-Chosen = Callable[[Tensor, int], Tensor]  # the indices of k of ascending values
+Chosen = Callable[[Tensor, int], Tensor]  # (ascending values, k) -> the indices of k of them
 ENDS: dict[str, Chosen] = {
     "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
     "LA": lambda values, k: torch.arange(len(values) - k, len(values), device="cpu"),
@@ -41,17 +42,17 @@ Apply = Callable[[Tensor], Tensor]
 @final
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Eigenvalues in ascending order, and eigenvectors; the pair (values, vectors), with residuals.
+    """Eigenvalues in ascending order, with eigenvectors and residuals.
 
-    It is unpacked and indexed as that pair, like the result of `scipy.sparse.linalg.eigsh`.
+    Unpacks and indexes as the pair (values, vectors), like the result of `scipy.sparse.linalg.eigsh`.
 
     Attributes:
         values: [k].
-        vectors: [P, k], of length one; where parameters are DTensors, the part of this process, of
-            which ``A.unravel`` makes DTensors.
+        vectors: [P, k], of length one. If parameters are DTensors, the part of this process;
+            ``A.unravel`` makes DTensors of it.
         residuals: [k], |A v - value v|, computed from the vectors themselves.
-        products: Products of A with one vector, without those for the residuals.
-        which: The end of the spectrum that was asked for, as of `LinearOperator.eigsh`.
+        products: Products of A with one vector, not counting the k for the residuals.
+        which: The requested end of the spectrum, an option of `LinearOperator.eigsh`.
     """
 
     values: Tensor
@@ -71,7 +72,7 @@ class Eigenpairs:
         """Draw the eigenvalues in descending order, with their residuals.
 
         Args:
-            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+            ax: Matplotlib axes. Default: the axes of a new pyplot figure.
         Returns:
             The axes.
         Raises:
@@ -99,7 +100,8 @@ def eigsh(
     generator: torch.Generator | None,
     basis_device: torch.device | str | None,
 ) -> Eigenpairs:
-    """A v = value v to |A v - value v| <= tol |value|, as `LinearOperator.eigsh` describes it."""
+    """Find A v = value v to |A v - value v| <= tol |value|; `LinearOperator.eigsh` describes the
+    options."""
     size = operator.shape[0]
     if validation.at_least("k", k, 1) > size:
         raise errors.ArgumentValueError(
@@ -115,6 +117,7 @@ def eigsh(
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
     before, space = operator.count, operator.space
+    # The columns of a small matrix take no more products than the first look.
     if size <= first_look(k, block) and not space.placement.is_sharded:
         every, columns = symmetric_eigen(operator.to_dense().to(torch.float64))
         chosen = _select_indices(every.cpu(), k, which).to(every.device)
@@ -140,8 +143,11 @@ def eigsh(
 
 
 def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], Any]]:
-    """Products with A / s, and s, a power of two that is known after the first product. It is 1 unless
-    squares of entries leave the range of float32, which they do from 1e19 on and below 1e-22."""
+    """Products with A / s, and a function that returns s, a power of two.
+
+    s is known after the first product. It is 1 unless squares of entries leave the range of float32:
+    above 1e19 or below 1e-22.
+    """
     units: list[Tensor | float] = []
 
     def scaled(rows: Tensor) -> Tensor:
@@ -149,10 +155,10 @@ def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], Any]]:
         if not units:
             largest = found.abs().max()
             far = (largest > IN_RANGE) | (largest < 1 / IN_RANGE)
-            # where some processes have parts of the vectors, s would be another one in each
+            # Not for sharded vectors: each process would find another s from its part.
             far = far & (largest > 0) & largest.isfinite() & (not space.placement.is_sharded)
             unit = torch.where(far, largest, 1).log2().floor().exp2()
-            # a device is not waited for
+            # s stays on a device: reading it would wait.
             units.append(float(unit) if found.device.type == "cpu" else unit)
         return found if type(units[0]) is float and units[0] == 1 else found / units[0]
 
@@ -170,7 +176,7 @@ def _checked_device(device: Any) -> torch.device:
 
 
 def _select_indices(values: Tensor, k: int, which: str) -> Tensor:
-    """The indices of k of ascending values."""
+    """The indices of k of the ascending values, in ascending order."""
     return ENDS[which](values, k).sort().values
 
 
@@ -191,8 +197,8 @@ def lanczos(
 ) -> tuple[Tensor, Tensor]:
     """k values, ascending, and unit vectors [k, P], from the Krylov space of `block` vectors.
 
-    They are converged where |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.
-    draw(count) returns random vectors [count, P]: to start with, and where the Krylov space ends.
+    A pair has converged if |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.
+    draw(count) returns random vectors [count, P], to start with and whenever the Krylov space ends.
     """
     start = draw(min(block, space.size))
     size = space.size
@@ -201,11 +207,11 @@ def lanczos(
     cached, largest = CHEAP // bytes_of_row, MAX_BYTES // bytes_of_row
     most = min(size, max(first, min(3 * first, cached)))
     largest = min(size, max(most, 2 * k + 20, min(3 * first, largest)))
-    # copies of a repeated eigenvalue appear by rounding, some products after the eigenvalue itself
+    # The second look: copies of a repeated eigenvalue appear by rounding, some products later.
     second = first + (first - k) // 2
     basis = Basis(start, most, draw, space)
     done = due = looked = 0
-    missing_before = 0.0  # decimal digits of the residuals, at the last look
+    missing_before = 0.0  # decimal digits that the residuals lacked at the last look
     for restart in range(restarts):
         if restart % RESTARTS_TO_ENLARGE == RESTARTS_TO_ENLARGE - 1 and most < largest:
             most = min(largest, 2 * most)
@@ -227,8 +233,8 @@ def lanczos(
                 ratios = residuals[chosen] / allowed
                 if (largest_ratio := float(ratios.max())) <= 1:
                     return values, basis.combine(S[:, chosen])
-                # a look takes a tenth of the time of a small network's product: the next is after half
-                # as many products as would do, if they go on as they did since the last one
+                # A look takes a tenth of the time of a small network's product. The next is after
+                # half of the products that are still needed at the rate since the last look.
                 missing = log10(largest_ratio) if 1 < largest_ratio < inf else 0.0
                 gained = missing_before - missing
                 rate = max(MIN_RATE, gained / (done - looked)) if looked else 0.5
@@ -245,10 +251,10 @@ def lanczos(
 
 @final
 class Basis:
-    """Orthonormal rows V [n, P], the first m of which are multiplied: A v_j = sum of T_ij v_i.
+    """Orthonormal rows V [n, P]. The first m are multiplied: A v_j = sum over i of T_ij v_i.
 
-    T is small, in float64 on the CPU; its rows from m on are the components of products outside of the
-    first m vectors, which give the residuals of Ritz vectors. Every product is orthogonalised against
+    T is small, in float64 on the CPU. Its rows from m on are the components of products outside the
+    first m vectors; they give the residuals of Ritz vectors. Every product is orthogonalised against
     all of V, which keeps V orthonormal to rounding.
     """
 
@@ -257,35 +263,36 @@ class Basis:
         self.V = start.new_empty(min(most + self._block, self._size), start.shape[1])
         self.T = torch.zeros(len(self.V), len(self.V), dtype=torch.float64, device="cpu")
         self.n = self.m = 0
-        self.noise = 0.0  # the rounding error of a product
+        self.noise = 0.0  # bound of the rounding error of a product
         self._draw = draw
-        self._kept = 0  # Ritz vectors of the last restart
-        # a device is not waited for: vectors are appended before their lengths are read
+        self._kept = 0  # number of Ritz vectors kept by the last restart
+        # on a device, append vectors before their lengths are read, without waiting
         self._ahead = self.V.device.type != "cpu"
+        # products whose components are not read: j, n at that time, first, product, components
         self._unread: list[tuple[int, int, int, Tensor, Tensor]] = []
         for v in start:
             self._append_outside(v)
 
     @property
     def rest(self) -> Tensor:
-        """The vectors to be multiplied next."""
+        """The vectors to multiply next."""
         return self.V[self.m : self.n]
 
     def is_full(self, most: int) -> bool:
-        """Whether there is no room, of `most` vectors, for the products of `rest`."""
+        """Whether the products of `rest` do not fit beside `most` vectors."""
         return self.m + len(self.rest) > most or self.m == self._size
 
     def add_products(self, products: Tensor) -> None:
-        """Take the products of `rest`, by which the basis grows until it spans the whole space.
+        """Add the products of `rest`; the basis grows until it spans the whole space.
 
-        In exact arithmetic the product of a vector lies in the span of few: it is first orthogonalised
+        In exact arithmetic a product lies in the span of few vectors: it is first orthogonalised
         against these, at little cost, and then against all.
         """
         start = self.m
         self.m = self.n
         for j, product in enumerate(products, start=start):
             n, v = self.n, self._copied_in(product)
-            coupled = j < self._kept + self._block  # with all Ritz vectors of a restart
+            coupled = j < self._kept + self._block  # to all Ritz vectors that a restart kept
             first = 0 if coupled else max(0, j - self._block)
             parts = [self._subtract(v, first, n), self._subtract(v, 0, n)]
             parts.append(self._space.norms(v[None]))
@@ -296,8 +303,12 @@ class Basis:
                 self._append(v, parts[-1].clamp(min=torch.finfo(v.dtype).tiny))
 
     def read(self) -> None:
-        """Read the components of the products in V. After one that lies in the span of V, which goes on
-        in a random direction, or has to be orthogonalised again, later products are dropped."""
+        """Read the components of the unread products in V.
+
+        If a product lies in the span of V, a random direction replaces it; if too little is left, it
+        is orthogonalised again. Later products are then dropped, because they came from the old
+        vector.
+        """
         unread, self._unread = self._unread, []
         numbers = iter(torch.cat([parts for *_, parts in unread]).tolist() if unread else [])
         precision = torch.finfo(self.V.dtype)
@@ -324,29 +335,30 @@ class Basis:
             self.n = n
             if inside:
                 self._append_outside(self._draw(1)[0])
-                self._ahead = False  # of a matrix of low rank each further product lies in the span
+                self._ahead = False  # low rank: every further product lies in the span
             else:
                 self._append(v, length)
             return
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Values theta, ascending, coefficients S of the vectors S^T V, and |A v - theta v| of each."""
+        """Ritz values theta, ascending, coefficients S of the Ritz vectors S^T V, and |A v - theta v|
+        of each."""
         theta, S = symmetric_eigen(self.T[: self.m, : self.m])
         return theta, S, (self.T[self.m : self.n, : self.m] @ S).norm(dim=0)
 
     def combine(self, S: Tensor) -> Tensor:
-        """S^T V [k, P]."""
+        """The vectors S^T V [k, P]."""
         return S.T.to(self.V) @ self.V[: self.m]
 
     def enlarge(self, most: int) -> None:
-        """Make room for so many vectors that are multiplied."""
+        """Make room for `most` multiplied vectors."""
         V, T = self.V, self.T
         self.V = V.new_empty(min(most + self._block, self._size), V.shape[1])
         self.T = T.new_zeros(len(self.V), len(self.V))
         self.V[: self.n], self.T[: self.n, : self.n] = V[: self.n], T[: self.n, : self.n]
 
     def restart(self, theta: Tensor, S: Tensor) -> None:
-        """Keep these Ritz vectors, and the vectors to be multiplied next."""
+        """Keep the Ritz vectors S^T V with values theta, and the vectors to multiply next."""
         kept, n = len(theta), len(theta) + len(self.rest)
         coupling = self.T[self.m : self.n, : self.m] @ S
         combine = S.T.to(self.V)
@@ -363,24 +375,27 @@ class Basis:
         self.n += 1
 
     def _append_outside(self, v: Tensor) -> None:
-        """Append what of a vector is outside of V."""
+        """Append the part of a vector that is outside the span of V."""
         v = self._copied_in(v)
         self._append(v, self._orthogonalize(v, self.n)[1])
 
     def _copied_in(self, v: Tensor) -> Tensor:
-        """A copy, where it is appended, if there is room."""
+        """A copy of v: in the next row of V, if there is room."""
         return self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
 
     def _subtract(self, v: Tensor, first: int, n: int) -> Tensor:
-        """Subtract the components of v in V[first:n]; return them."""
+        """Subtract from v its components in V[first:n]; returns the components."""
         V = self.V[first:n]
         components = self._space.gram(V, v)
-        v.addmv_(V.T, components, alpha=-1)  # a third of the time of components @ V
+        v.addmv_(V.T, components, alpha=-1)  # takes a third of the time of components @ V
         return components
 
     def _orthogonalize(self, v: Tensor, n: int) -> tuple[list[float], float]:
-        """Subtract the components of v in V[:n], again as long as that takes away more than rounding
-        (Daniel, Gragg, Kaufman and Stewart, 1976); return them, and the length of the rest."""
+        """Subtract from v its components in V[:n]; returns them, and the length of the rest.
+
+        Repeated as long as that takes away more than rounding (Daniel, Gragg, Kaufman and Stewart,
+        1976).
+        """
         total = [0.0] * n
         for _ in range(3):
             parts = [self._subtract(v, 0, n), self._space.norms(v[None])]
@@ -392,7 +407,8 @@ class Basis:
 
 
 def _in_span(length: float, components: list[float]) -> bool:
-    """Whether too little is left of a vector, of which V, orthonormal, had these components."""
+    """Whether too little is left of a vector that had these components in V: it must be
+    orthogonalised again."""
     return not length > REORTHOGONALIZE_BELOW * hypot(length, *components)
 
 
@@ -408,6 +424,6 @@ def to_scipy(operator: Any) -> Any:
         return A.apply(rows.to(A.device, A.dtype)).T.to("cpu", own).numpy()
 
     A, T = partial(times, operator), partial(times, operator.T)
-    # of one vector SciPy reshapes the product
+    # SciPy reshapes the product of one vector: matmat serves for matvec.
     products = {"matvec": A, "matmat": A, "rmatvec": T, "rmatmat": T}
     return linalg.LinearOperator(operator.shape, **products, dtype=str(own).removeprefix("torch."))

@@ -1,7 +1,7 @@
-"""Traces, diagonals, norms and densities of the eigenvalues of operators, estimated from products with
-random vectors; and functions of operators, by Lanczos' method.
+"""Traces, diagonals, norms and spectral densities of operators, estimated from products with random
+vectors; functions of operators by Lanczos' method.
 
-`LinearOperator` describes them; generators that are None are torch's global one.
+`LinearOperator` describes them. generator=None is torch's global generator.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from hoglib.curvature.algebra.eigenvalues import ROUNDING, Apply, in_range
 from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix, random_signs
 from hoglib.errors import ArgumentValueError
 
-AT_ONCE = 2**28  # bytes of random vectors that are multiplied at once
+AT_ONCE = 2**28  # bytes of random vectors multiplied at once
 
 
 @validation.short_repr
@@ -27,14 +27,14 @@ class Estimate(NamedTuple):
 
     Attributes:
         value: The mean.
-        error: One standard error of it; infinite for a single sample.
+        error: One standard error of the mean; infinite for a single sample.
     """
 
     value: Tensor
     error: Tensor
 
     def returned(self, with_error: bool) -> "Estimate | Tensor":
-        """What a caller gets that asks for the error, or for the value alone."""
+        """The estimate, or without with_error only its value."""
         return self if with_error else self.value
 
 
@@ -45,8 +45,9 @@ Estimator = Callable[[SymmetricMatrix, int, Generator | None], Estimate]
 def hutchinson_trace(A: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
     """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2.
 
-    The variance is twice the sum of those of `hutchinson_diagonal`, which depends on squares: that of
-    the few v^T A v needs fourth powers, and is too small where one eigenvalue is larger than others.
+    The variance is estimated as twice the sum of the variances of `hutchinson_diagonal`, which take
+    only squares. The spread of the few v^T A v takes fourth powers, and comes out too small if one
+    eigenvalue is larger than the others.
     """
     diagonal, errors = (x.double()[None] for x in _diagonal(A, num_samples, generator))
     total, squares = A.space.dots((torch.ones_like(diagonal), diagonal), (errors, errors))
@@ -59,11 +60,12 @@ def hutchinson_diagonal(A: SymmetricMatrix, samples: int, generator: Generator |
 
 
 def _diagonal(A: SymmetricMatrix, samples: int, generator: Generator | None) -> Estimate:
+    """`hutchinson_diagonal`, in float32 at least."""
     wide = torch.promote_types(A.dtype, torch.float32)
     total, squares = torch.zeros(2, A.space.length, dtype=wide, device=A.device)
     products = (p for v, Av in samples_of(A, samples, generator) for p in v * Av)
     for count, product in enumerate(products, start=1):
-        change = product - total  # Welford's algorithm, which keeps no samples
+        change = product - total  # Welford's algorithm: no samples are kept
         total += change / count
         squares += change * (product - total)
     if count == 1:
@@ -74,7 +76,7 @@ def _diagonal(A: SymmetricMatrix, samples: int, generator: Generator | None) -> 
 def samples_of(
     operator: SymmetricMatrix, num_samples: int, generator: Generator | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of signs and their products, some at a time."""
+    """Rows v of random signs and their products A v, in chunks."""
     validation.at_least("num_samples", num_samples, 1)
     size = operator.shape[0]
     at_once = max(1, AT_ONCE // (size * operator.dtype.itemsize))
@@ -97,17 +99,17 @@ def exact_estimate(value: Tensor) -> Estimate:
 def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
     """tr A = tr(Q_i^T A Q_i) + E[w_i^T (I - Q_i Q_i^T) A (I - Q_i Q_i^T) w_i], the mean over i.
 
-    With normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others; the
-    second term is scaled to vectors of their mean length.
+    w_i are normal vectors, and Q_i is an orthonormal basis of the products A w_j for all j != i. The
+    second term is scaled as if the projected w_i had its mean length.
 
     Each of these k estimates t_i is right on average given Q_i. With B_i = (I - Q_i Q_i^T) A (I - Q_i
-    Q_i^T) its variance is 2 |B_i|_F^2, without the part of a multiple of I; t_i and t_j are correlated,
-    to leading order, by what each changes without the vector of the other:
+    Q_i^T) its variance is 2 |B_i|_F^2, not counting the part of B_i that is a multiple of I. t_i and
+    t_j are correlated, to leading order through their changes if the vector of the other is left out:
 
         k^2 Var = sum of E[2 |B_i w_i|^2] + sum over i != j of E[(t_i - t_i^-j) (t_j - t_j^-i)]
 
-    of which the second is bounded by the first, for the few matrices that it takes all vectors to find
-    a large eigenvalue of.
+    The second sum is bounded by the first: it is too large for the few matrices with a large
+    eigenvalue that only all vectors together find.
     """
     operator.space.refuse_sharded("xtrace")
     size = operator.shape[0]
@@ -115,7 +117,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     if validation.at_least("num_samples", num_samples, 4) >= size:
         return exact_estimate(operator.to_dense().diagonal().sum())
     count = num_samples // 2
-    wide = torch.promote_types(operator.dtype, torch.float32)  # of the basis
+    wide = torch.promote_types(operator.dtype, torch.float32)  # dtype of the basis
     device = operator.device if random is None else random.device
     w = torch.randn(count, size, generator=random, dtype=torch.float32, device=device)
     w = w.to(operator.device, wide)
@@ -123,8 +125,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     Q, R, Z = _basis_of_products(operator, w)
     if R is None:
         return exact_estimate((Q * Z).double().sum().to(operator.dtype))
-    # all that is smaller than a vector is computed in float64 from here on, and in a unit in which
-    # squares of float32 are in range
+    # From here on small matrices are in float64, in a unit that keeps squares of float32 in range.
     unit = R.abs().max()
     Z.div_(unit)
     W, R, H, ZZ = (x.double() for x in (Q.T @ w.T, R / unit, Q.T @ Z, Z.T @ Z))
@@ -140,19 +141,19 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     outside = dots(W, R) - 2 * dots(W, PR) + dots(PW, H @ PW)
     rest, left = size - count + 1, size - dots(PW, PW)
     found = inside + outside * rest / left
-    # |B_i w_i|^2, of (I - Q_i Q_i^T) (A w_i - A Q_i Q_i^T w_i)
+    # |B_i w_i|^2, with B_i w_i = (I - Q_i Q_i^T) (A w_i - A Q_i Q_i^T w_i)
     C = R - H @ PW
     PC = C - S * dots(S, C)
     squares = dots(R, R) - 2 * dots(R, H @ PW) + dots(PW, ZZ @ PW) - dots(PC, PC)
     variances = 2 * (squares * rest / left - (outside * rest / left).square() / rest).clamp(min=0)
-    # t_i^-j, whose basis lacks also the direction (s_j - g s_i) / sqrt(1 - g^2): [j, i]
+    # t_i^-j, at [j, i]: its basis also lacks the direction (s_j - g s_i) / sqrt(1 - g^2).
     g = (S.T @ S).fill_diagonal_(0)
     root, SHS = (1 - g.square()).sqrt(), S.T @ H @ S
     a, r, h = ((M - g * M.diagonal()) / root for M in (S.T @ W, S.T @ R, S.T @ H @ PW))
     q = (SHS.diagonal()[:, None] - 2 * g * SHS + g.square() * SHS.diagonal()) / root.square()
     without = (outside + 2 * a * (r - h) + a.square() * q) * (rest + 1) / (left + a.square())
     change = (found - inside + q - without).fill_diagonal_(0)
-    # no correlation is larger than 1
+    # A correlation is at most 1.
     most = variances.sqrt().outer(variances.sqrt())
     shared = (change * change.T).clamp(-most, most).sum().clamp(min=0)
     squared_error = (variances.sum() + shared) / count**2
@@ -161,10 +162,10 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
 
 
 def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Q, R and A Q with the products A w^T = Q R of the rows of w and orthonormal columns of Q.
+    """Q, R and A Q, for the products A w^T = Q R, with orthonormal columns of Q.
 
-    R is None for a matrix whose rank is below the number of its products; Q then spans its range, on
-    which nothing is left to estimate.
+    R is None if the rank of A is below the number of products. Q then spans the range of A, and
+    nothing is left to estimate.
     """
     Y = matrix.apply(w.to(matrix.dtype)).to(w.dtype)
     Q, R = torch.linalg.qr(Y.T)
@@ -177,7 +178,8 @@ def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tens
 
 
 def _left_out_directions(R: Tensor) -> Tensor:
-    """Unit vectors s_i as columns: Q spans Q_i, the basis of all other products, and Q s_i."""
+    """Unit vectors s_i as columns: Q s_i is the direction in Q that Q_i, the basis without product i,
+    lacks."""
     S = torch.linalg.solve_triangular(R.T, torch.eye(len(R), device="cpu").to(R), upper=False)
     return S / S.norm(dim=0)
 
@@ -185,7 +187,7 @@ def _left_out_directions(R: Tensor) -> Tensor:
 def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
     """diag A = diag(Q_i Q_i^T A) + E[w_i * (A - Q_i Q_i^T A) w_i], the mean over i.
 
-    With signs w_i and Q_i an orthonormal basis of the products A w_j of all others.
+    w_i are signs, and Q_i is an orthonormal basis of the products A w_j for all j != i.
     """
     operator.space.refuse_sharded("xdiag")
     count = validation.at_least("num_samples", num_samples, 4) // 2
@@ -205,7 +207,8 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
 
 
 def trace(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
-    """By `xtrace`, where it has four products, and its vectors take at most a GiB of one process."""
+    """`xtrace` with at least four products, if its vectors take at most 1 GiB and are not sharded;
+    else `hutchinson_trace`."""
     vectors = 1.5 * num_samples * operator.shape[0] * operator.dtype.itemsize
     many = num_samples >= 4 and vectors <= BASES_AT_ONCE
     sharded = operator.space.placement.is_sharded
@@ -217,7 +220,7 @@ DIAGONALS: dict[str, Estimator] = {"hutchinson": hutchinson_diagonal, "xdiag": x
 
 
 MOST_POINTS = 100_000
-BASES_AT_ONCE = 2**30  # bytes of the bases of the samples that run at once
+BASES_AT_ONCE = 2**30  # bytes of the bases of samples that run at once
 
 
 class SpectralDensity(NamedTuple):
@@ -230,7 +233,7 @@ class SpectralDensity(NamedTuple):
         weights: [samples, steps]; each row sums to 1.
         grid: [points], where the density is evaluated.
         density: [points]; its integral is 1.
-        error: [points], one standard error over the samples; infinite for a single one.
+        error: [points], one standard error over the samples; infinite for one sample.
         width: Standard deviation of the Gaussian around each node.
         products: Products of A with one vector.
     """
@@ -255,7 +258,7 @@ class SpectralDensity(NamedTuple):
         """Draw the density with one standard error.
 
         Args:
-            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+            ax: Matplotlib axes. Default: the axes of a new pyplot figure.
         Returns:
             The axes.
         Raises:
@@ -266,15 +269,15 @@ class SpectralDensity(NamedTuple):
     def average(self, f: Callable[[Tensor], Tensor]) -> Estimate:
         """The mean of f over all eigenvalues, tr f(A) / P.
 
-        For a polynomial of a degree below 2 steps each sample is v^T f(A) v exactly, so that all of the
-        error is that of the samples.
+        For a polynomial of a degree below 2 steps each sample is v^T f(A) v exactly: the only error is
+        from sampling.
 
         Args:
             f: A function of a tensor, elementwise.
         Returns:
-            An `Estimate`: the mean over the samples and one standard error of it.
+            An `Estimate`: the mean over the samples, with one standard error.
         Raises:
-            ArgumentValueError: for a function that is not taken element by element.
+            ArgumentValueError: for a function that does not return one number for each eigenvalue.
             NonFiniteError: for a function that is not finite at a node.
         """
         values = validation.of_eigenvalues(f, self.nodes, self.weights > 0)
@@ -290,8 +293,8 @@ def spectral_density(
 ) -> SpectralDensity:
     """density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2), from samples of signs.
 
-    Each takes `steps` of Lanczos, T = V^T A V: nodes are the eigenvalues of T, weights the squared
-    first entries of its eigenvectors. The samples' vectors are multiplied as one block.
+    Each sample takes `steps` Lanczos steps, T = V^T A V: nodes are the eigenvalues of T, weights the
+    squared first entries of its eigenvectors. The samples' vectors are multiplied as one block.
     """
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
@@ -301,7 +304,7 @@ def spectral_density(
             f"width: expected a number greater than 0, got {width}; 1% of the range is usual."
         )
     before = operator.count
-    wide = torch.promote_types(operator.dtype, torch.float32)  # of the bases
+    wide = torch.promote_types(operator.dtype, torch.float32)  # dtype of the bases
     at_once = max(1, BASES_AT_ONCE // (steps * size * wide.itemsize))
 
     def apply(rows: Tensor) -> Tensor:
@@ -319,8 +322,8 @@ def spectral_density(
 def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[Tensor, Tensor]:
     """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
 
-    Where v and its products span a smaller space, the rest of T is zero, and functions of T at v do not
-    depend on it.
+    If v and its products span a smaller space, the rest of T is zero; functions of T at v do not
+    depend on the rest.
     """
     samples, size = start.shape
     apply, unit = in_range(apply, space)
@@ -330,7 +333,7 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
     active = torch.ones(samples, dtype=torch.bool, device=start.device)
     waits, last, left = start.device.type == "cpu", None, samples
     V[:, 0] = start
-    del start  # a caller that has handed it over holds V alone
+    del start  # free it, if the caller keeps no reference
     for j in range(steps):
         if left == samples:
             w = apply(V[:, j])
@@ -346,7 +349,8 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
         beta = space.norms(w)
         largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
         active = active & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
-        # how many are left: on a device one step late, in which the rest is multiplied as zeros
+        # Count the active samples: on a device one step late, without waiting. A sample that has
+        # ended is multiplied as zeros.
         before, last = last, DeviceRead(active.sum())
         known = last if waits else before
         left = samples if known is None else int(known.numbers())
@@ -354,12 +358,12 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
             break
         T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
         torch.div(w, torch.where(active, beta, torch.inf)[:, None], out=V[:, j + 1])
-        del w  # not held beside the next product
+        del w  # frees it before the next product
     return (T * unit()).to("cpu", torch.float64), V
 
 
 def _smoothed(nodes: Tensor, weights: Tensor, width: float | None, count: int) -> SpectralDensity:
-    """The density of the nodes, each of which is a Gaussian, on a grid."""
+    """The density on a grid, with a Gaussian around each node."""
     present = nodes[weights > torch.finfo(weights.dtype).eps]
     low, high = float(present.min()), float(present.max())
     if width is None:

@@ -1,5 +1,5 @@
-"""Linear operators, known by their products with vectors: symmetric ones, their algebra and algorithms;
-products of any."""
+"""Linear operators, known by their products with vectors: symmetric ones with their algebra and
+algorithms, and products of any."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -72,17 +72,17 @@ class DiagonalOptions(TypedDict, total=False):
 
 
 class RectangularOperator(ABC):
-    r"""A matrix A [M, P] that is known by its products with vectors; it need not be symmetric.
+    r"""A matrix A [M, P], not necessarily symmetric, that is known by its products with vectors.
 
-        A @ v        v flat [P] or [P, k], or in the structure of the space of columns (a trailing k
-                     for a block); the product is flat too, or in that of the space of rows
-        A.T          the transpose, whose vectors are those of the rows
+        A @ v        v flat [P] or [P, k], or in the structure of the column space (a trailing k for a
+                     block); the product is flat, too, or in the structure of the row space
+        A.T          the transpose, an operator on the row space
         A + B, A - B, 2 * A, A / 2, -A        operators again
-        A @ B        a product. Where it reads the same transposed, as X @ X.T, X.T @ X and X @ S @ X.T
+        A @ B        a product. If it is symmetric by construction, as X @ X.T, X.T @ X, and X @ S @ X.T
                      with a symmetric S, it is a `LinearOperator`, with all algorithms
 
     Subclasses define the products with vectors as rows, ``_products(rows)`` and
-    ``_transposed_products(rows)``, and `target`, the space of rows.
+    ``_transposed_products(rows)``, and `target`, the row space.
 
     Args:
         space: The vector space that A acts on.
@@ -105,9 +105,9 @@ class RectangularOperator(ABC):
 
     @contextmanager
     def _algorithm(self, name: str, total: int | None = None, options: Any = ()) -> Iterator[None]:
-        """Inside, an algorithm of that name multiplies, so many times if that is known.
+        """Inside, the algorithm `name` multiplies, `total` times if that is known.
 
-        options: from which the number of messages between processes follows.
+        options: the options that decide how many messages processes exchange.
         """
         if options:
             self.space.check_same_call(name, *options)
@@ -116,7 +116,8 @@ class RectangularOperator(ABC):
 
     @property
     def target(self) -> Space:
-        """The vector space of the rows, that of products; of vectors, unless a subclass has another."""
+        """The row space, in which products lie; the space of vectors, unless a subclass has
+        another."""
         return self.space
 
     @abstractmethod
@@ -136,7 +137,7 @@ class RectangularOperator(ABC):
             The products [k, M].
         """
         self.count += len(rows)
-        # autograd saves no tensor of inference mode, which a product may have to
+        # A product may save its vector for backward, and autograd cannot save inference tensors.
         with outside_inference_mode(), torch.no_grad(), own_algebra():
             rows = rows.clone() if rows.is_inference() else rows
             return self._products(rows) if len(rows) else rows.new_empty(0, self.target.length)
@@ -148,7 +149,7 @@ class RectangularOperator(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of flat vectors: the widest of the parameters', or that of `dtype=`."""
+        """The dtype of flat vectors: the widest dtype of the parameters, or the option `dtype`."""
         return self.space.dtype
 
     @property
@@ -167,7 +168,7 @@ class RectangularOperator(ABC):
             return product_of(_chain_of(self) + _chain_of(v))
         rows, rebuild = self.space.rows(v)
         found, target = self.apply(rows), self.target
-        # a symmetric operator gives back the form of v, another one that of the space of its rows
+        # A symmetric operator returns the form of v, any other the structure of its row space.
         if target is self.space:
             return rebuild(found)
         block = self.space.is_block(v)
@@ -175,7 +176,7 @@ class RectangularOperator(ABC):
             return found.T if block else found[0]
         return target.block(found) if block else target.tree(found[0])
 
-    __array_ufunc__ = None  # a product with what is of numpy is that of the operator
+    __array_ufunc__ = None  # NumPy arrays leave products to __rmatmul__
 
     def __rmatmul__(self, v: Tree) -> Any:
         if isinstance(v, Tensor) and self.T.space.is_block(v):
@@ -221,7 +222,7 @@ class RectangularOperator(ABC):
         raise errors.ArgumentTypeError(text)
 
     def __neg__(self) -> "RectangularOperator":
-        # not self * -1, for which Kronecker factors would need their eigenvectors
+        # Not self * -1, for which a Kronecker operator would need eigenvectors.
         return sum_of((-1.0, self))
 
     def matvec(self, v: Tree) -> Any:
@@ -235,11 +236,11 @@ class RectangularOperator(ABC):
         return self @ v
 
     def to_dense(self, *, chunk_size: int | None = None) -> Tensor:
-        """The matrix [M, P], by one product a column, or a row where these are fewer.
+        """The matrix [M, P], by one product for each column, or for each row if there are fewer.
 
         Args:
-            chunk_size: Products in one pass over the data. Default: all; of each batch as many side by
-                side as memory holds, as of `hoglib.hessian`.
+            chunk_size: Products in one pass over the data. Default: all; for each batch as many side by
+                side as memory holds, as in `hoglib.hessian`.
         """
         self.space.refuse_sharded("to_dense")
         validation.none_or_at_least("chunk_size", chunk_size, 1)
@@ -251,8 +252,9 @@ class RectangularOperator(ABC):
         return found if by_rows else found.T
 
     def to_scipy(self) -> Any:
-        """A `scipy.sparse.linalg.LinearOperator` on the CPU, of NumPy vectors of the operator's own
-        dtype, float32 for half precision; needs SciPy.
+        """A `scipy.sparse.linalg.LinearOperator` on the CPU; needs SciPy.
+
+        Its NumPy vectors have the operator's dtype, or float32 for half precision.
 
         Returns:
             The SciPy operator.
@@ -260,28 +262,30 @@ class RectangularOperator(ABC):
         return eigenvalues.to_scipy(self)
 
     def _refuse_algorithm(self, name: str) -> Any:
+        """`__getattr__`: for an algorithm of `LinearOperator`, raise an error that says how to get
+        one."""
         if name.startswith("_") or name not in vars(LinearOperator):
-            return object.__getattribute__(self, name)  # of a property: its own error
+            return object.__getattribute__(self, name)  # a property that raised: its own error
         raise errors.UnsupportedError(
             f"{type(self).__name__}.{name}: expected a symmetric operator, got one [{self.shape[0]}, "
             f"{self.shape[1]}] that is not known to be; A @ A.T, A.T @ A and A @ S @ A.T are."
         )
 
-    if not TYPE_CHECKING:  # a checker reports an attribute that no class has
+    if not TYPE_CHECKING:  # type checkers must still report unknown attributes
         __getattr__ = _refuse_algorithm
 
     def _refuse_not_finite(
         self, rows: Tensor, total: Tensor, space: Space, finite: str, alone: bool = True
     ) -> None:
-        """Raise for products, vectors of a space, that are not finite where the rows are.
+        """Raise for products, vectors of `space`, that are not finite though the rows are.
 
-        finite: What is finite there, in words. alone: whether no other process has a part.
+        finite: what is finite there, in words. alone: whether no other process has a part.
         """
-        if total.device.type == "cpu" or not alone:  # others raise, too
+        if total.device.type == "cpu" or not alone:  # all processes must raise
             where = space.first_not_finite(total)
             bad = where and space.true_in_all(bool(rows.isfinite().all()))
         else:
-            # both numbers in one copy, which the next product reads: none waits for the device
+            # Both magnitudes in one copy, which the next product reads: nothing waits for the device.
             sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
             now = read_late((type(self), total.shape), sizes)
             bad = now is not None and isfinite(now[0]) and not isfinite(now[1])
@@ -307,7 +311,7 @@ class LinearOperator(RectangularOperator):
     as rows, ``_products(rows)``.
 
     Args:
-        space: The vector space that A acts on, that of some parameters.
+        space: The vector space that A acts on.
         progress: Show a bar that counts products (needs tqdm).
     Example:
         >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), torch.ones(2), torch.ones(2))
@@ -325,20 +329,21 @@ class LinearOperator(RectangularOperator):
     ) -> "LinearOperator":
         r"""The symmetric matrix of a function v -> A v, for all algorithms.
 
-        At the first use v^T A w = w^T A v is checked with two random vectors, with A v by matvec and
-        A w by matmat, if there is one.
+        The first use checks v^T A w = w^T A v for two random vectors: A v by matvec, A w by matmat if
+        given.
 
         Args:
             matvec: The product, in the form of like; it may differentiate.
-            like: A tensor, or a pytree of tensors, that vectors have the structure, the shapes, the
-                dtypes and the device of, for instance params.
-            matmat: The products of a block of k vectors at once, in the same form with a trailing k.
-            check_symmetric: Whether to compare at the first use.
+            like: A tensor or a pytree of tensors, such as params. Vectors have its structure, shapes,
+                dtypes and device.
+            matmat: The products with a block of k vectors at once, in the form of like with a trailing
+                k.
+            check_symmetric: Whether the first use checks for symmetry.
         Returns:
             The operator.
         Raises:
-            ArgumentTypeError, ArgumentValueError: for what is no function or no tensor, and at the
-                first use for products of another form, and for a matrix that is not symmetric.
+            ArgumentTypeError, ArgumentValueError: if matvec is no function, or like has no tensor; at
+                the first use for products of another form, and a matrix that is not symmetric.
             NonFiniteError: for products that are NaN or infinite.
         Example:
             >>> A = hog.curvature.LinearOperator.from_matvec(lambda v: 3 * v, torch.ones(4))
@@ -355,7 +360,7 @@ class LinearOperator(RectangularOperator):
             with grad_enabled(), users_autocast():
                 if matmat is not None and len(rows) > 1:
                     return space.rows(matmat(space.block(rows)), "matmat(V)")[0]
-                # copies, which the function may change
+                # Clones: the function may change its argument.
                 every = (matvec(space.tree(row.clone())) for row in rows)
                 return torch.cat([space.rows(Av, "matvec(v)")[0] for Av in every])
 
@@ -363,16 +368,16 @@ class LinearOperator(RectangularOperator):
 
     @staticmethod
     def from_dense(matrix: Tensor, like: Tree = None) -> "LinearOperator":
-        r"""A symmetric matrix that exists as a whole, for all algorithms.
+        r"""The operator of a symmetric matrix in memory, for all algorithms.
 
         Args:
             matrix: A [P, P]. It is not copied.
-            like: As of `from_matvec`. Default: flat vectors [P].
+            like: What vectors are like, as in `from_matvec`. Default: flat vectors [P].
         Returns:
             The operator.
         Raises:
             ArgumentTypeError, ArgumentValueError: for a matrix that is not square, symmetric and
-                finite, or not of the size, the dtype and the device of like.
+                finite, or differs from like in size, dtype or device.
         Example:
             >>> A = hog.curvature.LinearOperator.from_dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
             >>> A.eigsh(2).values
@@ -387,7 +392,7 @@ class LinearOperator(RectangularOperator):
                 f"{list(A.shape)}, {A.dtype} on {A.device}."
             )
         off, size = float((A - A.T).abs().max()), float(A.abs().max())
-        # the bound for random vectors, as a matrix may be computed in TF32
+        # The wide bound, for random vectors: the matrix may have been computed in TF32.
         if not off <= vector_space.BOUNDS[A.dtype][0] * size:
             raise errors.ArgumentValueError(
                 "matrix: expected a finite, symmetric one, got entries that differ from those of its "
@@ -400,12 +405,12 @@ class LinearOperator(RectangularOperator):
 
     @property
     def params(self) -> Tree:
-        """The parameters, whose structure vectors have."""
+        """The parameters; vectors have their structure."""
         return self.space.params
 
     @property
     def T(self) -> "LinearOperator":
-        """The transpose: itself, because it is symmetric."""
+        """The transpose: the operator itself, because it is symmetric."""
         return self
 
     if TYPE_CHECKING:  # what products, and `sum_of`, return for symmetric operators
@@ -454,14 +459,14 @@ class LinearOperator(RectangularOperator):
         """The operator A + damping I.
 
         Args:
-            damping: What is added to the diagonal.
+            damping: Added to the diagonal.
         Returns:
             An operator that shares the products of A.
         """
         return SymmetricSum([(1.0, self)], as_number(damping, "damping"))
 
     def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
-        """The blocks on the diagonal alone; a product takes one product of A for each block.
+        """Only the blocks on the diagonal; a product takes one product of A for each block.
 
         Args:
             blocks: "parameter", "module", a function of a qualified name that returns its block, or a
@@ -477,11 +482,11 @@ class LinearOperator(RectangularOperator):
         return BlockDiagonal(self, [mask.to(self.device) for mask in masks])
 
     def submatrix(self, names: str | Iterable[str] | Callable[[str], bool]) -> "LinearOperator":
-        """The rows and columns of some parameters alone; a product takes one product of A.
+        """Only the rows and columns of some parameters; a product takes one product of A.
 
         Args:
-            names: A pattern, or a list of patterns, of qualified names, as of
-                `hoglib.trainable_params`: "head.*"; or a function of a name, whether it is taken.
+            names: A pattern or patterns of qualified names, such as "head.*", as in
+                `hoglib.trainable_params`; or a function that tells whether to take a name.
         Returns:
             An operator on these parameters, in their order in params.
         Raises:
@@ -517,30 +522,29 @@ class LinearOperator(RectangularOperator):
         stagnation_tol: float = 0.0,
         return_info: bool = False,
     ) -> Any:
-        r"""x with (A + damping I) x = b, by conjugate gradients.
+        r"""Solve (A + damping I) x = b by conjugate gradients.
 
             B x = b,  B = A + damping I,        |b - B x| <= max(tol |b|, atol)
 
-        The columns of a block are solved side by side, each by its own coefficients. The iteration
-        ends by the true residual, which is computed from x where the recurrence says that it is
-        small enough; where the two differ, the iteration starts again from the true one. A warning
-        says where the tolerance was missed, unless ``return_info`` or ``stagnation_tol`` is given.
+        The columns of a block are solved side by side, each with its own coefficients. When the
+        recurrence's residual is small enough, the true residual is computed from x; if that is larger,
+        the iteration starts again from it. A warning says if the tolerance was missed, unless
+        ``return_info`` or ``stagnation_tol`` is given.
 
         Args:
             b: Right-hand side: a vector or a block, flat or in the structure of the operator's params.
-            damping: What is added to the diagonal of A.
+            damping: Added to the diagonal of A.
             tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
             atol: Absolute tolerance.
             max_iter: Iterations at most. Default: 10 P, at most 1000.
-            preconditioner: A vector that approximates the diagonal of B (the residual is divided by
-                it), or an operator, or a function of residuals in the form of b, that approximates
-                B^-1.
+            preconditioner: A vector that approximates the diagonal of B (residuals are divided by it);
+                or an operator, or a function of residuals in the form of b, that approximates B^-1.
             x0: Where to start, in the form of b; zero by default.
-            stagnation_tol: End a column also where q(x) = x^T B x / 2 - b^T x, which each iteration
-                lowers, is negative and fell in the last k = max(10, i / 10) of its i iterations by
-                less than k stagnation_tol |q(x)|; for Newton steps, which need no more. With a
-                preconditioner k is max(5, i / 10), as few iterations are needed then. 0 for never.
-            return_info: Return how well the system was solved, too.
+            stagnation_tol: Also end a column once q(x) = x^T B x / 2 - b^T x, which each iteration
+                lowers, is negative and fell by less than k stagnation_tol |q(x)| over the last k =
+                max(10, i / 10) of i iterations. This suffices for Newton steps. With a preconditioner
+                k is max(5, i / 10), because few iterations are needed. 0: never.
+            return_info: Also return how well the system was solved.
         Returns:
             x in the form of b; with ``return_info``, ``(x, Solution)``.
         Raises:
@@ -576,9 +580,9 @@ class LinearOperator(RectangularOperator):
 
             A v = value v,        |A v - value v| <= tol |value|
 
-        The basis holds 2 k + 2 vectors, at least 21, on the device, in the dtype of the operator, at
-        least float32; up to three times as many where they are short, or convergence is slow. Matrices
-        of up to 21 or 2 k + 2 rows are made dense.
+        The basis holds 2 k + 2 vectors (at least 21) in the dtype of the operator (at least float32);
+        up to three times as many if vectors are short, or convergence is slow. Matrices of at most 21
+        or 2 k + 2 rows are made dense.
 
         Args:
             k: How many eigenpairs.
@@ -587,18 +591,18 @@ class LinearOperator(RectangularOperator):
             tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in
                 float64, 1e-5 in float32.
             max_iter: How often the basis is filled, at most. Default: 10 P.
-            block: Vectors that are multiplied at once. Eigenvalues that are repeated up to as often are
-                found as often, where a single vector may miss some.
-            generator: Of the starting vectors; None is the same ones every time.
+            block: Vectors that are multiplied at once. All copies of an eigenvalue are found if it is
+                repeated at most `block` times; a single vector may miss copies.
+            generator: Draws the starting vectors; None draws equal ones in every call.
             basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the
                 memory of a GPU, which then holds the vectors of one product. Default: the
                 operator's device.
         Returns:
-            `Eigenpairs`, which unpack as (values, vectors): values ascending. Their ``residuals`` are
-            |A v - value v|, and ``plot(ax)`` draws both.
+            `Eigenpairs`, which unpack as (values, vectors), values ascending; ``residuals`` are
+            |A v - value v|, and ``plot(ax)`` draws values and residuals.
         Raises:
-            ArgumentTypeError: for what is no device.
-            ConvergenceError: where it did not converge, with the eigenvalues that were found.
+            ArgumentTypeError: for a basis_device that is no device.
+            ConvergenceError: without convergence; it names the eigenvalues that were found.
         References:
             Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
         Example:
@@ -626,20 +630,20 @@ class LinearOperator(RectangularOperator):
                        = E[v^T N(t; A, width^2) v]        v of signs, of length one
                        ~ mean over samples of sum over i of weights_i N(t; nodes_i, width^2)
 
-        Each sample takes `steps` of Lanczos, T = V^T A V, with full reorthogonalisation: nodes are
+        Each sample takes `steps` Lanczos steps, T = V^T A V, with full reorthogonalisation: nodes are
         the eigenvalues of T, weights the squared first entries of its eigenvectors. The samples'
-        vectors are multiplied as one block. The points t go from end to end of the nodes and five
-        widths more, a quarter of a width apart (10^5 points at most). It holds samples x steps
-        vectors in memory, or 1 GiB of them, or the steps of one sample.
+        vectors are multiplied as one block. The points t cover the nodes and five widths on both sides,
+        a quarter of a width apart (at most 10^5 points). Memory holds samples x steps vectors, but no
+        more than 1 GiB at once, or the steps of one sample.
 
         Args:
-            num_samples: Random vectors.
-            steps: Lanczos steps of each, one product a step.
+            num_samples: The number of random vectors.
+            steps: Lanczos steps of each sample, one product a step.
             width: Standard deviation of the Gaussian. Default: 1% of the range of the nodes.
-            generator: Of the signs; None is torch's global generator.
+            generator: Draws the signs; None is torch's global generator.
         Returns:
-            `SpectralDensity`, of which ``average(f)`` is the mean of a function over the eigenvalues,
-            and ``plot(ax)`` draws the density with one standard error.
+            `SpectralDensity`: ``average(f)`` is the mean of a function over the eigenvalues, and
+            ``plot(ax)`` draws the density with one standard error.
         References:
             Golub and Meurant, Matrices, Moments and Quadrature, 2010. Ubaru, Chen and Saad, Fast
             Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017. Ghorbani, Krishnan and
@@ -680,21 +684,23 @@ class LinearOperator(RectangularOperator):
             hutchinson    tr A = E[v^T A v], v of signs;  Var = 2 sum over i != j of A_ij^2
             xtrace        tr A = tr(Q_i^T A Q_i) + E[w_i^T (I - Q_i Q_i^T) A (I - Q_i Q_i^T) w_i]
 
-        with normal vectors w_i and Q_i an orthonormal basis of the products A w_j of all others;
-        the estimate of "xtrace" is the mean over the w_i. Where the eigenvalues decay fast, or some
-        are much larger than others, as those of a trained network are, its error is far smaller; where
-        all are alike, it is that of "hutchinson" with half as many. It is exact for a rank below
-        num_samples / 2, and from num_samples = P on, where the matrix is made dense. It holds 1.5
-        num_samples vectors in memory. "hutchinson" is exact for diagonal matrices.
+        w_i are normal vectors, and Q_i is an orthonormal basis of the products A w_j for all j != i;
+        "xtrace" returns the mean over i.
+
+        - "xtrace" has a far smaller error if the eigenvalues decay fast or a few are large, as in
+          trained networks; if all are alike, the error of "hutchinson" with half the products. It is
+          exact for a rank below num_samples / 2, and from num_samples = P on, where the matrix is made
+          dense. It holds 1.5 num_samples vectors in memory.
+        - "hutchinson" is exact for diagonal matrices.
 
         Args:
-            num_samples: Products; of "xtrace" at least 4, half of them with the w_i, half with Q.
-            method: "hutchinson" or "xtrace". "auto" is "xtrace" for 4 products or more whose vectors
-                take at most 1 GiB, of parameters that are no DTensors, and "hutchinson" for others.
-            generator: Of the random vectors; None is torch's global generator.
-            return_error: Return the standard error, too: in 5 to 12 cases of 100 the trace is more than
-                two of them away, in up to 20 with 4 products. It is estimated from |A v|^2, of which
-                fewer samples tell more than of v^T A v.
+            num_samples: Products. "xtrace" takes at least 4, half with the w_i, half with Q.
+            method: "hutchinson" or "xtrace". "auto" is "xtrace" for 4 products or more, if their
+                vectors take at most 1 GiB and the parameters are no DTensors; else "hutchinson".
+            generator: Draws the vectors; None is torch's global generator.
+            return_error: Also return the standard error. The trace is more than two standard errors
+                away in 5 to 12 of 100 cases, with 4 products in up to 20. The error is estimated from
+                |A v|^2, which takes fewer samples than the spread of v^T A v.
         Returns:
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
         References:
@@ -739,14 +745,14 @@ class LinearOperator(RectangularOperator):
             hutchinson    diag A = E[v * A v], v of signs;  Var_i = sum over j != i of A_ij^2
             xdiag         diag A = diag(Q_i Q_i^T A) + E[w_i * (A - Q_i Q_i^T A) w_i]
 
-        with signs w_i and Q_i an orthonormal basis of the products A w_j of all others; the estimate of
-        "xdiag" is the mean over the w_i.
+        w_i are vectors of signs, and Q_i is an orthonormal basis of the products A w_j for all j != i;
+        "xdiag" returns the mean over i.
 
         Args:
-            num_samples: Products; of "xdiag" at least 4, half of them with the w_i, half with Q.
+            num_samples: Products. "xdiag" takes at least 4, half with the w_i, half with Q.
             method: "hutchinson" or "xdiag".
-            generator: Of the random vectors; None is torch's global generator.
-            return_error: Return the standard errors, too. Those of "xdiag" are a guide only: the
+            generator: Draws the vectors; None is torch's global generator.
+            return_error: Also return the standard errors. For "xdiag" they are a guide only: the
                 estimates of one run depend on each other.
         Returns:
             The diagonal [P]; with ``return_error`` an `Estimate` of two such tensors.
@@ -776,9 +782,9 @@ class LinearOperator(RectangularOperator):
             |A|_F^2 = sum of A_ij^2 = E[|A v|^2]
 
         Args:
-            num_samples: Random vectors, one product each.
-            generator: Of the random vectors; None is torch's global generator.
-            return_error: Return the standard error, too.
+            num_samples: The number of random vectors, one product each.
+            generator: Draws the vectors; None is torch's global generator.
+            return_error: Also return the standard error.
         Returns:
             The mean over the vectors, a scalar tensor; with ``return_error`` an `Estimate`.
         Example:
@@ -808,10 +814,10 @@ class LinearOperator(RectangularOperator):
         a semi-definite matrix positive definite.
 
         Args:
-            num_samples: Random vectors.
-            steps: Lanczos steps of each, one product a step.
-            generator: Of the random vectors; None is torch's global generator.
-            return_error: Return the standard error, too.
+            num_samples: The number of random vectors.
+            steps: Lanczos steps for each vector, one product a step.
+            generator: Draws the vectors; None is torch's global generator.
+            return_error: Also return the standard error.
         Returns:
             The logarithm, a scalar tensor; with ``return_error`` an `Estimate`.
         Raises:
@@ -851,13 +857,13 @@ class LinearOperator(RectangularOperator):
 
         Args:
             b: A vector or a block, flat or in the structure of the operator's params.
-            function: f, of eigenvalues in float64, element by element: ``torch.exp``,
+            function: f, of a tensor of eigenvalues in float64, element by element: ``torch.exp``,
                 ``lambda x: x.clamp(min=0).sqrt()``.
             steps: Products for each vector.
         Returns:
             f(A) b in the form of b.
         Raises:
-            ArgumentValueError: for a function that is not taken element by element.
+            ArgumentValueError: for a function that does not return one number for each eigenvalue.
             NonFiniteError: for values of the function, or a vector, that are not finite.
         References:
             Higham, Functions of Matrices, 2008, section 13.2.
@@ -876,7 +882,8 @@ class LinearOperator(RectangularOperator):
             start = rows / torch.where(size > 0, size, torch.ones_like(size))
             T, V = estimates.tridiagonal(self.apply, start, count, self.space)
             theta, S = symmetric_eigen(T)
-            present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2  # others have no part of b
+            # B has no part in the others
+            present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2
             here = present & (size > 0).to(present.device)
             values = validation.of_eigenvalues(function, theta, here)
             weights = torch.einsum("sij,sj,sj->si", S, values, S[:, 0]).to(V)
@@ -890,17 +897,16 @@ class LinearOperator(RectangularOperator):
 
             A S (S^T A S)^-1 (A S)^T                A positive semi-definite (Nystrom's method)
 
-        with S orthonormal, random, of rank + oversampling columns, one product each. All are
-        computed at once, where `eigsh` takes one after the other until its eigenvalues converge.
-        Before the smallest eigenvalues are cut off, the error in the trace norm is on average at
-        most 1 + rank / (oversampling - 1) times the sum of the eigenvalues that are not kept. That
-        of a result L is |A - L|^2 in the Frobenius norm, estimated by
-        ``(A - L).squared_frobenius(16)``.
+        S is random, with rank + oversampling orthonormal columns and one product for each. All products
+        are computed at once; `eigsh` takes one after the other until its eigenvalues converge. Before
+        the smallest eigenvalues are cut off, the error in the trace norm is on average at most 1 + rank
+        / (oversampling - 1) times the sum of the eigenvalues that are not kept. To estimate the squared
+        Frobenius error |A - L|^2 of a result L, take ``(A - L).squared_frobenius(16)``.
 
         Args:
-            rank: Eigenvalues that are kept, the largest.
+            rank: How many of the largest eigenvalues to keep.
             oversampling: Further columns of S.
-            generator: Of S; None is torch's global generator.
+            generator: Draws S; None is torch's global generator.
         Returns:
             `LowRankOperator`, with ``values`` and ``vectors``, ``inverse`` and ``preconditioner``.
         Raises:
@@ -929,14 +935,14 @@ class LinearOperator(RectangularOperator):
             drawn = torch.randn(P, columns, generator=generator, device=device, dtype=wide)
             S = torch.linalg.qr(drawn.to(self.device))[0]
             Y = self.apply(S.T.to(self.dtype)).to(wide).T
-            # products round to the dtype of the parameters: by the eps of float32, a semi-definite
-            # matrix in bfloat16 was refused
+            # Products round to the dtype of the parameters: with the eps of float32, a semi-definite
+            # matrix in bfloat16 was refused.
             U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
             return LowRankOperator(self.space, U[:, :rank].T.contiguous(), values[:rank])
 
 
 def product_of(chain: Chain) -> RectangularOperator:
-    """The product of operators; a `LinearOperator` where it reads the same transposed."""
+    """The product of operators; a `LinearOperator` if the chain of factors equals its transpose."""
     (A, transposed), *others = chain
     if not (others or transposed):
         return A
@@ -950,15 +956,17 @@ def product_of(chain: Chain) -> RectangularOperator:
 
 
 def _chain_of(A: RectangularOperator) -> Chain:
+    """The factors of an operator; an operator that is no product is its only factor."""
     return A.chain if isinstance(A, Product) else [(A, False)]
 
 
 def _transpose_chain(chain: Chain) -> Chain:
+    """The factors of the transpose: in reverse order, each transposed unless symmetric."""
     return [(A, not t and not isinstance(A, LinearOperator)) for A, t in reversed(chain)]
 
 
 class Product(RectangularOperator):
-    """A product of operators and transposes of them."""
+    """A product of operators, some of them transposed."""
 
     def __init__(self, chain: Chain) -> None:
         last, transposed = chain[-1]
@@ -967,7 +975,7 @@ class Product(RectangularOperator):
 
     @property
     def target(self) -> Space:
-        """The vector space of the rows of the first."""
+        """The row space of the first factor."""
         first, transposed = self.chain[0]
         return first.space if transposed else first.target
 
@@ -982,12 +990,12 @@ class Product(RectangularOperator):
 
 @final
 class SymmetricProduct(LinearOperator, Product):
-    """A product that reads the same transposed."""
+    """A product that is symmetric by construction."""
 
 
 @final
 class GivenOperator(LinearOperator):
-    """A matrix by a function of rows."""
+    """A matrix given by a function of rows."""
 
     def __init__(self, space: Space, given: Callable[[Tensor], Tensor], check: bool) -> None:
         super().__init__(space)
@@ -1006,11 +1014,12 @@ class GivenOperator(LinearOperator):
         return found
 
     def _check(self) -> None:
-        """v^T A w = w^T A v."""
+        """Raise unless v^T A w = w^T A v for random v and w."""
         rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
         # A v by matvec, A w by matmat: both functions are checked
         products = self._given(rows[:1])[0], self._given(rows)[-1]
-        (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)  # squares may overflow
+        # Float64: squares may overflow
+        (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)
         gap, size = self.space.asymmetry(v, Av, w, Aw)
         if self.space.exceeds(gap, size, self.space.precision):
             raise errors.ArgumentValueError(
@@ -1022,13 +1031,14 @@ class GivenOperator(LinearOperator):
 
 @final
 class Submatrix(LinearOperator):
-    """The rows and columns of some parameters of an operator."""
+    """The rows and columns of an operator that belong to some parameters."""
 
     def __init__(self, operator: LinearOperator, names: list[str]) -> None:
         params = operator.params
         super().__init__(Space({name: params[name] for name in names}, operator.dtype))
         places = dict(zip(params, operator.space.places(), strict=True))
         self._operator = operator
+        # indices of these parameters in the operator's flat vectors
         self._at = torch.cat([places[name] for name in names]).to(self.device)
         self._bar = operator._bar
 
@@ -1055,7 +1065,7 @@ class ScaledSum(RectangularOperator):
 
     @property
     def target(self) -> Space:
-        """The vector space of the rows of the first."""
+        """The row space of the first term."""
         return self._terms[0][1].target
 
     def _products(self, rows: Tensor) -> Tensor:
@@ -1078,14 +1088,15 @@ class SymmetricSum(LinearOperator, ScaledSum):
 
 
 def sum_of(*terms: tuple[float, RectangularOperator]) -> ScaledSum:
-    """A sum of multiples of operators; a `LinearOperator` where all are."""
+    """A sum of multiples of operators; a `LinearOperator` if all operators are."""
     symmetric = all(isinstance(term, LinearOperator) for _, term in terms)
     return (SymmetricSum if symmetric else ScaledSum)(list(terms))
 
 
 @final
 class BlockDiagonal(LinearOperator):
-    """The blocks on the diagonal of an operator, one product of it for each block."""
+    """The diagonal blocks of an operator, by one product of it for each block. masks: 1 in a block,
+    [P] each."""
 
     def __init__(self, operator: LinearOperator, masks: list[Tensor]) -> None:
         super().__init__(operator.space)
@@ -1093,7 +1104,7 @@ class BlockDiagonal(LinearOperator):
         self._bar = operator._bar
 
     def _products(self, rows: Tensor) -> Tensor:
-        # as one block of vectors, which shares the passes over the data
+        # One block of vectors for all masks, to share the passes over the data.
         parts = self._operator.apply(torch.cat([rows * mask for mask in self._masks]))
         total = torch.zeros_like(rows)
         for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
@@ -1103,12 +1114,12 @@ class BlockDiagonal(LinearOperator):
 
 @final
 class LowRankOperator(LinearOperator):
-    r"""A matrix by some of its eigenvectors, and a multiple of the identity on the rest of the space.
+    r"""A matrix given by some eigenvectors, and a multiple of the identity on the rest of the space.
 
         A = U diag(values) U^T + rest (I - U U^T)        the columns of U orthonormal
 
     Args:
-        space: The vector space that it acts on.
+        space: The vector space that A acts on.
         rows: The columns of U as rows [k, P].
         values: The eigenvalues [k], descending by magnitude.
         rest: The eigenvalue of all other directions.
@@ -1139,11 +1150,11 @@ class LowRankOperator(LinearOperator):
         r"""The inverse of the damped matrix, (A + damping I)^-1, in closed form.
 
         Args:
-            damping: What is added to the diagonal.
+            damping: Added to the diagonal.
         Returns:
             The inverse, an operator.
         Raises:
-            NotPositiveDefiniteError: for an eigenvalue that is not positive with this damping.
+            NotPositiveDefiniteError: for an eigenvalue of the damped matrix that is not positive.
         """
         number = validation.number("damping", damping, minimum=0)
         check_invertible(min(float(self.values.min()), self.rest) + number, number)
@@ -1155,27 +1166,29 @@ class LowRankOperator(LinearOperator):
 
             U diag(1 / (values + damping)) U^T + (I - U U^T) / (min(values) + damping)
 
-        The eigenvalues of A that are not known are at most about the smallest that is.
+        The unknown eigenvalues of A are hardly larger than the smallest known one.
 
         Args:
-            damping: Of the system that is solved; positive.
+            damping: The damping of the system to solve; positive.
         Returns:
-            The approximation, for ``preconditioner=`` of ``solve`` and `NewtonCG`.
+            The approximation, to be passed to ``solve`` or `NewtonCG` as ``preconditioner=``.
         References:
             Frangella, Tropp and Udell, Randomized Nystrom Preconditioning, 2023, equation 1.3.
         """
         validation.positive("damping", damping)
-        # all that is known of the eigenvalues on the rest of the space: none is larger
+        # An upper bound stands for the eigenvalues on the rest of the space: nothing else is known of
+        # them.
         smallest = float(self.values.min())
         return LowRankOperator(self.space, self._rows, self.values, smallest).inverse(damping)
 
 
 def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Eigenvectors and eigenvalues, descending, of Y (S^T Y)^-1 Y^T; Y = A S is rounded to eps."""
+    """Eigenvectors and eigenvalues, descending, of Y (S^T Y)^-1 Y^T. The products Y = A S are rounded
+    to eps."""
     size = float(torch.linalg.matrix_norm(Y, 2))
-    # a shift keeps the small matrix positive definite in spite of the rounding here
+    # The shift keeps the small matrix positive definite in spite of rounding here.
     shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
-    noise = eps * size  # of the products
+    noise = eps * size  # rounding of the products
     Y = Y + shift * S
     values, vectors = symmetric_eigen((S.T @ Y).double())
     lowest = float(values[0])
@@ -1184,8 +1197,8 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
             f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
         )
-    # directions that are rounding are dropped: to shift them took a third off large eigenvalues in
-    # bfloat16
+    # Drop directions that are rounding: shifting them instead took a third off large eigenvalues in
+    # bfloat16.
     roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
@@ -1193,7 +1206,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def check_invertible(lowest: float, damping: float, rounding: float = 0.0) -> None:
-    """Raise where the smallest eigenvalue of a damped matrix is not positive."""
+    """Raise if the smallest eigenvalue of a damped matrix is not positive."""
     if lowest <= rounding:
         raise errors.NotPositiveDefiniteError(
             "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
@@ -1202,6 +1215,7 @@ def check_invertible(lowest: float, damping: float, rounding: float = 0.0) -> No
 
 
 def as_number(value: object, what: str = "factor") -> float:
+    """A number, or a scalar tensor, as a float."""
     if isinstance(value, RectangularOperator) or (isinstance(value, Tensor) and value.dim()):
         text = f"{what}: expected a number, got {validation.describe(value)}; a product is A @ v."
         raise errors.ArgumentTypeError(text)

@@ -14,20 +14,20 @@ from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
-NEAR = 10  # times the target: where an iteration may be the last one
-# iterations, in which stagnation is looked for: with five of them NewtonCG with KFAC takes half of the
-# products
+NEAR = 10  # within so many times the target, an iteration may be the last
+# Iterations over which stagnation is measured. With a preconditioner five: NewtonCG with KFAC then
+# takes half of the products.
 LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5
 
 
 @validation.short_repr
 class Solution(NamedTuple):
-    """How well a system was solved; a tensor [k] each where b is a block of k.
+    """How well a system was solved; tensors are [k] if b is a block of k vectors.
 
     Attributes:
         residual: |b - A x| / |b|, computed from x itself.
-        converged: Whether it is within the tolerance.
-        iterations: Of conjugate gradients.
+        converged: Whether the residual is within the tolerance.
+        iterations: Iterations of conjugate gradients.
         products: Products of A with one vector.
     """
 
@@ -48,14 +48,14 @@ def cg(
     x0: Tree,
     return_info: bool,
 ) -> Any:
-    """Solve A x = b to |b - A x| <= max(tol |b|, atol), as `LinearOperator.solve` describes it.
+    """Solve A x = b to |b - A x| <= max(tol |b|, atol); `LinearOperator.solve` describes the options.
 
-    The columns of a block are solved side by side, each by its own coefficients. The iteration ends by
-    the true residual, which is computed from x where the recurrence says that it is small enough; where
-    the two differ, the iteration starts again from the true one.
+    The columns of a block are solved side by side, each with its own coefficients. When the residual
+    of the recurrence is small enough, the true residual is computed from x; if that is larger, the
+    iteration starts again from it.
     """
     rows, rebuild = operator.space.rows(b, "b")
-    # by the dtype of the products, not by that in which they are summed
+    # by the dtype of products; sums over data may be wider
     default = RTOL.get(operator.space.precision, 1e-2)
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     limit = min(10 * operator.shape[0], 1000)
@@ -72,7 +72,7 @@ def cg(
                 f"x0: expected as many vectors as in b, {len(rows)}, got {len(x)}; give it the form "
                 "of b."
             )
-        x *= size[:, None] > 0  # where b is 0, so is x
+        x *= size[:, None] > 0  # where b is 0, x is 0
         start = rows - operator.apply(x)
     look_back = LOOK_BACK if preconditioner is None else PRECONDITIONED_LOOK_BACK
     stagnation_tol = validation.number("stagnation_tol", stagnation_tol, minimum=0)
@@ -106,16 +106,16 @@ def _iterate_cg(
     limit: int,
     stagnation: "_Stagnation",
 ) -> tuple[Tensor, int, bool]:
-    """Improve x in place; return the norms of the true residuals, the number of iterations, and whether
-    all are within the target.
+    """Improve x in place; returns the norms of the true residuals, the number of iterations, and
+    whether all are within the target.
 
         alpha = r^T z / p^T A p        x += alpha p        r -= alpha A p        z = P r
-        p <- z + beta p,  beta = r^T z / the one before        P the preconditioner
+        p <- z + beta p,  beta = r^T z / the previous r^T z        P the preconditioner
 
-    A device is waited for near the target only.
+    r: the residual of x. A device is waited for only near the target.
     """
 
-    def at(rows: Tensor) -> Any:  # for all rows no index goes to the device
+    def at(rows: Tensor) -> Any:  # a slice for all rows: no index is copied to the device
         every = len(rows) == len(b) and b.device.type != "cpu"
         return slice(None) if every else rows.to(b.device)
 
@@ -139,8 +139,8 @@ def _iterate_cg(
         late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
         waits = b.device.type == "cpu" or iterations == limit
         small = stagnant = torch.zeros(len(active), dtype=torch.bool, device="cpu")
-        # one iteration late, so that a device goes on; near the target at once, so that no iteration is
-        # computed in vain
+        # Read one iteration late, so that a device goes on; near the target at once, so that no
+        # iteration is computed in vain.
         while late and (waits or near or len(late) > 1):
             curvatures, squares, size, fell, least = late.pop(0).numbers()
             _check_positive(curvatures, squares, iterations - len(late))
@@ -151,17 +151,17 @@ def _iterate_cg(
         if bool(small.any()):
             done = active[small]
             before, i = known[done], at(done)
-            # the residual of the recurrence drifts from this one by rounding
+            # The residual of the recurrence drifts from the true one by rounding.
             r[i] = b[i] - product(x[i])
             true[i] = space.norms(r[i])
             known[done] = true[i].cpu()
-            # rounding may keep the true residual large: continuing helps while it still shrinks
+            # Rounding may keep the true residual large: continue only while it shrinks.
             improving = (known[done] > goal[done]) & (known[done] < 0.5 * before) & ~stagnant[small]
             active = torch.cat([active[~small], done[improving]]).sort().values
-            p[i] = 0  # starts again
+            p[i] = 0  # these rows start again
         z = precondition(r)
         new = space.dots((r, z))[0]
-        # a row that is solved exactly has rz = 0, and 0 / 0 would spread NaN
+        # A row that is solved exactly has rz = 0: 0 / 0 would spread NaN.
         p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
         rz = new
     return true, iterations, bool((known <= goal).all())
@@ -169,20 +169,20 @@ def _iterate_cg(
 
 @final
 class _Stagnation:
-    """Whether x^T A x / 2 - b^T x hardly falls any more, for each row."""
+    """Whether q(x) = x^T A x / 2 - b^T x hardly falls any more, for each row."""
 
     def __init__(self, tol: float, look_back: int) -> None:
         self._tol, self._look_back = tol, look_back
-        self._values: list[Tensor] = []
+        self._values: list[Tensor] = []  # q(x) after each iteration
 
     def fall(self, space: Space, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
-        """After an iteration whose result is x, with the residual r: by how much the value fell, and
-        by how much at least it is to fall, [2, k]."""
+        """After an iteration with the result x and the residual r: how much q fell, and how much it
+        must fall at least, [2, k]."""
         if not self._tol:
             return b.new_zeros(2, len(b))
         self._values.append(-0.5 * space.dots((x, b + r))[0])
         iterations = len(self._values)
-        # Martens, 2010: the fall over the last tenth of the iterations
+        # Martens, 2010: the fall over the last tenth of the iterations.
         k = max(self._look_back, iterations // 10)
         if iterations <= k:
             return b.new_zeros(2, len(b))
@@ -191,7 +191,7 @@ class _Stagnation:
 
 
 def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None:
-    """squares: of the lengths of the directions."""
+    """Raise if p^T A p <= 0 for a direction p. squares: |p|^2."""
     lowest, at = curvature.min(0)
     length = float(squares[at])
     if length == 0:

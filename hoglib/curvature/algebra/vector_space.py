@@ -1,4 +1,5 @@
-"""Vectors on the parameters, given in each form or drawn, and the matrices that act on them."""
+"""Vectors like the parameters, flat or in their structure, given or drawn; and what matrices on them
+need."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,24 +29,25 @@ _foreach_add = private("torch._foreach_add_")
 _SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 
 Tree = Any
-Rebuild = Callable[[Tensor], Tree]
-Draw = Callable[[int], Tensor]  # so many random numbers
+Rebuild = Callable[[Tensor], Tree]  # rows -> vectors in the form of the given ones
+Draw = Callable[[int], Tensor]  # count -> so many random numbers
 Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
-# by how much of their size v.Aw and w.Av may differ: for random vectors, over sqrt(P), by which their
-# products are smaller than their size; and for any vectors, by rounding
+# Bounds of |v.Aw - w.Av| / (|v| |Aw| + |w| |Av|). The first, over sqrt(P), is for random vectors:
+# their v.Aw is smaller than |v| |Aw| by that factor. The second is rounding, for any vectors.
 BOUNDS = {
     torch.float64: (1e-6, 1e-10),
     torch.float32: (1e-2, 1e-5),
     torch.float16: (5e-2, 2e-3),
     torch.bfloat16: (0.2, 1e-2),
 }
-# random numbers that are drawn at once; a multiple of 16, by which torch draws normal numbers
+# Random numbers in one draw; a multiple of 16, because torch draws normal numbers in groups of 16.
 DRAWN_AT_ONCE = 2**16
 
 
 class SymmetricMatrix(Protocol):
-    """What the matrix-free algorithms need of a symmetric matrix [P, P]; `LinearOperator` is one."""
+    """The interface of a symmetric matrix [P, P] to the matrix-free algorithms; `LinearOperator` has
+    it."""
 
     count: int  # products with one vector so far
 
@@ -72,16 +74,20 @@ class SymmetricMatrix(Protocol):
 class Space:
     """The space of vectors like params.
 
-    Inside, one or k vectors are the rows of a tensor [k, P]; outside they are flat, [P] or [P, k], or
-    have the structure of params, with a trailing dimension of k for a block. Where params are DTensors,
-    rows and flat vectors are the part of this process, [k, length]; `dots`, `gram` and `norms` are
-    those of the whole vectors, the same numbers in all processes, by one all-reduce each.
+    Inside hoglib, one or k vectors are the rows of a tensor [k, P]. Outside, they are flat, [P] or
+    [P, k], or have the structure of params, with a trailing dimension of k for a block. If params are
+    DTensors, rows and flat vectors are the part of this process, [k, length]. `dots`, `gram` and
+    `norms` are about whole vectors, by one all-reduce each, and return the same numbers in all
+    processes.
 
     Attributes:
+        params: The parameters.
+        placement: How processes share the parameters.
         size: P.
-        length: How many of the P entries this process holds; all of them but of DTensors.
+        length: How many of the P entries this process holds; P unless params are DTensors.
+        device: The device of all parameters.
         precision: The widest dtype of params, in which products are computed.
-        dtype: Of flat vectors, and of sums of products over data.
+        dtype: The dtype of flat vectors, and of sums of products over data.
     """
 
     def __init__(self, params: Tree, dtype: torch.dtype | None = None, of: str = "params") -> None:
@@ -112,12 +118,12 @@ class Space:
                 f"dtype: expected one as wide as that of the parameters, {self.precision}, got {dtype}."
             )
         held = self.placement.local(leaves)
-        self._like = [(leaf.shape, leaf.dtype) for leaf in held]
+        self._like = [(leaf.shape, leaf.dtype) for leaf in held]  # of each leaf that is held
         self._sizes = [leaf.numel() for leaf in held]
-        self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)
+        self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)  # no leaf needs a cast
         self.length = pytree.size(held)
-        # the weight of each entry in an inner product: where several processes hold copies of it, their
-        # sum would count it once for each copy
+        # The weight of each entry in an inner product: 1 / the number of processes that hold a copy
+        # of it, because their terms are added up.
         parts = [self.placement.copy_share(i) for i in range(len(held))]
         self._copy_shares: Tensor | float = parts[0]
         if len(set(parts)) > 1:
@@ -126,11 +132,12 @@ class Space:
             self._copy_shares = torch.cat([like.new_full((n,), part) for n, part in pairs])
 
     def leaves(self) -> list[Tensor]:
-        """The parameters as they are now; of DTensors the shards of this process."""
+        """The current parameters; for DTensors, the shards of this process."""
         return self.flatten()[0]
 
     def flatten(self) -> tuple[list[Tensor], Any]:
-        """The parameters as they are now, and their structure."""
+        """The leaves and the structure of the current parameters; raises if shapes or dtypes
+        changed."""
         leaves, structure = pytree.flatten(self.params)
         leaves = self.placement.local(leaves) if self.placement.is_sharded else leaves
         now = [*map(_SHAPE_AND_DTYPE, leaves)]
@@ -148,7 +155,7 @@ class Space:
         return pytree.flatten(self.params)[1]
 
     def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
-        """Vectors as rows [k, P], and the function that gives such rows the form of v."""
+        """Vectors in any form as rows [k, P], and a function that gives rows the form of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
             return self._flat_rows(v, name)
         if hasattr(v, "__array__") and not isinstance(v, Tensor):
@@ -180,31 +187,32 @@ class Space:
                 f"{name}: expected device {self.device}, got {v.device}; move it with "
                 f"`.to({str(self.device)!r})`."
             )
-        # views: a block [P, k] is not copied to have its columns as rows
+        # Views: the columns of a block [P, k] become rows without a copy.
         v = v.detach()
         if v.dim() == 1:
             return v[None], lambda rows: rows[0]
         return v.T, lambda rows: rows.T
 
     def _like_params(self, v: Tensor) -> bool:
-        """Whether v has the shape of params that are one tensor, or of a block of these."""
+        """Whether params are one tensor, and v has their shape or the shape of a block of them."""
         own = getattr(self.params, "shape", None)
-        # of params that are one vector [P, k] is a flat block
+        # For params with one dimension, [P, k] is a flat block.
         return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
 
     def is_block(self, v: Tree) -> bool:
-        """Whether v, in a form that `rows` takes, is a block of vectors."""
+        """Whether v is a block of vectors, in a form that `rows` takes."""
         dims: int = pytree.leaves(v)[0].dim()
         if isinstance(v, Tensor) and not self._like_params(v):
             return dims > 1
         return dims > len(self._like[0][0])
 
     def is_flat(self, v: Tree) -> bool:
-        """Whether v is flat, also where params are one tensor of one dimension."""
+        """Whether v is flat; true also if params are one tensor with one dimension."""
         return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
 
     def split(self, row: Tensor) -> list[Tensor]:
-        """The leaves of a flat vector of any stride, in their dtypes; views where the dtypes agree."""
+        """The leaves of a flat vector of any stride, in the dtypes of params; views if dtypes
+        agree."""
         parts = zip(row.split(self._sizes), self._like, strict=True)
         return [part.view(shape).to(dtype) for part, (shape, dtype) in parts]
 
@@ -226,9 +234,9 @@ class Space:
         return pytree.unflatten(self.placement.wrap(leaves), self.structure)
 
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
-        """row += factor leaves; the first time row = factor leaves, into uninitialised memory."""
+        """row += factor leaves; if first, row = factor leaves, into uninitialised memory."""
         flat = [leaf.detach().reshape(-1) for leaf in leaves]
-        # one pass over uninitialised memory, instead of zeros to add to
+        # One pass over the memory, instead of zeros and an addition.
         if first and self._one_dtype:
             torch.cat(flat, out=row)
             if factor != 1:
@@ -242,53 +250,57 @@ class Space:
             part.copy_(leaf * factor)
 
     def add_rows_of(self, total: Tensor, leaves: list[Tensor], factor: float, first: bool) -> None:
-        """The same of rows [k, P] and leaves [k, *shape]."""
+        """total += factor leaves, for rows [k, P] and leaves [k, *shape]; if first, total is
+        overwritten."""
         parts = zip(total.split(self._sizes, 1), leaves, strict=True)
         for part, leaf in parts:
             flat = leaf.detach().reshape(part.shape)
             torch.mul(flat, factor, out=part) if first else part.add_(flat, alpha=factor)
 
     def places(self) -> tuple[Tensor, ...]:
-        """Where the entries of each leaf are in a flat vector."""
+        """For each leaf, the indices of its entries in a flat vector."""
         return torch.arange(self.size, device="cpu").split(self._sizes)
 
     def same(self, other: "Space") -> bool:
+        """Whether names, shapes, dtypes and placement are equal."""
         alike = self._like == other._like and self.dtype == other.dtype
         alike = alike and self.placement == other.placement
         return alike and pytree.paths(self.params) == pytree.paths(other.params)
 
     def first_not_finite(self, rows: Tensor) -> str:
-        """The name of a leaf in which rows are NaN or infinite; empty if all are finite."""
+        """The name of the first leaf with NaN or infinity in rows; empty if all are finite."""
         name = self._first_not_finite(rows)
         if not isinstance(self.placement, Sharding):
             return name
-        # by one reduction, so that all processes raise, or none
+        # One reduction, so that all processes raise or none does.
         names = ["", *(path or self._of for path in pytree.paths(self.params))]
         found = torch.tensor(float(names.index(name)), device=self.device)
         return names[int(self.placement.reduce(found, "MAX"))]
 
     def _first_not_finite(self, rows: Tensor) -> str:
-        if isfinite(rows.sum()) or bool(rows.isfinite().all()):  # a sum is faster
+        # Faster; finite only if all numbers are
+        if isfinite(rows.sum()) or bool(rows.isfinite().all()):
             return ""
         first = int((~rows.isfinite()).any(0).nonzero()[0])
         ends = zip(pytree.paths(self.params), accumulate(self._sizes), strict=True)
         return next(name or self._of for name, end in ends if first < end)
 
     def asymmetry(self, v: Tensor, Av: Tensor, w: Tensor, Aw: Tensor) -> tuple[float, float]:
-        """|v.Aw - w.Av|, and the size of these products, in float64."""
+        """|v.Aw - w.Av|, and the size |v| |Aw| + |w| |Av| to compare it with, in float64."""
         v, Av, w, Aw = (x[None] for x in (v, Av, w, Aw))
         each = (v, v), (w, w), (Av, Av), (Aw, Aw), (v, Aw), (w, Av)
         vv, ww, AvAv, AwAw, lhs, rhs = self.dots(*each, dtype=torch.float64)[:, 0].tolist()
         return abs(lhs - rhs), (vv * AwAw) ** 0.5 + (ww * AvAv) ** 0.5
 
     def exceeds(self, gap: float, size: float, dtype: torch.dtype) -> bool:
-        """Whether two products differ by more than the bound of a dtype."""
+        """Whether a gap from `asymmetry` is above the bound of a dtype."""
         random, any_vectors = BOUNDS[dtype]
-        # products of vanishing numbers underflow
+        # A size of 0: products of tiny numbers underflowed.
         return size > 0 and gap > size * max(random / self.size**0.5, any_vectors)
 
     def dots(self, *pairs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """For each pair (a, b) of rows the inner products <a_j, b_j>, [pairs, k], summed in a dtype."""
+        """For each pair (a, b) of rows, the inner products <a_j, b_j>: [pairs, k]. dtype: of the
+        sums."""
         products = (self._divided_by_copies(a * b) for a, b in pairs)
         return self.all_sum(torch.stack([product.sum(1, dtype=dtype) for product in products]))
 
@@ -298,13 +310,13 @@ class Space:
         return self.all_sum(rows @ v if v.dim() == 1 else torch.einsum("snp,sp->sn", rows, v))
 
     def norms(self, rows: Tensor) -> Tensor:
-        """The length of each row."""
+        """The norm of each row."""
         if not self.placement.is_sharded:
             return torch.linalg.vector_norm(rows, dim=1)
         return self.dots((rows, rows))[0].sqrt()
 
     def _divided_by_copies(self, rows: Tensor) -> Tensor:
-        """Rows whose entries are divided by how many processes hold copies of them."""
+        """Rows with each entry divided by the number of processes that hold a copy of it."""
         if isinstance(self._copy_shares, float):
             return rows if self._copy_shares == 1 else rows * self._copy_shares
         return rows * self._copy_shares.to(rows)
@@ -314,16 +326,16 @@ class Space:
         return self.placement.sum(value)
 
     def true_in_all(self, holds: bool) -> bool:
-        """Whether it holds in all processes that hold parts of the vectors."""
+        """Whether `holds` is true in all processes that hold parts of the vectors."""
         if not self.placement.is_sharded:
             return holds
         return not self.all_sum(torch.tensor(float(not holds), device=self.device)).item()
 
     @contextmanager
     def raise_in_all(self, caller: str) -> Iterator[None]:
-        """Inside, an error of one of the processes that hold parts of the vectors is raised in all.
+        """Inside, an error in one process that holds a part of the vectors is raised in all of them.
 
-        Nothing is communicated inside.
+        Code inside must not communicate: a process that failed would not take part.
         """
         error: Exception | None = None
         try:
@@ -339,20 +351,21 @@ class Space:
     def check_same_call(
         self, algorithm: str, *options: Any, what: str = "algorithm, and its options,"
     ) -> None:
-        """Raise in all processes that hold parts of the vectors where they call other algorithms, or
-        with other options, from which other numbers of messages follow."""
+        """Raise in all processes that hold parts of the vectors if their algorithms or options
+        differ: the number of messages depends on both."""
         if isinstance(self.placement, Sharding):
             numbers = [checksum_of_call(algorithm, options)]
-            # before the first message of an algorithm
+            # This check goes before the first message of the algorithm.
             with self.placement.translate_errors(algorithm):
                 self.placement.check_same(algorithm, [what], numbers, self.device)
 
     def whole_rows(self, rows: Tensor) -> Tensor:
-        """Rows [k, length] as whole vectors [k, P]."""
+        """The whole vectors [k, P] of rows [k, length], gathered from all processes."""
         return self._exchange(rows, True)
 
     def add_rows(self, rows: Tensor) -> Tensor:
-        """The rows [k, length] of the sum over the processes of whole vectors [k, P]."""
+        """The sum over processes of whole vectors [k, P], as the rows [k, length] of this
+        process."""
         return self._exchange(rows, False)
 
     def _exchange(self, rows: Tensor, gathers: bool) -> Tensor:
@@ -368,7 +381,7 @@ class Space:
         return torch.cat([leaf.reshape(count, -1) for leaf in leaves], 1)
 
     def refuse_sharded(self, caller: str) -> None:
-        """Raise for DTensors, in algorithms that need whole vectors."""
+        """Raise for DTensors; for algorithms that need whole vectors."""
         refuse_sharded(caller, pytree.leaves(self.params))
 
 
@@ -396,14 +409,14 @@ def random_normals(space: Space, count: int, generator: Generator, dtype: torch.
 def _random_rows(
     space: Space, count: int, draw: Draw, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Rows of what is drawn; of vectors that processes share, the part of this one.
+    """Rows of drawn numbers; for DTensors, the part of this process.
 
-    All processes draw all numbers, one tensor of parameters after the other, and keep their part.
+    All processes draw all numbers, leaf by leaf, and keep their part.
     """
     placement = space.placement
     if not isinstance(placement, Sharding):
         return draw(count * space.size).view(count, space.size).to(space.device, dtype)
-    # one stream for all leaves: the trace that a monitor logs is the same in one process and in several
+    # One stream for all leaves: an estimated trace must not depend on the number of processes.
     numbers = _RandomNumbers(draw, count * space.size, device)
     rows = torch.empty(count, space.length, dtype=dtype, device=space.device)
     for row in rows:
@@ -421,17 +434,19 @@ def _random_rows(
 class _RandomNumbers:
     """Random numbers that are drawn in pieces, and equal those of a single draw.
 
-    On the CPU torch draws one number after the other, normal numbers in groups of 16, and the last 16
-    of a draw once more. On other devices all numbers are drawn at once.
+    On the CPU torch draws normal numbers in groups of 16, and the last 16 of a draw once more: pieces
+    are multiples of 16, and the last one has at least 16. On other devices all numbers are drawn at
+    once.
     """
 
     def __init__(self, draw: Draw, total: int, device: torch.device) -> None:
         self._draw, self._left = draw, total
         self._at_once = DRAWN_AT_ONCE if device.type == "cpu" else total
         self._drawn = torch.empty(0, device="cpu")
-        self.last = 0.0  # of the numbers that were taken
+        self.last = 0.0  # the last number taken, to compare processes by
 
     def take(self, count: int) -> Tensor:
+        """The next `count` numbers."""
         parts, have = [self._drawn], len(self._drawn)
         while have < count:
             several = self._left >= self._at_once + 16
@@ -446,7 +461,7 @@ class _RandomNumbers:
 
 
 def check_named(params: Tree) -> None:
-    """Raise for parameters that are no dict of tensors by name."""
+    """Raise unless params are a dict of tensors by name."""
     if not (isinstance(params, Mapping) and all(isinstance(p, Tensor) for p in params.values())):
         raise ArgumentTypeError(
             "params: expected a dict of tensors by qualified name, got "
@@ -455,7 +470,7 @@ def check_named(params: Tree) -> None:
 
 
 def chosen_names(names: object, params: Tree) -> list[str]:
-    """The names in params that a function takes, or that patterns match."""
+    """The names in params that match a pattern, or that a function accepts."""
     check_named(params)
     given = names if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     tests = {str(x): x if callable(x) else partial(fnmatchcase, pat=str(x)) for x in given}
@@ -469,7 +484,7 @@ def chosen_names(names: object, params: Tree) -> list[str]:
 
 
 def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
-    """The leaves that share a block of a block-diagonal matrix, for each block."""
+    """For each block of a block-diagonal matrix, the numbers of its leaves."""
     names = pytree.paths(params)
     if blocks is None:
         return [list(range(len(names)))]

@@ -1,12 +1,11 @@
-"""The data of an operator: what a batch is, its weight, how it is split and moved; and the processes of
-torch.distributed that share it.
+"""The data of an operator: batches, their weights, how they are split and moved; and the processes of
+torch.distributed that share the data.
 
-Each process sums over its part of the data, and one all-reduce adds up the sums. A message of a fixed
-size goes before it: every process has a row in it, with the totals of its pass and with checksums of
-what has to be the same in all of them: the call, vectors, parameters, buffers and, where each takes a
-part of what all were given, the data. A process that fails takes part too, so that the others raise as
-well, instead of waiting for it. Processes that share the parameters have batches of their own, and go
-on together (`in_step`).
+Each process sums over its part of the data, and one all-reduce adds up the sums. A message of fixed
+size goes before it: a table with a row for each process, holding the totals of its pass and checksums
+of everything that must be equal in all processes (the call, vectors, parameters, buffers, and data
+that was given to all). A process that fails sends its row too, so that the others raise instead of
+waiting for it. Processes that share the parameters read their own batches in step (`in_step`).
 """
 
 import os
@@ -29,31 +28,31 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedErro
 
 SHARD, SHARDED = "shard", "sharded"
 OF_TENSORS = "give batches that are tensors as `torch.utils.data.DataLoader(data, batch_size=None)`"
-# by how much of its size a checksum may differ between processes, which may run on unlike machines
+# Relative difference allowed between checksums: processes may run on unlike machines.
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
 class PassTotals(NamedTuple):
-    """The totals of a pass over the data of one process; numbers only, for the all-reduce."""
+    """The totals of one process's pass over its data; only numbers, for the all-reduce."""
 
-    failed: float = 0.0
-    changed: float = 0.0  # whether parameters, buffers or settings have, since the last pass
-    pieces: float = 0.0
+    failed: float = 0.0  # 1 if this process has an error
+    changed: float = 0.0  # 1 if parameters, buffers or settings did since the last pass
+    pieces: float = 0.0  # the number of pieces
     weight: float = 0.0  # the sum of the pieces' shares
     loss: float = 0.0  # the sum of share times loss
     largest: float = 0.0  # the largest magnitude of a loss
-    shared: float = 0.0  # whether pieces of one batch lie in several processes
-    whole: float = 0.0  # the loss of that batch
-    # checksums of what has to be the same in all processes
-    kind: float = 0.0
+    shared: float = 0.0  # 1 if pieces of one batch lie in several processes
+    whole: float = 0.0  # the loss of that batch as a whole
+    # checksums, which must be equal in all processes
+    kind: float = 0.0  # the operator's class and kind
     options: float = 0.0
-    criterion: float = 0.0
-    shapes: float = 0.0
-    seed: float = 0.0
+    criterion: float = 0.0  # the loss function
+    shapes: float = 0.0  # of parameters and vectors
+    seed: float = 0.0  # of Monte-Carlo samples
     params: float = 0.0
-    model: float = 0.0
-    vectors: float = 0.0
-    data: float = 0.0
+    model: float = 0.0  # buffers, and parameters outside of params
+    vectors: float = 0.0  # the vectors that are multiplied
+    data: float = 0.0  # data that was given to all processes
 
 
 SAME_CALL = "all have to make the same call, of the same class with the same options"
@@ -74,7 +73,8 @@ ADVICE = {
     "shuffle=False, or 'sharded' where each is given a part of its own",
 }
 
-EXACT = "kind", "options", "criterion", "shapes", "seed"  # no sums, which processes may round
+# Equal bit for bit: no sums, which processes may round differently
+EXACT = "kind", "options", "criterion", "shapes", "seed"
 
 
 def world_size() -> int:
@@ -83,7 +83,7 @@ def world_size() -> int:
 
 
 def gathered(value: object) -> list[Any]:
-    """The value of each process of torch.distributed; it has to be one that can be pickled."""
+    """The value of each process of torch.distributed; it must be picklable."""
     values = [value] * world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value)
@@ -92,10 +92,10 @@ def gathered(value: object) -> list[Any]:
 
 @final
 class Processes:
-    """Who shares the data: this process alone, or all of the default group.
+    """The processes that share the data: this one alone, or all of the default group.
 
-    how: None alone; "shard" each takes its part of the data that all are given; "sharded" each is given
-    its part.
+    how: None: this process alone. "shard": each process takes its part of the data that all are given.
+        "sharded": each process is given its own part.
     """
 
     def __init__(self, name: str, how: str | None, data: object) -> None:
@@ -116,11 +116,12 @@ class Processes:
         if how is None:
             self.world, self.rank = 1, 0
         self.alone = self.world == 1
-        # it takes only a part of what it is given
+        # whether this process takes only a part of the data that it is given
         self.splitting = not self.alone and how == SHARD
 
     def takes(self, number: int) -> bool:
-        """Whether this process takes the batch, or the piece of the only batch, of that number."""
+        """Whether this process takes the batch, or the piece of the only batch, with this
+        number."""
         return not self.splitting or number % self.world == self.rank
 
     def share(self, count: int) -> int:
@@ -128,11 +129,11 @@ class Processes:
         return len(range(self.rank, count, self.world)) if self.splitting else count
 
     def number(self, index: int) -> int:
-        """The number, counted over all processes, of the piece that this one has at an index."""
+        """The number, over all processes, of the piece at an index of this process."""
         return index if self.alone or self.splitting else self.rank + self.world * index
 
     def gather(self, value: object) -> list[Any]:
-        """The value of each process; it has to be one that can be pickled."""
+        """The value of each process; it must be picklable."""
         return [value] if self.alone else gathered(value)
 
     def all_reduce(
@@ -144,23 +145,25 @@ class Processes:
         dtype: torch.dtype,
         device: torch.device,
     ) -> PassTotals:
-        """Add up compute() and used over the processes, in place; return the totals of all together.
+        """Add up compute() and used over the processes, in place; returns the summed totals.
 
-        Raises the error, if there is one; and in all processes alike where another one has an error, or
-        where they do not multiply the same. compute is called after that: it may exchange more.
+        Raises `error`, if given. Raises in all processes if another one has an error, or if their
+        calls or vectors differ. compute runs after these checks, because it may communicate, too.
 
-        dtype: of the vectors, by which checksums may differ by rounding.
+        used: which parameters the loss uses, as numbers. mine: the totals of this process. dtype: the
+        dtype of vectors; checksums may differ by its rounding.
         """
         mine = mine._replace(failed=error is not None)
         table = torch.zeros(self.world, len(mine), dtype=torch.float64, device="cpu")
         table[self.rank] = torch.tensor(mine, dtype=table.dtype, device="cpu")
-        # apart from the sums: a backend aborts a process that is sent another number of bytes
+        # Sent before the sums: processes that disagree may have sums of different sizes, and backends
+        # abort on messages of different sizes.
         every = [PassTotals(*row) for row in self._sum(table.to(device)).tolist()]
         if any(one.failed for one in every):
             self._raise(error, every)
         self._check_same(every, dtype)
         total = compute()
-        wide = torch.promote_types(total.dtype, torch.float32)  # one message has one dtype
+        wide = torch.promote_types(total.dtype, torch.float32)  # a message has one dtype
         flat = [x.reshape(-1).to(device, wide) for x in (total, used)]
         parts = self._sum(torch.cat(flat)).split([x.numel() for x in flat])
         for x, part in zip((total, used), parts, strict=True):
@@ -198,7 +201,7 @@ class Processes:
                 )
 
     def _check_sampler(self, how: str | None, data: object) -> None:
-        """Raise where a DistributedSampler of the data does not go with `how`."""
+        """Raise if a DistributedSampler of the data contradicts `how`."""
         batch_sampler = getattr(data, "batch_sampler", None)
         samplers = [getattr(x, "sampler", None) for x in (data, batch_sampler)]
         found = [sampler for sampler in samplers if isinstance(sampler, DistributedSampler)]
@@ -233,7 +236,8 @@ def constants_of(loss: object, leaves: Sequence[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     for module in model.modules() if isinstance(model, nn.Module) else ():
         found += [p for p in module._parameters.values() if p is not None and id(p) not in known]
-        if not (isinstance(module, NORMS) and module.training):  # it uses those of the batch
+        # In train mode a norm uses the batch's statistics
+        if not (isinstance(module, NORMS) and module.training):
             buffers = [b for b in module._buffers.values() if b is not None]
             found += [b for b in buffers if b.is_floating_point()]
     return found
@@ -246,20 +250,20 @@ class Piece(NamedTuple):
     """A batch, or a part of one, that goes through the model at once."""
 
     batch: Any
-    weight: float
-    number: int  # among the pieces of all batches, in all processes
-    fraction: float = 1.0  # of a pass
-    whole: Any = None  # the batch, in its last piece that this process takes
-    known: tuple[float, ...] | None = None  # the fingerprint of the batches of several processes
+    weight: float  # n_b, its number of examples or batch_size(batch)
+    number: int  # counted over the pieces of all batches, in all processes
+    fraction: float = 1.0  # of a pass, for the progress bar
+    whole: Any = None  # the unsplit batch, on the last of its pieces that this process takes
+    known: tuple[float, ...] | None = None  # fingerprint of all processes' batches, from in_step()
 
 
 @final
 class Batches:
     """One batch, or batches that can be iterated again and again, each with its weight.
 
-    A tensor, a mapping, a tuple, a list with a tensor in it, and what cannot be iterated is one batch;
-    any other re-iterable yields batches. Of several processes that are given the same data, each takes
-    every n-th batch, or piece of the only batch.
+    A tensor, a mapping, a tuple, a list with a tensor in it, and an object that cannot be iterated is
+    one batch; any other re-iterable yields batches. If several processes are given all of the data,
+    each takes every n-th batch, or every n-th piece of the only batch.
     """
 
     def __init__(
@@ -274,40 +278,41 @@ class Batches:
         sharded: bool = False,
     ) -> None:
         self._one = is_batch(data)
-        # of tensors alone, which may be batches of their own
+        # whether data is a list of tensors only: the user may have meant a batch each
         self.listed = isinstance(data, list) and self._one and all(map(torch.is_tensor, data))
         self._data: Iterable[Any] = [data] if self._one else data
         self.processes, self.device, self.mean, self._sharded = processes, device, mean, sharded
         self._batch_size = leading_dimension if batch_size is None else batch_size
         self._micro_batch = micro_batch
-        self.shared = self._one and processes.splitting  # processes take pieces of the only batch
-        self.checksum = 0.0  # of the data that all processes were given
+        # Whether processes take pieces of the only batch
+        self.shared = self._one and processes.splitting
+        self.checksum = 0.0  # of data that was given to all processes
 
     @property
     def single(self) -> bool:
-        """Whether all of the data is one batch that is not split."""
+        """Whether the data is one batch that is not split."""
         return self._one and self._micro_batch is None
 
     @property
     def weight_cancels(self) -> bool:
-        """Whether this batch is all there is, also of other processes."""
+        """Whether the sum over the data has a single term, in all processes together."""
         return self.single and self.processes.alone and not self._sharded
 
     def __len__(self) -> int:
-        """How many batches this process takes; 0 where that is not known."""
+        """How many batches this process takes; 0 if unknown."""
         count = length_hint(self._data)
         return count if self._one else self.processes.share(count)
 
     def __iter__(self) -> Iterator[Piece]:
         own, index, total = self.processes, 0, 0.0
         every, count = self._one or not own.splitting, max(len(self), 1)
-        skips = self.mean and not self._sharded  # a mean over no labels is 0 / 0
+        skips = self.mean and not self._sharded  # a mean with weight 0 is 0 / 0: skip it
         for number, batch in enumerate(self._data):
             if own.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if every or own.takes(number):
                 moved, mine = to_device(batch, self.device), []
-                # weighed where they were, since a device would wait
+                # Weigh the batch before it was moved: reading a weight from a device waits for it.
                 pieces: Iterable[tuple[Any, Any]] = [(moved, batch)]
                 if self._micro_batch or self.shared:
                     pieces = zip(self._split(moved), self._split(batch), strict=True)
@@ -328,7 +333,7 @@ class Batches:
         return list(self._data)
 
     def explain(self, error: Exception) -> None:
-        """Say in an error how a list of tensors was read."""
+        """Add a note to an error: how a list of tensors was read."""
         known = isinstance(error, ArgumentTypeError | ArgumentValueError)
         if self.listed and (known or not isinstance(error, HoglibError)):
             error.add_note(f"data: a list of tensors is read as one batch; {OF_TENSORS}.")
@@ -364,13 +369,13 @@ class Batches:
 
 
 def first_examples(batch: object, count: int) -> Any:
-    """The first rows of each tensor with as many as the first one; None where there are no more."""
+    """The first `count` examples of a batch; None if it has no more than these."""
     size = row_count(batch)
     return None if size is None or size <= count else rows_of(batch, size, 0, count)
 
 
 def row_count(batch: object) -> int | None:
-    """The leading dimension of the first tensor of a batch that has one."""
+    """The leading dimension of the first tensor that has one; None without such a tensor."""
     batch = batch if isinstance(batch, tuple | dict) else as_dict(batch)
     for x in pytree.leaves(batch):
         if isinstance(x, Tensor) and x.dim():
@@ -379,7 +384,7 @@ def row_count(batch: object) -> int | None:
 
 
 def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
-    """Some of the examples of a batch, in its own type."""
+    """The examples start to stop of a batch, in the batch's own type."""
     own = as_dict(batch)
     piece = pytree.rows(own, count, start, stop)
     return piece if own is batch else type(batch)(piece)
@@ -409,7 +414,7 @@ def fingerprint(batch: object) -> tuple[float, ...]:
 
 
 def numbers_of(batch: object) -> list[Tensor]:
-    """The same as scalars in float64."""
+    """The numbers of `fingerprint` as scalars in float64, on the tensors' devices."""
     numbers = []
     for _, x in tensors_in("", batch):
         if x.layout is torch.strided and x.numel() and x.device.type != "meta":
@@ -421,7 +426,7 @@ def numbers_of(batch: object) -> list[Tensor]:
 
 
 def is_batch(data: object) -> bool:
-    """Whether data is one batch, and no re-iterable of batches; raises for what is neither."""
+    """Whether data is one batch, not a re-iterable of batches; raises if it is neither."""
     if isinstance(data, Tensor | Mapping | tuple):
         return True
     if isinstance(data, list):
@@ -445,7 +450,7 @@ def is_batch(data: object) -> bool:
 
 
 def as_one_batch(batch: Any) -> Any:
-    """What is known to be a batch: a list of tensors as a tuple, which is not taken for several."""
+    """A list of tensors that is known to be one batch, as a tuple; other batches unchanged."""
     return tuple(batch) if isinstance(batch, list) and is_batch(batch) else batch
 
 
@@ -466,18 +471,18 @@ def to_device(batch: object, device: torch.device) -> Any:
         return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
     for i in places:
         leaves[i] = leaves[i].to(device, non_blocking=device.type != "cpu")
-    return pytree.unflatten(leaves, structure)  # in new containers, which a loss may change
+    return pytree.unflatten(leaves, structure)  # new containers: a loss may change them
 
 
-NUMBERS = 16  # of a batch's fingerprint, eight tensors, that are compared from pass to pass
+NUMBERS = 16  # numbers of a batch's fingerprint (eight tensors) that passes compare
 
 
 def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[Piece, Sharding]]:
-    """The batches of all processes, by one small all-reduce each.
+    """The batches of processes that share the parameters, by one small all-reduce for each.
 
-    Each has the weight of all together, the placement its part in that weight, and the fingerprint
-    changes with any of the batches. Raises in all of them where one has fewer, or an error while its
-    data is read.
+    A piece has the weight of all processes' batches together, and the placement this process's part
+    of that weight. The fingerprint changes with any of the batches. Raises in all processes if one
+    has fewer batches, or an error while its data is read.
     """
     own, world = iter(batches), placement.mesh.size()
     while True:
@@ -509,7 +514,8 @@ def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[
                 f"gathered together, got one more in {given:.0f} of them than in the others; give each "
                 "the same number, of any size."
             )
-        number = dist.get_rank() + dist.get_world_size() * piece.number  # with samples of its own
+        # Each process draws its own samples
+        number = dist.get_rank() + dist.get_world_size() * piece.number
         if total:
             known = piece._replace(weight=total, number=number, known=tuple(every))
             yield known, placement.weighted(weight / total)

@@ -1,4 +1,4 @@
-"""Gradients of each example of a batch by itself: side by side, or one after the other."""
+"""Gradients of the single examples of a batch, by vmap or one after the other."""
 
 from typing import Any
 
@@ -32,24 +32,25 @@ def number_of_examples(batch: object) -> int:
 
 
 def by_vmap_or_loop(problem: Problem) -> tuple[Tensor, Vector]:
-    """l_n and g_n of each example: by vmap, or by a loop where an operation has no rule for vmap."""
+    """l_n and g_n = d l_n / d params of each example: by vmap, or by a loop if an operation has no
+    batching rule."""
     try:
         return by_vmap(problem)
-    except (RuntimeError, NotImplementedError):  # an error of the user's comes again
+    except (RuntimeError, NotImplementedError):  # the loop raises errors of the user's code again
         return by_loop(problem)
 
 
 def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
-    """g_n = d l_n / d params for all n, as vmap(grad(l))."""
+    """l_n and g_n of all examples, as vmap(grad(l))."""
     (batch,) = problem.args
     count = number_of_examples(batch)
     parts, form = pytree.flatten(batch)
-    # other tensors of a batch are the same for each example
+    # Tensors without a row for each example are passed whole.
     mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
 
     def of_example(p: Vector, *rows: Tensor) -> Tensor:
         left = iter(rows)
-        # a batch of one, as the loss takes it
+        # The loss takes a batch: make one of a single example.
         one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
         return problem.with_args(pytree.unflatten(one, form))(*p)
 
@@ -61,7 +62,7 @@ def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
 
 
 def by_loop(problem: Problem) -> tuple[Tensor, Vector]:
-    """g_n = d l_n / d params, one n after the other."""
+    """l_n and g_n, one example after the other."""
     (batch,) = problem.args
     count = number_of_examples(batch)
     values, rows = [], []
