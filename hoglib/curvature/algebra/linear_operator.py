@@ -882,7 +882,7 @@ class LinearOperator(RectangularOperator):
             start = rows / torch.where(size > 0, size, torch.ones_like(size))
             T, V = estimates.tridiagonal(self.apply, start, count, self.space)
             theta, S = symmetric_eigen(T)
-            # B has no part in the others
+            # The vector b has no part in the others.
             present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2
             here = present & (size > 0).to(present.device)
             values = validation.of_eigenvalues(function, theta, here)

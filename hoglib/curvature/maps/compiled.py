@@ -1,12 +1,11 @@
-"""Products with curvature matrices as compiled graphs, which are found again from call to call.
+"""Products with curvature matrices by compiled graphs, which later calls find again.
 
-The product of a curvature matrix with one vector is captured as it runs in eager mode. Where several
-vectors are multiplied at one point, the graph is evaluated partially: what does not depend on the
-vector runs once,
+The product with one vector is captured as it runs in eager mode. For several vectors at one point the
+graph is evaluated partially: nodes that do not depend on the vector run once,
 
     (v, point) -> (value, M v)    becomes    point -> (value, residuals), (v, point, residuals) -> M v
 
-as the graph of a gradient is kept between products in eager mode.
+just as eager mode keeps the graph of a gradient between products.
 """
 
 from collections.abc import Callable
@@ -33,7 +32,7 @@ Run = Callable[..., Any]
 
 
 def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) -> LinearMap:
-    """The matrix at the leaves of a problem, as compiled graphs, for one vector or for `several`."""
+    """The matrix at the leaves of a problem as compiled graphs, for one vector or for `several`."""
     policy = problem.policy
     name = f"{policy.caller} of {name_of(problem.loss)}"
     backend: Any = policy.backend
@@ -47,12 +46,13 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         nonlocal unused
         try:
-            # ambient: a graph is called with tensors only, and a backend of one point would be compiled
-            # anew at each
+            # The residuals go by AMBIENT: a graph takes tensors only, and a backend with residuals of
+            # its own would be compiled again at each point.
             graphs = AMBIENT.graphs._replace(residuals=residuals)
             with inside(graphs=graphs), torch.set_grad_enabled(policy.create_graph):
-                # new tensors: one that is both vector and parameter would be one input of the graph
-                # with even offsets, since a graph does not ask for them again
+                # New tensors: a tensor that is both vector and parameter would become one input of
+                # the graph. At even offsets: view_as_complex refuses odd ones, and a graph does not
+                # check again.
                 fresh = [at_even(v.view_as(v)) for v in vector]
                 value, product, unused = compiled(fresh, problem.leaves, problem.args)
         finally:
@@ -72,12 +72,12 @@ def _product(
     leaves: Vector,
     args: tuple[Any, ...],
 ) -> tuple[Tensor, Vector, tuple[int, ...] | None]:
-    """(vector, leaves, args) -> (value, M vector), of the matrix M of a loss; and the leaves that the
-    loss does not depend on."""
+    """(vector, leaves, args) -> (value, M vector, numbers of the leaves that the loss does not depend
+    on)."""
     around = ring(policy, loss, examine=False)
     with around as blocks:
         problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
-        # as for several vectors: in reverse mode, whose graphs are the smaller ones
+        # several=True: reverse mode, which has the smaller graphs.
         point = kind.linearize(problem, True)
         around.note_gradient(point.gradient)
         value, product = point.apply(vector, False)
@@ -87,20 +87,20 @@ def _product(
 
 
 def linearizer(kind: CurvatureKind, captured: bool) -> Callable[[Problem, bool], LinearMap]:
-    """`kind.linearize`, by compiled graphs where the whole is captured."""
+    """`kind.linearize`, or its compiled graphs if the product is captured as a whole."""
     return partial(compiled_linear_map, kind) if captured else kind.linearize
 
 
 @final
 class Residuals:
-    """The outputs of the graph that runs once, and the inputs for which it ran."""
+    """The outputs of the graph that runs once at a point, and the inputs for which it ran."""
 
     def __init__(self) -> None:
         self._inputs: list[Tensor] = []
         self._outputs: list[Tensor] = []
 
     def of(self, inputs: list[Tensor], run_once: Run) -> list[Tensor]:
-        """run_once(*inputs), computed anew for other tensors only."""
+        """run_once(*inputs), computed again only for other tensors."""
         if len(inputs) != len(self._inputs) or not all(map(is_, inputs, self._inputs)):
             self._inputs, self._outputs = inputs, list(run_once(*inputs))
         return self._outputs
@@ -109,7 +109,7 @@ class Residuals:
         self._inputs, self._outputs = [], []
 
     def bytes(self) -> int:
-        """The memory that the outputs hold, without that of the inputs."""
+        """The memory that the outputs hold, not counting storages of the inputs."""
         inputs = {x.untyped_storage().data_ptr() for x in self._inputs}
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self._outputs}
         return sum(x.nbytes() for pointer, x in storages.items() if pointer not in inputs)
@@ -118,15 +118,15 @@ class Residuals:
 @final
 @dataclass(unsafe_hash=True)
 class PartialEval:
-    """A backend of `hoglib.compile` for functions whose first `count` tensors are the vector."""
+    """A backend of `hoglib.compile` that runs what does not depend on the vector once."""
 
-    count: int
-    backend: str
-    name: str
+    count: int  # the first `count` tensors of a function are the vector
+    backend: str  # compiles both parts
+    name: str  # of the function, for messages
 
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
         count = self.count
-        # the two parts are told by what a node reads, which says nothing of writes in place
+        # The parts are told apart by what a node reads, so writes in place must go first.
         module = functionalized(module, inputs)
         given = module.graph.find_nodes(op="placeholder")
         outputs: Any = module.graph.output_node().args[0]
@@ -139,7 +139,7 @@ class PartialEval:
         residuals = _saved_nodes(module.graph, depends)
         run_once = self._made(_part(module, given[count:], [*values, *residuals]), inputs[count:])
         with torch.no_grad():
-            # an example of the residuals, with whose shapes the second part is compiled
+            # Example residuals: the second part is compiled for their shapes.
             found = [x.detach() for x in run_once(*inputs[count:])[len(values) :]]
         run_each = self._made(_part(module, [*given, *residuals], products), [*inputs, *found])
 
@@ -158,11 +158,11 @@ class PartialEval:
 
 
 def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
-    """What the nodes that depend on the vector use of the others; views are made anew."""
+    """The nodes that do not depend on the vector, but that dependent nodes use."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         for x in node.all_input_nodes if node in depends else ():
-            # a view is made again at no cost: what is kept is the tensor that it is of
+            # A view costs nothing to make again: keep the tensor that it views.
             while x.target in VIEWS and x not in depends:
                 x = x.all_input_nodes[0]
             if x.op == "call_function" and x not in depends:

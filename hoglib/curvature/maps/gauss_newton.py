@@ -1,6 +1,6 @@
 """J^T M J v: generalised Gauss-Newton and Fisher matrices at one point.
 
-J is the Jacobian of a model's outputs by its parameters, M a symmetric matrix on the outputs: the
+J is the Jacobian of a model's outputs by its parameters. M is a symmetric matrix on the outputs: the
 Hessian of the criterion, or the Fisher matrix of the distribution that the outputs parametrise.
 """
 
@@ -60,9 +60,10 @@ MetricMap = Callable[[Vector, bool], Vector]  # (u, keep_graph) -> M u
 
 
 class OutputMetric(ABC):
-    """The matrix M on the outputs, before its point is given; equal and hashed as `CurvatureKind`."""
+    """The matrix M on the outputs, before its point is given; equality and hash as for
+    `CurvatureKind`."""
 
-    seed: int | None = None  # of the random numbers, where the same are drawn at each product
+    seed: int | None = None  # makes every product draw equal random numbers
 
     @property
     def random(self) -> bool:
@@ -71,19 +72,20 @@ class OutputMetric(ABC):
 
     @property
     def counting(self) -> Counting:
-        """What the mean of M over a batch counts."""
+        """What the mean in M counts: the number that it divides by."""
         return "criterion"
 
     @abstractmethod
     def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
-        """M at these outputs."""
+        """(u, keep_graph) -> M u at these outputs."""
 
     def for_batch(self, number: int) -> "OutputMetric":
-        """The metric for a batch of that number, which decides its random numbers."""
+        """The metric for the batch with this number, which decides its random numbers."""
         return self
 
 
 def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
+    """Raise for a criterion that is linear in the outputs: its Hessian is zero."""
     if hessian.gradient is not None and hessian.gradient.has_no_graph:
         raise errors.ArgumentValueError(
             f"{policy.caller}: expected a criterion that is not linear in the model's outputs, got "
@@ -99,19 +101,19 @@ class CriterionHessian(OutputMetric):
     def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
         policy, inside = composite.policy, torch_internals.transforms_active()
         closed_form = getattr(composite.loss, "gauss_newton", None)
-        if closed_form is not None:  # the loss has the product in closed form
+        if closed_form is not None:  # a loss with its own closed form, as of language models
             product = closed_form(composite.with_values(outputs), composite.batch)
             if not (policy.create_graph or inside):
                 product = torch.no_grad()(product)
             return lambda u, keep_graph: product(u)
         if composite.mode == DIFFERENCES:
             if not inside:
-                # criteria that autograd cannot differentiate twice are what this mode is for
+                # No error here: this mode is for criteria that autograd cannot differentiate twice.
                 with suppress(errors.NoSecondDerivative):
                     _refuse_linear(reverse_over_reverse(composite.criterion_at(outputs)), policy)
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
-        # autograd.grad does not see the levels of torch.func
+        # autograd.grad does not see torch.func's levels.
         linearize = forward_over_reverse if inside else reverse_over_reverse
         hessian = linearize(composite.criterion_at(outputs))
         _refuse_linear(hessian, policy)
@@ -139,7 +141,7 @@ class GaussNewtonKind(CurvatureKind):
         composite = CompositeLoss(problem, self.metric, self.mode)
         if torch_internals.transforms_active():
             return by_torch_func(composite)
-        # blocks that are compiled have backward passes only, as products with several vectors
+        # Compiled blocks have no forward mode; several vectors share the graph of reverse mode.
         several = several or problem.policy.compiles_blocks
         if self.mode == "reverse" or (self.mode == "auto" and several):
             return double_reverse(composite)
@@ -172,20 +174,21 @@ class GaussNewtonKind(CurvatureKind):
 
 
 class CompositeLoss:
-    """A loss as criterion(outputs(leaves)) at one batch, with the metric on its outputs."""
+    """A loss as criterion(outputs(leaves)) at one batch, with the metric M on the outputs."""
 
     def __init__(self, problem: Problem, metric: OutputMetric, mode: str) -> None:
         self.problem, self.mode, self.metric = problem, mode, metric
         self.loss, self.policy, self.leaves = problem.loss, problem.policy, problem.leaves
         (self.batch,) = problem.args
-        self._last: Any = None  # the outputs as the model gave them last, in their structure
+        self._last: Any = None  # the outputs of the last run, in the model's structure
 
     def outputs(self, leaves: Vector) -> Vector:
-        """The floating-point tensors among the outputs; the others are constants."""
+        """The floating-point tensors among the outputs; all others are constants."""
         batch = self.batch
-        if self.mode == DIFFERENCES:  # which run the model several times: it may change it in place
+        # Clones: the model runs several times, and may change its batch in place
+        if self.mode == DIFFERENCES:
             batch = pytree.map_tensors(torch.clone, batch)
-        # of a product J^T M J v without a graph, the model's Functions are differentiated once
+        # Without create_graph, J^T M J v differentiates the model's Functions only once.
         once = AMBIENT.examination._replace(first_order=not self.policy.create_graph)
         with inside(examination=once):
             self._last = self.loss.outputs(self.problem.params(leaves), batch)
@@ -193,7 +196,7 @@ class CompositeLoss:
         return [validation.real("loss.outputs(params, batch)", y) for y in found]
 
     def detached_outputs(self, leaves: Vector) -> Vector:
-        """The same without a graph."""
+        """`outputs` without a graph."""
         found: Vector = []
 
         def run() -> Tensor:
@@ -205,23 +208,23 @@ class CompositeLoss:
         return [y.detach() for y in found]
 
     def with_values(self, values: Any) -> Any:
-        """The last outputs in their structure, with other values for the floating-point tensors."""
+        """The last outputs in their structure, with these values as the floating-point tensors."""
         return pytree.filled(self._last, values)
 
     def criterion(self, *values: Tensor) -> Tensor:
-        """The loss, of the floating-point tensors among the outputs."""
-        # copies: a criterion may work in place, which leaves of a graph do not allow
+        """The loss of these floating-point tensors among the outputs."""
+        # Clones: a criterion may work in place, which autograd refuses for leaves.
         value = self.loss.criterion(self.with_values([y.clone() for y in values]), self.batch)
         return validation.scalar("criterion(outputs, targets)", value)
 
     def criterion_at(self, outputs: Vector) -> Problem:
-        """The criterion as a problem of its own, at outputs."""
+        """The criterion as a problem, with the outputs as its leaves."""
         structure = pytree.flatten(outputs)[1]
         return Problem(self.policy, lambda values: self.criterion(*values), structure, outputs, ())
 
     def with_value(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """What a function returns, of which the first are outputs, and their loss, the mean over the
-        processes that share the parameters."""
+        """The results of run, which returns outputs first, and their loss: a mean over the processes
+        that share the parameters."""
         found: tuple[Any, ...] = ()
 
         def value() -> Tensor:
@@ -231,17 +234,18 @@ class CompositeLoss:
                 return self.criterion(*found[0])
             return without_graph(lambda: self.criterion(*found[0]))
 
-        of_all = self.problem.placement.mean_of(value)  # which sets found
+        of_all = self.problem.placement.mean_of(value)  # sets found
         return (*found, of_all)
 
     def checked_outputs(self, p: Vector, twice: bool = True) -> tuple[Any, ...]:
-        """The outputs at copies of the leaves, and their loss."""
+        """The outputs at p, copies of the leaves, and their loss."""
         return self.with_value(lambda: (self.checked(self.outputs(p), twice),))
 
     def checked(self, outputs: Vector, twice: bool = True) -> Vector:
-        """The outputs; raises for those without a second derivative, or with a part of it.
+        """The outputs; raises if their graph lacks a second derivative, or the derivative by given
+        leaves.
 
-        twice: whether they are differentiated twice.
+        twice: whether the outputs are differentiated twice.
         """
         ys = with_graph(outputs)
         check_depends(ys)
@@ -249,13 +253,13 @@ class CompositeLoss:
         if twice:
             check_custom_functions(graph, self.policy.caller)
         if not self.policy.create_graph:
-            # the product would lack a part, without an error
+            # Other tensors of the model would silently leave the product without their part.
             check_uses_given_params(graph, self.leaves, self.policy.caller)
         return outputs
 
 
 def double_reverse(composite: CompositeLoss) -> LinearMap:
-    """J v = d <J^T u, v> / d u, without forward mode; the graphs are kept between products."""
+    """J v = d <J^T u, v> / d u, without forward mode. The graphs are kept between products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
     loss, placement = composite.problem.loss, composite.problem.placement
     p = fresh_leaves(composite.leaves, create_graph)
@@ -271,8 +275,8 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents, weighted, product = products(vector, keep_graph)
-        # J v is read from the graph of J^T u, J^T u from that of the model: a part that one of them
-        # lost shows
+        # J v comes from the graph of J^T u, and J^T u from the model's graph: this shows a part that
+        # one of the two lost.
         sides = (vector, product), (tangents, weighted)
         if not are_adjoint(loss, *sides, jacobian.parts, placement):
             raise detached(caller)
@@ -290,7 +294,8 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
 
 
 def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
-    """J^T (M (J v)), J v in forward mode with the outputs; nothing is kept between products."""
+    """J^T (M (J v)), with J v in forward mode along with the outputs. Nothing is kept between
+    products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
     loss, placement = composite.problem.loss, composite.problem.placement
 
@@ -314,7 +319,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
         weighted = composite.metric.at(composite, outputs)(tangents, False)
         try:
             product = transposed_product(outputs, p, weighted, composite.policy, False)
-        except CheckpointError as error:  # what is recomputed has no tangents
+        except CheckpointError as error:  # the recomputation has no tangents
             raise errors.UnsupportedError(
                 f"{caller}(mode='forward'): expected no checkpoint in the model, got one; use "
                 "mode='reverse'."
@@ -333,7 +338,7 @@ def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
 
 
 def by_torch_func(composite: CompositeLoss) -> LinearMap:
-    """J^T M J v by torch.func, inside of its transforms."""
+    """J^T M J v by torch.func, inside its transforms."""
 
     def f(*p: Tensor) -> tuple[Tensor, ...]:
         return tuple(composite.outputs(list(p)))
@@ -364,12 +369,13 @@ def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
 
 
 def transposed_product(outputs: Vector, p: Vector, u: Vector, policy: Policy, keep: bool) -> Vector:
-    """J^T u, of the outputs that depend on the leaves."""
+    """J^T u, with zeros for leaves that no output uses. Outputs without a graph are constants."""
     parts = vjp(outputs, p, u, policy.caller, keep, policy.create_graph)
     return materialize_grads(parts, p)
 
 
 def check_depends(ys: Vector) -> None:
+    """Raise if no output depends on the leaves. ys: the outputs with a graph."""
     if not ys:
         raise errors.NoSecondDerivative(
             "loss.outputs(params, batch): expected outputs that depend on params, got none that do; "

@@ -1,4 +1,5 @@
-"""J v: a function of tensors and its derivative along a vector, in forward mode or by two backwards."""
+"""J v: the derivative of a function of tensors along a vector, in forward mode or by two backward
+passes."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -36,10 +37,11 @@ Tree = Any
 T = TypeVar("T")  # a tensor, or a pytree of them
 FORWARD, REVERSE = "forward", "reverse"
 CALLER = "jvp"
-OPERATOR = "JacobianOperator"  # which has no modes
+OPERATOR = "JacobianOperator"  # the caller without modes
 
 
 def _like_jvp(value: object, *given: Any) -> Any:
+    """What `jvp` looks like to torch.compile: the value, and tensors like it."""
     return value, pytree.map(torch.clone, value)
 
 
@@ -60,13 +62,14 @@ def jvp(
 
         y = func(*primals)        t = J v = d/de func(*(primals + e v)) at e = 0,  v = tangents
 
-    One run of func computes both. Both can be differentiated by the parameters of the modules that func
-    calls, and by primals and tangents, where gradients are enabled; under no_grad they have no graph.
-    The derivative of t by parameters is reverse mode over forward mode, wrong without an error in
-    torch's own layer norm, batch norm and others; ``stand_ins`` replaces them.
+    One run of func computes y and t. If gradients are enabled, both can be differentiated by primals,
+    by tangents, and by the parameters of the modules that func calls. The derivative of t by parameters
+    is reverse mode over forward mode, in which torch's own layer norm, batch norm and others are
+    silently wrong; ``stand_ins`` replaces them.
 
-    A loss that takes t for a constant, as those of MeanFlow and of continuous consistency models do,
-    uses ``t.detach()``. What func computes under ``no_grad`` is a constant, as it is for backward.
+    Losses that treat t as a constant, such as MeanFlow's and the losses of continuous consistency
+    models, use ``t.detach()``. Values that func computes under ``no_grad`` are constants, as in
+    backward.
 
     The inputs are not changed, nor are buffers: the running statistics of a batch norm in training mode
     stay as they are. It works under no_grad and inference_mode, inside of itself and inside torch.func
@@ -76,14 +79,14 @@ def jvp(
         func: The function ``func(*primals)``, or an `nn.Module`, that returns a tensor or a pytree of
             tensors.
         primals: Where the derivative is taken: a tuple of the arguments of func, or its one argument.
-            Each argument is a pytree of floating-point tensors. What is no such tensor (a class, a
-            mask) is a constant, which func reaches by itself: ``lambda x, t: model(x, t, labels)``.
+            Each argument is a pytree of floating-point tensors. Other inputs (classes, masks) are
+            constants that func closes over: ``lambda x, t: model(x, t, labels)``.
         tangents: The vector v, with the structure, shapes and dtypes of primals.
         mode: "forward" runs func once with tangents, and needs a forward-mode rule for every operation.
             "reverse" differentiates J^T u by u, and needs a double backward instead. "auto" is
-            "forward", or "reverse" in a second run of func where that is not possible: for a custom
-            Function without a jvp, a checkpoint, or while another thread is in forward mode, of which
-            torch has one for the process. Inside torch.func transforms it is "forward".
+            "forward"; if forward mode fails, func runs again with "reverse" (for a custom Function
+            without a jvp, a checkpoint, or while another thread is in forward mode, which torch has
+            once per process). Inside torch.func transforms "auto" is "forward".
         **options: How func is evaluated, as :class:`hoglib.Options` describes it. The backward of a
             compiled call is a second graph, in which func runs again; `hoglib.compiled_loss` of a loss
             that calls this function compiles both as one.
@@ -93,9 +96,9 @@ def jvp(
     Raises:
         ArgumentTypeError, ArgumentValueError: for primals, tangents or a value of the wrong kind,
             naming the leaf.
-        NoSecondDerivative: where the value does not depend on primals, or a custom Function's backward
-            has lost its graph, which "reverse" differentiates.
-        UnsupportedError: where torch has no derivative of an operation.
+        NoSecondDerivative: if the value does not depend on primals, or in mode "reverse" if a custom
+            Function's backward has lost its graph.
+        UnsupportedError: if torch has no derivative of an operation.
     References:
         Griewank and Walther, Evaluating Derivatives, 2008, chapter 3.
         Baydin, Pearlmutter, Radul and Siskind, Automatic Differentiation in Machine Learning: a Survey,
@@ -117,14 +120,14 @@ def jvp(
     leaves, structure = _check_primals(primals)
     vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
     if policy.compiles:
-        # new tensors: one that is both primal and tangent would be one input of the graph
+        # New tensors: a tensor that is both primal and tangent would be one input of the graph.
         leaves, vector = clone_inference_tensors((leaves, [v.view_as(v) for v in vector]))
     pushed = partial(_value_and_tangent, torch_internals.uncompiled(func), structure, mode, policy)
     return run(policy, func, pushed, (structure, mode, policy), leaves, vector)
 
 
 def _check_primals(primals: Tree) -> tuple[Vector, Any]:
-    """The leaves and the structure of primals, all of which can be differentiated by."""
+    """The leaves and the structure of primals; raises for leaves without derivatives."""
     leaves, structure = pytree.flatten(primals)
     if not leaves:
         raise errors.ArgumentValueError(
@@ -145,10 +148,10 @@ def _check_primals(primals: Tree) -> tuple[Vector, Any]:
 def _value_and_tangent(
     func: Any, structure: Any, mode: str, policy: Policy, leaves: Vector, vector: Vector
 ) -> tuple[Tree, Tree]:
-    """The value and the tangent in eager mode, in their structure."""
+    """The value and the tangent in eager mode, in the structure of the value."""
     inside = torch_internals.transforms_active()
     create_graph = torch.is_grad_enabled() or inside
-    # asked before and after: another thread may enter or leave forward mode in between
+    # Ask before and after `active`: another thread may enter or leave forward mode in between.
     elsewhere = torch_forward_mode.forward_mode_elsewhere()
     active = torch_internals.forward_mode_active()
     if active and not (inside or elsewhere or torch_forward_mode.forward_mode_elsewhere()):
@@ -191,7 +194,7 @@ def _value_and_tangent(
                 reason = no_forward_mode(f"{CALLER}(mode='{FORWARD}')", error)
                 if not isinstance(reason, errors.UnsupportedError) or mode == FORWARD or inside:
                     raise reason from error
-                # until torch 2.13 the hooks of a checkpoint that raised live as long as the error
+                # Up to torch 2.13, the hooks of a checkpoint that raised live as long as the error.
                 del reason
         if found is None:
             found = by_reverse(function, leaves, vector, create_graph)
@@ -213,7 +216,7 @@ def _value_and_tangent(
 
 
 def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tuple[Vector, Vector]:
-    """One run with tangents: the values and the tangents."""
+    """The values and the tangents, from one run in forward mode."""
 
     def checked(*own: Tensor) -> tuple[Tensor, ...]:
         values = f(*own)
@@ -221,7 +224,7 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
             raise _independent_error()
         return tuple(values)
 
-    # beneath the stand-ins, which functions of hoglib suspend only where they are the innermost mode
+    # Below the stand-ins: hoglib's functions suspend these only if they are the innermost mode.
     stand_ins = ActiveStandIns()
     with (
         torch_forward_mode.one_thread_in_forward_mode(CALLER),
@@ -230,13 +233,14 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
         stand_ins.resume(),
         function_watch.watching_functions(_refuse_own_jvp),
     ):
-        # copies, because an operation in place changes both
+        # Clones: an operation in place changes primals and tangents.
         primals, tangents = ([x.clone() for x in given] for given in (leaves, vector))
         values, found = torch.func.jvp(checked, tuple(primals), tuple(tangents))[:2]
     return list(values), list(found)
 
 
 def _refuse_checkpoint() -> None:
+    """Raise for a checkpoint: in backward it would run again without tangents."""
     raise errors.UnsupportedError(
         f"{CALLER}(mode='{FORWARD}'): expected no torch.utils.checkpoint in func, got one, which would "
         f"run again without tangents in backward; use mode='{REVERSE}' or hoglib.ops.remat."
@@ -244,7 +248,8 @@ def _refuse_checkpoint() -> None:
 
 
 def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
-    """Raise for a Function of the user's with a jvp of its own under two levels of forward mode."""
+    """Raise for a user's Function with its own jvp under two levels of forward mode: torch takes the
+    second derivative of such a jvp for zero."""
     function, args, by = torch_internals.outside_transforms(function, args)
     if function is torch_internals.SAVES_INPUTS:
         _refuse_checkpoint()
@@ -265,7 +270,8 @@ def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
 def by_reverse(
     function: Callable[..., Vector], leaves: Vector, vector: Vector, create_graph: bool
 ) -> tuple[Vector, Vector]:
-    """The same by J^T u and its derivative by u: two backward passes, no forward mode."""
+    """The values and the tangents, by J^T u and its derivative by u: two backward passes, no forward
+    mode."""
     with without_stand_ins():
         p = fresh_leaves(leaves, create_graph)
     values = function(*p)
@@ -282,14 +288,14 @@ def by_reverse(
     tangents = jacobian.jvp(vector, create_graph, create_graph)
     if not jacobian.agrees(function, vector, tangents):
         raise detached(CALLER)
-    if not create_graph:  # of the leaves made here
+    if not create_graph:  # drop the graph, which leads to the leaves made here
         values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
     return values, tangents
 
 
 @final
 class TransposedJacobian:
-    """J^T u as a function of u with a graph of its own, whose derivative along v is J v."""
+    """J^T u with a graph by the cotangents u: its derivative by u along v is J v."""
 
     def __init__(
         self, outputs: Vector, p: Vector, caller: str, *, create_graph: bool = False
@@ -297,47 +303,48 @@ class TransposedJacobian:
         self._caller, self._outputs = caller, outputs
         ys = with_graph(outputs)
         self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
-        # without create_graph it is differentiated by u alone, of which a backward is linear
+        # Without create_graph, J^T u is differentiated only by u, in which a backward is linear.
         once = AMBIENT.examination._replace(first_order=not create_graph)
         with inside(examination=once):
             by_u = vjp(ys, p, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
             raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
+        # numbers of the leaves that no output uses, and of the others; J^T u for the others
         self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
         self._used = [i for i, part in enumerate(by_u) if part is not None]
         self.parts = [part for part in by_u if part is not None]
 
     def jvp(self, vector: Vector, keep_graph: bool, create_graph: bool) -> Vector:
-        """J v, for each of the outputs; zeros for those that do not depend on the leaves."""
+        """J v for each output; zeros for outputs that do not depend on the leaves."""
         given = [vector[i] for i in self._used]
         left = iter(vjp(self.parts, self._us, given, self._caller, keep_graph, create_graph))
         found = [next(left) if y.requires_grad else None for y in self._outputs]
         return materialize_grads(found, self._outputs)
 
     def agrees(self, func: Callable[..., Any], vector: Vector, tangents: Vector) -> bool:
-        """Whether <v, J^T u> = <J v, u>; func: whose Jacobian this is."""
+        """Whether <v, J^T u> = <J v, u>. func: the function that J belongs to."""
         along = [part for y, part in zip(self._outputs, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
         return are_adjoint(func, (given, self.parts), (along, self._us), self.parts)
 
 
 def with_graph(outputs: Vector) -> Vector:
-    """The outputs that depend on the leaves."""
+    """The outputs with a graph, which depend on the leaves."""
     return [y for y in outputs if y.requires_grad]
 
 
 def _distinct_cotangent(y: Tensor) -> Tensor:
-    """A cotangent: no two elements are equal, since equal ones cancel for a softmax."""
+    """A cotangent without equal elements: equal ones cancel for a softmax."""
     weights = torch.linspace(1, 2, max(y.numel(), 1), device=y.device)[: y.numel()]
     return weights.to(y.dtype).reshape(y.shape)
 
 
-# A Function may give its gradient in float32, whatever it is given; a part that is lost is larger.
+# A Function may compute its gradient in float32 for any dtype; a lost part is larger.
 SINGLE = 1e-6
-UNDERFLOW = 1e-30  # sums of products in float32 that are smaller say nothing
+UNDERFLOW = 1e-30  # smaller sums of float32 products say nothing
 
 
-Pair = tuple[Vector, Vector]  # of an inner product
+Pair = tuple[Vector, Vector]  # the two sides of an inner product
 
 
 def are_adjoint(
@@ -348,15 +355,16 @@ def are_adjoint(
     placement: Placement = WHOLE,
     mode: str = REVERSE,
 ) -> bool:
-    """<v, J^T w> = <J v, w>, unless either lacks a part; this costs inner products of all leaves, and a
-    device has to wait for them. Checked are calls 1, 2, 4, 8, ... of a function at these shapes; on a
-    device the first; each one where processes share v, and in forward mode on a CPU: a tangent that is
-    no derivative of the gradient (padding_idx) shows for some vectors and batches only.
+    """Whether <v, J^T w> = <J v, w>; not so if either product lacks a part.
 
-    inputs, outputs: the pairs (v, J^T w) and (J v, w).
-    graphs: tensors whose graph shows the dtypes that J and J^T are computed in.
-    placement: of v and J^T w over processes, which all come to the same answer.
-    mode: how J v was computed; each mode has its own calls.
+    The check costs inner products of all leaves, and a device has to wait for them. On a device the
+    first call of a function at these shapes is checked, on a CPU calls 1, 2, 4, 8, ... Every call on
+    a CPU is checked if processes share v, and in forward mode: a tangent that is not the derivative
+    of the gradient (padding_idx) shows for some vectors and batches only.
+
+    inputs, outputs: the pairs (v, J^T w) and (J v, w). graphs: tensors with graphs that show the
+    dtypes in which J and J^T are computed. placement: of v and J^T w over processes, which all come
+    to one answer. mode: how J v was computed; calls are counted for each mode.
     """
     if not value_checks_on():
         return True
@@ -365,7 +373,8 @@ def are_adjoint(
     if on_cpu and (placement.is_sharded or mode == FORWARD):
         return _are_adjoint(sides, placement, graphs)
     key = ("adjoint", mode, *(x.shape for x in (*v, *Jv)))
-    before = found_once(func, key, lambda: [0]) or [0]  # calls that agreed, or were not checked
+    # Number of calls that agreed, or were not checked
+    before = found_once(func, key, lambda: [0]) or [0]
     skipped = before[0] & (before[0] + 1) if on_cpu else before[0]
     agreed = bool(skipped) or _are_adjoint(sides, placement, graphs)
     before[0] += agreed
@@ -380,14 +389,14 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
     dtypes = {x.dtype for side in sides for part in side for x in part}
     rtol = max(SINGLE, *(TOLERANCES[dtype].rtol for dtype in dtypes))
     if len(dtypes) == 1 and not placement.is_sharded:
-        # most agree at once: the sums of |a b| below are no smaller
+        # Most agree here: |lhs| + |rhs| is at most the sum of |a b| below.
         lhs, rhs = (sum(_inner(a, b) for a, b in zip(*side, strict=True)) for side in sides)
         if abs(lhs) + abs(rhs) > UNDERFLOW and abs(lhs - rhs) <= rtol * (abs(lhs) + abs(rhs)):
             return True
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    # products of small vectors underflow: these, and what does not agree, once more in float64
+    # Products of small vectors underflow: then, and without agreement, compute again in float64.
     for wide in (False, True):
-        # of each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
+        # for each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
         sums = torch.zeros(2, 4, dtype=torch.float64, device="cpu")
         for row, side in enumerate(sides):
             for i, (a, b) in enumerate(zip(*side, strict=True)):
@@ -403,18 +412,19 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
         size = float(sums[:, 1].sum())
         lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()
         if not isfinite(lhs + rhs):
-            return True  # a value that is not finite is reported elsewhere
-        # below the smallest normal number there are few digits, or none
+            return True  # values that are not finite are reported elsewhere
+        # Numbers below the smallest normal one have few digits, or none.
         least = 1e3 * torch.finfo(torch.float32).tiny * float(sums[:, 2:].sqrt().sum())
         agreed = abs(lhs - rhs) <= rtol * size + 100 * eps * max(lengths) + least
         if agreed and (wide or size > UNDERFLOW):
             return True
-    # what rounds to half precision inside; whether its derivatives are right is examined elsewhere
+    # The graph may compute in half precision inside: allow for its rounding.
     half = half_dtypes(graphs)
     return abs(lhs - rhs) <= max((TOLERANCES[dtype].rtol for dtype in half), default=0.0) * size
 
 
 def detached(caller: str) -> Exception:
+    """The error for a backward that has lost its graph."""
     where = f"{caller}(mode='reverse')"
     instead = "mode='forward', where there is one, does not need that graph, if they have a jvp"
     if caller == OPERATOR:
@@ -427,6 +437,7 @@ def detached(caller: str) -> Exception:
 
 
 def _independent_error() -> Exception:
+    """The error for a value that does not depend on primals."""
     return errors.NoSecondDerivative(
         "func(*primals): expected a value that depends on primals, got one that does not. Look for "
         ".detach(), .item(), .data or torch.no_grad() in func, and for a func that uses other tensors "

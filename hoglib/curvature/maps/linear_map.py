@@ -33,28 +33,28 @@ DIFFERENCES = "finite-differences"
 class LinearMap(NamedTuple):
     """A matrix at one point, known by its products with vectors.
 
-    ``apply(vector, keep_graph)`` returns the loss at the point and the product. Without ``keep_graph``
-    it is the last product: the graph is freed.
+    ``apply(vector, keep_graph)`` returns the loss at the point and the product. Without
+    ``keep_graph`` the graph is freed, and no product can follow.
     """
 
     apply: Callable[[Vector, bool], tuple[Tensor, Vector]]
-    # memory held between products; of a compiled map it is known after the first product
+    # memory held between products; a compiled map knows it after the first product
     held_bytes: Callable[[], int] = lambda: 0
-    # the leaves that the loss does not depend on; None where that is not known
+    # numbers of the leaves that the loss does not depend on; None if unknown
     unused: Callable[[], tuple[int, ...] | None] = lambda: None
-    gradient: Gradient | None = None  # whose derivative it is, where that is kept
-    # products with several vectors: the loss, and the map of them side by side
+    gradient: Gradient | None = None  # the gradient that the matrix differentiates, if it is kept
+    # the loss, and the products with several vectors at once; None: one after another
     several: tuple[Tensor, Rows] | None = None
 
 
 class CurvatureKind(ABC):
-    """A matrix of second derivatives of a loss, before its point is given.
+    """A matrix of second derivatives of a loss, before the point is given.
 
-    Kinds are equal where they are the same matrix of every loss, and can be hashed.
+    Hashable; two kinds are equal if their matrices are equal for every loss.
     """
 
-    mode: str
-    metric: Any = None  # M on the outputs, of J^T M J
+    mode: str  # how products are computed
+    metric: Any = None  # M, the matrix on the outputs in J^T M J; None for the Hessian
 
     @property
     def random(self) -> bool:
@@ -66,15 +66,14 @@ class CurvatureKind(ABC):
         """The matrix at the leaves of a problem, for one vector or for `several`."""
 
     def for_batch(self, number: int) -> "CurvatureKind":
-        """The kind for a batch of that number, which decides its random numbers."""
+        """The kind for the batch with this number, which decides its random numbers."""
         return self
 
     def check_loss(self, loss: object, what: str = "loss") -> Any:
         return validation.function(what, loss)
 
     def check_policy(self, policy: Policy) -> Policy:
-        """Raise where compile= names a backend for a kind that has no graph, or for a mode in which
-        blocks are not compiled."""
+        """Raise if create_graph, compile or remat do not work with this kind or its mode."""
         caller = policy.caller
         if not (policy.create_graph or policy.backend):
             return policy
@@ -111,16 +110,16 @@ def apply_rows(
     chunk_size: int | None = None,
     dim: int = 0,
 ) -> tuple[Tensor, Vector]:
-    """The loss, and the products with `count` vectors, which are numbered by a dimension.
+    """The loss, and the products with `count` vectors, stacked along dimension dim.
 
-    chunk: the vectors from one number to another. keep: whether the graph is kept after the last one.
+    chunk: (start, stop) -> these vectors. keep: whether to keep the graph after the last product.
     """
     if linear_map.several is not None and count > 1:
         value, rows = linear_map.several
         return value, rows.map(chunk, count, chunk_size, dim)
     values, products = [], []
     for j in range(count):
-        # contiguous: matrix products with strided vectors take half as long again
+        # Contiguous: matrix products with strided vectors take 1.5 times as long.
         vector = [x[0].contiguous() for x in chunk(j, j + 1)]
         value, product = linear_map.apply(vector, keep or j + 1 < count)
         values.append(value)
@@ -129,7 +128,8 @@ def apply_rows(
 
 
 def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Tensor, Vector]:
-    """The loss, and the product with one vector or with each column of a block (the last dimension)."""
+    """The loss, and the product with one vector, or with each column of a block (its last
+    dimension)."""
     if not block:
         return linear_map.apply(vectors, False)
     rows, count = [leaf.movedim(-1, 0) for leaf in vectors], vectors[0].shape[-1]
@@ -137,7 +137,8 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
 
 
 def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:
-    """A map that is computed in float64. The loss has the dtype of the leaves, the product float64."""
+    """A map that is computed in float64; it returns the loss in the leaves' dtype, the product in
+    float64."""
     caller = f"{problem.policy.caller}(mode='{DIFFERENCES}')"
     validation.refuse_transforms(caller, "use mode='auto' there.")
     dtype = problem.leaves[0].dtype
@@ -145,7 +146,7 @@ def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> Li
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         value, product = point.apply(finite_differences.to_double(vector), keep_graph)
-        # an operator compares it with the losses of other passes, in the dtype of the parameters
+        # Operators compare the loss with other passes' losses, in the dtype of the parameters.
         return value.to(dtype), product
 
     return LinearMap(apply)
@@ -191,7 +192,7 @@ class HessianKind(CurvatureKind):
 
 
 def reverse_over_reverse(problem: Problem) -> LinearMap:
-    """H v = d <grad f, v> / d p; the graph of the gradient is kept from one v to the next."""
+    """H v = d <grad f, v> / d p. The graph of the gradient is kept between products."""
     policy = problem.policy
     caller, create_graph, strict = policy.caller, policy.create_graph, policy.strict
     gradient = gradient_with_graph(problem, problem.leaves, caller, create_graph)
@@ -218,17 +219,17 @@ def reverse_over_reverse(problem: Problem) -> LinearMap:
 
 
 def forward_over_reverse(problem: Problem) -> LinearMap:
-    """H v = d grad f(p + e v) / d e in forward mode; nothing is kept between products."""
+    """H v = d grad f(p + e v) / d e in forward mode. Nothing is kept between products."""
     policy, leaves = problem.policy, problem.leaves
     at = leaves if policy.create_graph else [leaf.detach() for leaf in leaves]
     in_transforms = torch_internals.transforms_active()
-    # Where the product has no graph, its gradient is not kept beside it.
+    # Without a graph of the product, keep only the tangents of the gradient.
     tangents_only = not (policy.create_graph or in_transforms or torch_internals.tracing())
 
     def checked(*p: Tensor) -> Tensor:
         value = problem(*p)
         check_custom_functions(graph_summary(value), policy.caller)
-        if tangents_only:  # not before: the loss may take a gradient by them itself
+        if tangents_only:  # only now: the loss may itself differentiate by p
             torch_forward_mode.keep_tangents(p)
         return value
 
@@ -236,7 +237,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
         def value_and_gradient(*p: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             value, pull = torch.func.vjp(checked, *p)[:2]
             one = torch.ones_like(value)
-            # Without a graph of the product, the one beneath is freed while the gradient is computed.
+            # Without a graph of the product, free the loss's graph while the gradient is computed.
             keep = with_graph and not tangents_only
             return value, pull(one, retain_graph=keep, create_graph=with_graph)
 
@@ -258,15 +259,16 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
                 try:
                     value, product = in_forward_mode(vector, not tangents_only)
                 except NotImplementedError:
-                    # The graph of the gradient is not needed, but torch has forward mode of some
-                    # operations, such as the backward of silu, only where there is one.
+                    # Some operations, such as silu's backward, have forward mode only if they are
+                    # recorded in a graph: try again with one.
                     if before is None:
                         raise
                     before.restore()
                     value, product = in_forward_mode(vector, True)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise no_forward_mode(f"{policy.caller}(mode='{FORWARD}')", error) from error
-        if not (policy.create_graph or in_transforms):  # a graph is then of tensors from elsewhere
+        # With create_graph, outside tensors may have a part
+        if not (policy.create_graph or in_transforms):
             check_uses_given_params(graph_summary(value), leaves, policy.caller)
         return value, product
 
@@ -276,7 +278,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
 def differences_of_gradient(problem: Problem) -> LinearMap:
     """H v = (grad f(p + h v) - grad f(p - h v)) / 2h, extrapolated to h = 0."""
 
-    def loss(*leaves: Tensor) -> Tensor:  # of the batch as it is, where a model changes it in place
+    def loss(*leaves: Tensor) -> Tensor:  # on clones: a model may change its batch
         return problem.with_args(*pytree.map_tensors(torch.clone, problem.args))(*leaves)
 
     gradient, leaves = finite_differences.gradient_function(loss), problem.leaves

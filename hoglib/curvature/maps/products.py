@@ -1,4 +1,5 @@
-"""Curvature matrices at a point: their products with vectors, and whole matrices of small networks."""
+"""Curvature matrices at a point: their products with vectors, and whole matrices of small
+networks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,9 +41,9 @@ from hoglib.ring import ring, warn_if_derivatives_not_finite
 
 T = TypeVar("T")  # a pytree of tensors
 Loss = Callable[..., Tensor]
-Entries = dict[tuple[int, int], Tensor]  # the matrix of each pair of leaves
-# Rows from which a symmetric matrix takes less time by half: MLPs of 114, 451 and 2,203 parameters take
-# 0.9, 1.0 to 1.2 and 0.5 times as long.
+Entries = dict[tuple[int, int], Tensor]  # (a, b) -> the block of the leaves a and b
+# With so many rows, computing half of a symmetric matrix saves time: MLPs of 114, 451 and 2,203
+# parameters take 0.9, 1.0 to 1.2 and 0.5 times as long.
 MIRRORED = 1024
 
 
@@ -67,8 +68,8 @@ def hvp(
 
         f = func(params, *args)        H v = d/de grad f(params + e v) at e = 0
 
-    The inputs are not changed, and it works under no_grad and inference_mode. It warns of a custom
-    Function whose forward makes tensors that its backward uses as constants.
+    The inputs are not changed; hvp works under no_grad and inference_mode. It warns of a custom
+    Function with a backward that uses tensors made in its forward as constants.
 
     Args:
         func: The function ``func(params, *args)`` that returns a scalar, for instance from
@@ -79,13 +80,13 @@ def hvp(
         *args: Further arguments of func, such as a batch.
         mode: "reverse-over-reverse" differentiates the gradient's graph once more.
             "forward-over-reverse" is `torch.func.jvp` of `torch.func.grad`, which needs a forward-mode
-            rule for every operation. "auto" is the first, or the second inside torch.func transforms,
-            where vmap of the first is wrong through normalisation layers. "finite-differences", for
-            comparison, takes differences of the gradient in float64: ten gradients a vector, accurate
-            to about 1e-9; func has to run in float64.
+            rule for every operation. "auto" is "reverse-over-reverse", or "forward-over-reverse" inside
+            torch.func transforms, where vmap of reverse-over-reverse is wrong through normalisation
+            layers. "finite-differences", for comparison, takes differences of the gradient in float64:
+            ten gradients a vector, accurate to about 1e-9; func has to run in float64.
         create_graph: Whether value and product can be differentiated again, by params, v or args.
             Inside torch.func transforms they always can.
-        strict: Raise where a parameter has no second derivative, instead of returning zero
+        strict: Raise if a parameter has no second derivative, instead of returning zero
             (reverse-over-reverse only).
         **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
@@ -93,9 +94,9 @@ def hvp(
     Raises:
         ArgumentTypeError, ArgumentValueError: for params, v or a value of the wrong kind, naming the
             leaf.
-        NoSecondDerivative: when the value does not depend on params, or was computed by a custom
-            Function that is `@once_differentiable`.
-        UnsupportedError: where torch has no derivative of an operation.
+        NoSecondDerivative: if the value does not depend on params, or comes from a custom Function
+            that is `@once_differentiable`.
+        UnsupportedError: if torch has no derivative of an operation.
     References:
         Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
     Example:
@@ -125,8 +126,8 @@ def ggn_vp(
         f = criterion(outputs(params))        G v = J^T H J v
 
     with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs. G is
-    positive semi-definite where the criterion is convex in the outputs. It is the Hessian without the
-    term of the outputs' own second derivatives.
+    positive semi-definite if the criterion is convex in the outputs. It is the Hessian without the term
+    with the second derivatives of the outputs.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
@@ -134,11 +135,11 @@ def ggn_vp(
         params: Where the matrix is taken; any pytree of floating-point tensors.
         v: The vector, with the structure, shapes and dtypes of params; a block of k vectors has a
             trailing dimension of k in every leaf.
-        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        batch: The batch that ``loss.outputs`` and ``loss.criterion`` take.
         mode: How J v is computed. "forward" runs the model once with tangents, and needs a
             forward-mode rule for every operation. "reverse" differentiates J^T u by u, needs none, and
             keeps its graph over a block of vectors. "auto" is "forward" for one vector, and "reverse"
-            for a block or where an operation has no forward mode. "finite-differences" is for
+            for a block or if an operation has no forward mode. "finite-differences" is for
             comparison, in float64.
         create_graph: Whether value and product can be differentiated again. Inside torch.func
             transforms they always can.
@@ -148,8 +149,8 @@ def ggn_vp(
     Raises:
         ArgumentTypeError: for a loss without ``outputs`` and ``criterion``, and for params, v or a
             value of the wrong kind.
-        NoSecondDerivative: where the outputs do not depend on params, or lose their graph.
-        UnsupportedError: where torch has no derivative of an operation.
+        NoSecondDerivative: if the outputs do not depend on params, or lose their graph.
+        UnsupportedError: if torch has no derivative of an operation.
     References:
         Schraudolph, Fast Curvature Matrix-Vector Products for Second-Order Gradient Descent, 2002.
     Example:
@@ -195,28 +196,27 @@ def fisher_vp(
         params: Where the matrix is taken; any pytree of floating-point tensors.
         v: The vector, with the structure, shapes and dtypes of params; a block of k vectors has a
             trailing dimension of k in every leaf.
-        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        batch: The batch that ``loss.outputs`` and ``loss.criterion`` take.
         kind: "exact", "mc" or "empirical", as above.
-        likelihood: The distribution p that the outputs parametrise: a function from outputs to a
-            `torch.distributions.Distribution`, whose batch_shape has the terms of the loss; or
-            "categorical" (logits, their classes in dimension 1 or the last, as the targets' shape
-            says), "bernoulli" (logits), "gaussian" (unit variance) or "poisson" (log rates). None
-            takes the one that belongs to the criterion, where that is one of torch's (cross entropy,
-            mean square, ...).
+        likelihood: The distribution p that the outputs parametrise. A function from outputs to a
+            `torch.distributions.Distribution` with the terms of the loss in its batch_shape; or
+            "categorical" (logits, with classes in dimension 1 or the last, as the targets' shape
+            tells), "bernoulli" (logits), "gaussian" (unit variance) or "poisson" (log rates). None:
+            the likelihood of the criterion, if it is one of torch's (cross entropy, mean square, ...).
         reduction: Whether the loss is the "mean" of its terms or their "sum" (then without 1/N).
-        num_samples: Draws for each example, of kind "mc".
-        generator: Of these draws; None is torch's global generator.
-        mode: How J v is computed: "auto", "forward", "reverse" or "finite-differences", which
-            `hoglib.ggn_vp` describes.
+        num_samples: Draws for each example with kind="mc".
+        generator: Makes these draws; None is torch's global generator.
+        mode: How J v is computed: "auto", "forward", "reverse" or "finite-differences", as in
+            `hoglib.ggn_vp`.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, F v), f the loss; F v has the structure of v.
     Raises:
         ArgumentTypeError: for a loss without ``outputs`` and ``criterion``.
-        ArgumentValueError: where no likelihood is given and the criterion does not determine one.
+        ArgumentValueError: if no likelihood is given and the criterion does not determine one.
         NonFiniteError: for outputs that are not finite.
-        UnsupportedError: for "exact" where torch has no KL divergence of the distribution, or one whose
-            second derivative is not the Fisher matrix.
+        UnsupportedError: for "exact", if torch has no KL divergence of the distribution, or the
+            divergence's second derivative is not the Fisher matrix.
     References:
         Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, sections 5 and 11.
     Example:
@@ -236,13 +236,13 @@ def fisher_vp(
 def _product(
     kind: CurvatureKind, func: Any, params: Any, v: Any, args: tuple[Any, ...], policy: Policy
 ) -> tuple[Tensor, Any]:
-    """The value, and the product of a matrix with v or with each vector of a block."""
+    """The value, and the product of a matrix with v, or with each vector of a block."""
     kind.check_loss(func, "func")
     if torch_internals.transforms_active():
-        # whatever differentiates the product from outside needs its graph
+        # An outer transform may differentiate the product.
         policy = policy._replace(create_graph=True)
     problem = Problem.of(policy, func, params, *args)
-    # of parameters that processes share the problem has the shards
+    # For DTensors the problem has the shards: v is compared with the whole tensors.
     leaves = pytree.leaves(params) if problem.placement.is_sharded else problem.leaves
     vector, block = validation.vectors("v", v, params, flat=(leaves, problem.structure))
     if problem.placement.is_sharded:
@@ -252,17 +252,17 @@ def _product(
         entered, vector = problem.entered(blocks), clone_inference_tensors(vector)
         vector = entered.placement.local_vector("v", vector)
         columns = vector[0].shape[-1] if block else 1
-        # before anything is gathered, in one all-reduce: processes that differ all raise
+        # One all-reduce before anything is gathered: if processes differ, all raise.
         call = kind, policy, func
         entered.placement.check_agreement(policy.caller, call, columns, vector, entered.leaves)
         point = linearizer(kind, around.captures)(entered, block)
         around.note_gradient(point.gradient)
         value, product = apply_block(point, vector, block)
     if not problem.placement.is_sharded:
-        # the search runs the loss again, for which it would need the other processes
+        # The search for a cause runs the loss again, which would need the other processes.
         warn_if_derivatives_not_finite(problem, value, product)
     if kind.mode == DIFFERENCES:
-        # they were computed in float64
+        # differences are computed in float64
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
     if not policy.create_graph:
         value, product = value.detach().clone(), [part.detach() for part in product]
@@ -270,7 +270,7 @@ def _product(
 
 
 def _refuse_sharded(policy: Policy, func: Callable[..., Any]) -> None:
-    """Raise for options and functions that DTensors among the parameters do not go with."""
+    """Raise for options and functions that do not work with DTensor parameters."""
     validation.refuse_transforms(policy.caller, "products of DTensors are taken outside of them.")
     for name, given in (("create_graph", policy.create_graph), ("compile", policy.backend)):
         if given:
@@ -283,7 +283,7 @@ def _refuse_sharded(policy: Policy, func: Callable[..., Any]) -> None:
 
 
 def _like_hessian(value: Any, options: object, params: Any, *args: Any) -> Any:
-    """The same of a matrix: its blocks, for each two leaves."""
+    """What a matrix looks like to torch.compile: a block for each two leaves."""
 
     def row(p: Tensor) -> Any:
         return pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)
@@ -335,35 +335,35 @@ def hessian(
 
         H[a][b][i, j] = d^2 func(params, *args) / d params[a][i] d params[b][j]
 
-    It is computed by rows, reverse-over-reverse, several at once: the graph of the gradient is recorded
+    Rows are computed by reverse-over-reverse, several at once: the graph of the gradient is recorded
     once, and vmap maps over its backward. (`torch.func.hessian` also maps over the forward pass, which
     is silently wrong in the rows of a LayerNorm's weight.) Operations that vmap cannot map take one row
-    after another. It takes P^2 numbers of memory for P numbers in params. Inside torch.func transforms
-    it is `jacfwd(grad)`, all at once. The inputs are not changed, and it works under no_grad and
+    after another. P numbers in params take P^2 numbers of memory. Inside torch.func transforms the
+    Hessian is `jacfwd(grad)`, all at once. The inputs are not changed; hessian works under no_grad and
     inference_mode.
 
     Args:
         func: The function ``func(params, *args)`` that returns a scalar.
         params: Where the Hessian is taken; any pytree of real floating-point tensors.
         *args: Further arguments of func, such as a batch.
-        blocks: Compute only the blocks on the diagonal, of params that are a dict by qualified name.
-            "parameter" is one block for each tensor, "module" one for the parameters of each module; a
-            function of the name returns the block that it belongs to; a list of lists of names is the
-            blocks themselves. H[a] then has the names that share a block with a.
+        blocks: Compute only the diagonal blocks; params must be a dict by qualified name. "parameter":
+            a block for each tensor. "module": a block for the parameters of each module. A function
+            returns the block of a name. A list of lists of names gives the blocks. H[a] then has the
+            names that share a block with a.
         chunk_size: Rows at once. Default: as many as take 32 MiB on a CPU, 1 GiB on another device, by
-            the size of the graph; on a CPU one, where that is faster.
+            the size of the graph; one on a CPU, if that is faster.
         create_graph: Whether H can be differentiated again.
-        **options: How func is evaluated, as :class:`hoglib.Options` describes it. Compiled, what all
-            rows share runs once; not with create_graph.
+        **options: How func is evaluated, as :class:`hoglib.Options` describes it. A compiled graph runs
+            once what all rows share; compile excludes create_graph.
     Returns:
         H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
         tensor.
     Raises:
         ArgumentTypeError, ArgumentValueError: for params, blocks or a value of the wrong kind.
-        NoSecondDerivative: when the value does not depend on params, or its gradient lost its graph.
-        UnsupportedError: where torch has no derivative of an operation.
+        NoSecondDerivative: if the value does not depend on params, or its gradient lost its graph.
+        UnsupportedError: if torch has no derivative of an operation.
     Shape:
-        - ``H[a][b]``: that of ``params[a]`` followed by that of ``params[b]``
+        - ``H[a][b]``: the shape of ``params[a]``, followed by the shape of ``params[b]``
     Example:
         >>> hog.hessian(lambda p: p[0] ** 2 * p[1], torch.tensor([1.0, 2.0]))
         tensor([[4., 2.],
@@ -392,26 +392,26 @@ def ggn(
 
         G = J^T H J
 
-    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs. It
-    takes one product for each number in params; the graph of the outputs is kept between them.
+    with J the Jacobian of the outputs by params and H the Hessian of the criterion by the outputs. Each
+    number in params takes a product; the graph of the outputs is kept between products.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
             ``criterion(outputs, batch)``.
         params: Where the matrix is taken; any pytree of real floating-point tensors.
-        batch: What ``loss.outputs`` and ``loss.criterion`` take.
+        batch: The batch that ``loss.outputs`` and ``loss.criterion`` take.
         blocks: Compute only the blocks on the diagonal: "parameter", "module", a function of a
             qualified name that returns its block, or a list of lists of names.
-        chunk_size: Products at once, as of `hessian`.
+        chunk_size: Products at once, as in `hessian`.
         **options: How the loss is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
-        G: for params a dict, a dict of dicts; ``G[a][b]`` has the shape of ``params[a]`` followed by
-        that of ``params[b]``.
+        G: for params a dict, a dict of dicts; ``G[a][b]`` has the shape of ``params[a]``, followed by
+        the shape of ``params[b]``.
     Raises:
         ArgumentTypeError: for a loss without ``outputs`` and ``criterion``, and for params of the wrong
             kind.
-        NoSecondDerivative: where the outputs do not depend on params, or lose their graph.
-        UnsupportedError: where torch has no derivative of an operation.
+        NoSecondDerivative: if the outputs do not depend on params, or lose their graph.
+        UnsupportedError: if torch has no derivative of an operation.
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
@@ -426,6 +426,7 @@ def ggn(
 
 
 def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]) -> Problem:
+    """The problem; raises for DTensors and complex parameters."""
     refuse_sharded(policy.caller, pytree.leaves(params))
     problem = Problem.of(policy, func, params, *args)
     for leaf in problem.leaves:
@@ -436,7 +437,7 @@ def _real_problem(policy: Policy, func: Any, params: Tree, args: tuple[Any, ...]
 def _matrix(
     kind: CurvatureKind, problem: Problem, params: Tree, blocks: Blocks, chunk_size: int | None
 ) -> Tree:
-    """The matrix in the structure of params, twice; with blocks as a dict of dicts."""
+    """The matrix, nested by the structure of params twice; with blocks a dict of dicts."""
     validation.none_or_at_least("chunk_size", chunk_size, 1)
     groups = groups_of(blocks, params)
     around = ring(problem.policy, problem.loss, around_graph=True)
@@ -444,7 +445,7 @@ def _matrix(
     with around as recomputed:
         entered = problem.entered(recomputed)
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
-            # vmap of reverse over reverse is silently wrong through normalization layers
+            # vmap of reverse-over-reverse is silently wrong through normalization layers.
             numbers = tuple(range(len(entered.leaves)))
             full = torch.func.jacfwd(torch.func.grad(entered, numbers), numbers)(*entered.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
@@ -453,7 +454,7 @@ def _matrix(
             around.note_gradient(point.gradient)
             if point.gradient is None:
                 entries = _by_products(point, entered.leaves, groups, chunk_size)
-            else:  # of a Hessian that is not captured
+            else:  # an eager Hessian, which has the graph of the gradient
                 value = point.gradient.value
                 entries = _by_rows(point.gradient, entered, groups, chunk_size)
     warn_if_derivatives_not_finite(problem, value, entries.values())
@@ -468,14 +469,17 @@ def _matrix(
 def _by_rows(
     gradient: Gradient, problem: Problem, groups: list[list[int]], size: int | None
 ) -> Entries:
-    """H[a][b] = d (df/dp_a) / dp_b for each pair of leaves in a group, by rows of the gradient by p_a
-    alone and to leaves of its group alone; of many rows H[b][a] is taken from H[a][b]."""
+    """H[a][b] = d (df/dp_a) / dp_b for each pair of leaves in a group, by rows.
+
+    A group with many rows computes one triangle: H[b][a] is then the transpose of H[a][b].
+    """
     policy, (_, p, grads, graph) = problem.policy, gradient
     entries: Entries = {}
-    # of one part of the gradient at a time: a product of the whole costs all leaves for each row
+    # Differentiate grads[a] alone, by the leaves of its group: the whole gradient would backpropagate
+    # through every leaf for each row.
     for group in groups:
         mirrored = sum(p[a].numel() for a in group) >= MIRRORED
-        # the largest leaf last, whose rows are then derivatives by itself alone
+        # The largest leaf last: its many rows are then differentiated only by that leaf.
         order = sorted(group, key=lambda a: p[a].numel()) if mirrored else group
         for place, a in enumerate(order):
             by, count = order[place:] if mirrored else group, p[a].numel()
@@ -483,7 +487,7 @@ def _by_rows(
             if part is None or not part.requires_grad or not count:
                 rows = [y.new_zeros(count, *y.shape) for y in columns]
             else:
-                part = dense(part)  # that of an embedding may be sparse
+                part = dense(part)  # an embedding's gradient may be sparse
                 product = partial(_row, part, columns, policy, graph)
                 held = partial(graph_bytes, [part])
                 with graph.backward_modes():
@@ -497,12 +501,14 @@ def _by_rows(
 
 
 def _units(leaf: Tensor, start: int, stop: int) -> Vector:
+    """The unit vectors start to stop of a leaf, as the list that `Rows.map` takes."""
     return [unit_rows(leaf, leaf.shape, start, stop)]
 
 
 def _row(
     part: Tensor, columns: Vector, policy: Policy, graph: GraphSummary, unit: Vector
 ) -> Vector:
+    """The derivative of unit . part by the leaves `columns`."""
     found = vjp([part], columns, unit, policy.caller, True, policy.create_graph, graph)
     return materialize_grads(found, columns)
 
@@ -510,7 +516,7 @@ def _row(
 def _by_products(
     point: LinearMap, leaves: Vector, groups: list[list[int]], size: int | None
 ) -> Entries:
-    """M[a][b] = (M e_b)[a] for each pair of leaves in a group, one product a column."""
+    """M[a][b] = (M e_b)[a] for each pair of leaves in a group, one product for each column."""
     entries: Entries = {}
     for group in groups:
         for b in group:

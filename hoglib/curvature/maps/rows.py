@@ -3,11 +3,12 @@
     rows = Rows(problem, "hessian", product, held_bytes, product)
     products = rows.map(lambda start, stop: vectors[start:stop], count)
 
-vmap maps over the vectors alone: the graph that they are multiplied by was recorded without it, so that
-layer norms are right, which `torch.func.hessian` differentiates wrongly. What has no rule for vmap
-raises, and runs one vector after another from then on. A rule that is wrong shows in a linear
-combination of the products, which is computed once more by itself: at the first call of a function at
-these shapes and with as many vectors, and on a CPU the second, the fourth, and so on.
+vmap maps over the vectors only. The graph that multiplies them was recorded without vmap, so that
+layer norms are right; `torch.func.hessian` also maps over the forward pass, and differentiates them
+wrongly. An operation without a batching rule raises; from then on products run one after another. A
+wrong batching rule shows in a linear combination of the products, which is compared with a single
+product: in the first call of a function at these shapes and with this number of vectors, and on a CPU
+also in the second, the fourth, and so on.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -28,28 +29,31 @@ from hoglib._core.torch_api.torch_modes import value_checks_on
 
 # (start, stop) -> the vectors in between, [stop - start, *shape]
 Chunk = Callable[[int, int], Vector]
-# Bytes of intermediate values that vectors side by side may take. On a CPU more leave its cache: a row
-# of the Hessian of an MLP of 128, batch 1,024 (5 MiB), takes 3.9 ms alone, 4.0 among 16, 7.6 among 128.
+# Bytes of intermediate values of all vectors side by side. On a CPU more leave its cache: a row of
+# the Hessian of an MLP of 128, batch 1,024 (5 MiB), takes 3.9 ms alone, 4.0 among 16, 7.6 among 128.
 AT_ONCE, AT_ONCE_ON_DEVICE = 2**25, 2**30
-ALONE = 2**21  # what a vector takes alone from which a CPU gains nothing
+ALONE = 2**21  # a CPU gains nothing if one vector takes more bytes
 
 
 @dataclass
 class _Known:
-    """What earlier calls have found."""
+    """What earlier calls have found out about a map."""
 
     calls: int = 0
-    side_by_side: bool = True
-    bytes: int = 0  # that one vector takes
+    side_by_side: bool = True  # whether vmap works, and is right
+    bytes: int = 0  # of intermediate values, for one vector
 
 
 @final
 class Rows(NamedTuple):
     """A linear map at a problem's point, for products with several vectors.
 
-    name: which map it is, among those of this problem. product: v -> A v, which keeps its graph and
-    reads no numbers. held_bytes: of the graph, about what one product takes. single: the product with
-    all checks.
+    Attributes:
+        problem: The loss and the point.
+        name: Identifies the map among the maps of this problem.
+        product: v -> A v. It keeps its graph and reads no numbers.
+        held_bytes: The bytes of the graph, about as many as one product takes.
+        single: v -> A v with all checks.
     """
 
     problem: Problem
@@ -59,16 +63,16 @@ class Rows(NamedTuple):
     single: Callable[[Vector], Vector]
 
     def _known(self, *numbers: int | None) -> _Known | None:
-        """What is known of this map, for these numbers of vectors; None where they are multiplied one
-        after another."""
+        """The record of this map for these numbers of vectors; None if it must multiply one after
+        another."""
         problem, policy = self.problem, self.problem.policy
         if (
             torch_internals.transforms_active()
             or not value_checks_on()
             or problem.placement.is_sharded
-            # its blocks run again, for more values than the graph holds
+            # blocks run again in backward, and take more than the graph holds
             or policy.remat is not False
-            # the derivative of vmap's rules, which is wrong for torch's own layer norm
+            # derivatives of batching rules are wrong for torch's own layer norm
             or (policy.create_graph and not policy.stand_ins)
         ):
             return None
@@ -78,29 +82,30 @@ class Rows(NamedTuple):
         return known if known is not None and known.side_by_side else None
 
     def map(self, chunk: Chunk, count: int, chunk_size: int | None = None, dim: int = 0) -> Vector:
-        """The products with `count` vectors, numbered by a dimension; chunk_size: how many at once."""
+        """The products with `count` vectors, stacked along dimension dim. chunk_size: how many at
+        once."""
         known = self._known(count, chunk_size) if count > 1 else None
         size, looks = 1, False
         if known is not None:
             known.calls += 1
-            # on a device the comparison waits
+            # A comparison waits for a device: one must do there.
             again = self.problem.leaves[0].device.type == "cpu"
             looks = not known.calls & (known.calls - 1) if again else known.calls == 1
             size = chunk_size or self._size(known, looks)
         products = []
         for start in range(0, count, size):
-            # matrix products with strided vectors take half as long again
+            # Contiguous: matrix products with strided vectors take 1.5 times as long.
             vectors = [x.contiguous() for x in chunk(start, min(start + size, count))]
             found = None
             if size > 1 and known is not None and known.side_by_side:
-                # the first ones, and the last where these are fewer
+                # compare the first chunk, and the last if it is smaller
                 own = looks and (not start or start + size > count)
                 found = self._side_by_side(vectors, known, own)
             products.append(found or self._one_by_one(vectors))
         return [_joined(parts, dim) for parts in zip(*products, strict=True)]
 
     def _size(self, known: _Known, looks: bool) -> int:
-        """As many as memory holds."""
+        """How many vectors fit side by side."""
         if looks:
             known.bytes = self.held_bytes()
         if self.problem.leaves[0].device.type != "cpu":
@@ -115,7 +120,7 @@ class Rows(NamedTuple):
         ]
 
     def _side_by_side(self, vectors: Vector, known: _Known, looks: bool) -> Vector | None:
-        """The products by vmap; None where it cannot, or is wrong."""
+        """The products by vmap; None if vmap fails or is wrong."""
 
         def product(*v: Tensor) -> tuple[Tensor, ...]:
             return tuple(self.product([*v]))
@@ -123,15 +128,16 @@ class Rows(NamedTuple):
         try:
             with torch_internals.without_fallback_warnings():
                 found: Any = torch.func.vmap(product, randomness="error")(*vectors)
-        except Exception as error:  # an error of the user's comes again
+        except Exception as error:  # one after another, the user's errors come again
+            # After running out of memory the next call may try again.
             known.side_by_side = isinstance(error, torch.OutOfMemoryError)
             LOGGER.debug("products one after another, because of %s", error)
             return None
         return [*found] if not looks or self._agrees(vectors, found, known) else None
 
     def _agrees(self, vectors: Vector, found: Iterable[Tensor], known: _Known) -> bool:
-        """Whether A (w V) = w (A V) for weights w."""
-        # neither equal nor of one sign
+        """Whether A (w V) = w (A V) for weights w. found: A V."""
+        # weights that are neither equal nor of one sign
         weights = torch.arange(1.0, len(vectors[0]) + 1, device=vectors[0].device).cos()
         combined = partial(torch.einsum, "k,k...->...")
         alone = self.single([combined(weights.to(v), v) for v in vectors])
@@ -140,26 +146,28 @@ class Rows(NamedTuple):
             w = weights.to(rows)
             size = combined(w.abs(), rows.detach().abs())
             right &= agree(a, combined(w, rows.detach()), DIGITS, terms=[size])
-        if not right:  # not to be told from here, where numbers are not finite
+        if not right:  # numbers that are not finite tell nothing
             known.side_by_side = not all(bool(a.isfinite().all()) for a in alone)
             LOGGER.debug("products one after another: those side by side are not the same")
         return right
 
 
 def unit_rows(like: Tensor, shape: torch.Size, start: int, stop: int) -> Tensor:
-    """The unit vectors of a shape from one number to another, [stop - start, *shape]."""
+    """The unit vectors of a shape, numbers start to stop, [stop - start, *shape]."""
     rows = like.new_zeros(stop - start, shape.numel())
     rows.diagonal(start).fill_(1)
     return rows.view(stop - start, *shape)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Chunks of products as one tensor, with the vectors along dimension dim."""
     moved = [x.movedim(0, dim) for x in parts]
     return moved[0].contiguous() if len(moved) == 1 else torch.cat(moved, dim)
 
 
 def _given(problem: Problem) -> list[Tensor]:
-    """The tensors that a function is called with, and those in its closure, which size the graph."""
+    """The tensors that a function takes or closes over: their shapes decide how large the
+    graph is."""
     func = problem.loss
     bound = (func.args, func.keywords) if isinstance(func, partial) else ()
     return [
