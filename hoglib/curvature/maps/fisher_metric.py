@@ -7,10 +7,9 @@
 with s_t = d(-log p(y_t)) / doutputs the score of a term, w = 1/T for the mean over T terms, and W = N
 for the mean over N examples; both are 1 for a sum.
 
-`columns` gives M as a sum of squares, M = sum_c s_c s_c^T, example by example. Examples are the rows of
-the outputs, n, and M is block-diagonal in them: one vector s_c like the outputs holds a column of the
-square root of every block, so that one backward pass of it gives the vector J_n^T s_cn of every example
-at once.
+`columns` yields vectors s_c with M = sum_c s_c s_c^T. Examples n are the rows of the outputs, and M has
+a block for each example. s_c is shaped like the outputs, and holds one column of the square root of
+every block: one backward pass gives J_n^T s_cn for all examples.
 
     exact        columns of the square root of each block, as many as an example has outputs
     mc           sqrt(w / S) times the score of each of S draws; without a likelihood S random sums of
@@ -80,13 +79,18 @@ FisherKind = Literal["exact", "mc", "empirical"]
 @final
 @dataclass(frozen=True)
 class FisherMetric(OutputMetric):
-    """The Fisher matrix of the likelihood of a loss, by its outputs.
+    """The Fisher matrix of a loss's likelihood, by the outputs.
 
-    kind: "exact", "mc" or "empirical". likelihood: outputs -> torch.distributions.Distribution whose
-    terms are the elements of its batch_shape; or "categorical" (logits [C], [N, C], or with the
-    classes in dimension 1 or the last, as the targets' shape says), "bernoulli" (logits), "gaussian"
-    (unit variance), "poisson" (log rates); or None, to take it from the criterion of the loss.
-    num_samples, generator: of "mc"; the seed, where it is given, takes the place of the generator.
+    Attributes:
+        kind: "exact", "mc" or "empirical".
+        likelihood: None, to take it from the criterion of the loss; a function from outputs to a
+            torch.distributions.Distribution with the terms as its batch_shape; or "categorical" (logits
+            [C], [N, C], or with classes in dimension 1 or the last, as the targets' shape tells),
+            "bernoulli" (logits), "gaussian" (unit variance), "poisson" (log rates).
+        reduction: "mean" or "sum" over the terms.
+        num_samples: Draws for each example, for "mc".
+        generator: Makes the draws, for "mc"; None is torch's own.
+        seed: Takes the place of the generator, if given.
     """
 
     kind: str = "exact"
@@ -108,7 +112,7 @@ class FisherMetric(OutputMetric):
 
     @property
     def counting(self) -> Counting:
-        """What the mean of M over a batch counts."""
+        """What the mean in M counts: the number that it divides by."""
         if self.kind == "empirical":
             return "examples"
         return "criterion" if self.likelihood is None else "terms"
@@ -128,7 +132,7 @@ class FisherMetric(OutputMetric):
         return lambda u, keep_graph: product(u)
 
     def _check_closed_form(self, caller: str) -> None:
-        """Raise for options that a loss with a Fisher matrix of its own does not have."""
+        """Raise for options that a loss with its own Fisher matrix does not take."""
         if self.likelihood not in (None, "categorical"):
             raise ArgumentValueError(
                 f"{caller}: expected likelihood=None or 'categorical' for a language model, "
@@ -141,8 +145,8 @@ class FisherMetric(OutputMetric):
             )
 
     def scores(self, composite: CompositeLoss, outputs: Vector) -> "Scores":
-        """The vectors whose squares are M at these outputs, for the kinds "mc" and "empirical"; as
-        `fisher_metric`."""
+        """The vectors with the squares that sum to M at these outputs, for "mc" and "empirical".
+        Raises what `fisher_metric` raises."""
         validation.refuse_transforms(composite.policy.caller, LOOP)
         at = _Outputs(composite.with_values(outputs), composite.batch)
         with _output_ring(at.own[0]):
@@ -151,15 +155,14 @@ class FisherMetric(OutputMetric):
         return found._replace(scores=scores)
 
     def closed_form(self, composite: CompositeLoss, ys: Vector) -> tuple[Likelihood, Weight] | None:
-        """The likelihood of the criterion and the weight of a term, where its family is known."""
+        """The likelihood of the criterion and the weight of a term; None without a closed form."""
         at = _Outputs(composite.with_values(ys), composite.batch)
         chosen, _, weight = _distribution(self, composite.loss, at)
         return None if chosen.family is None else (chosen, weight)
 
     def seeded(self) -> "FisherMetric":
-        """The metric with a seed, drawn by the generator: the same samples at each product."""
-        # a matrix that changes from product to product has no eigenvalues, and no solver converges on
-        # it
+        """The metric with a seed from the generator: every product then has equal samples."""
+        # A matrix that changes from product to product has no eigenvalues, and no solver converges.
         if not self.random:
             return self
         where = torch.device("cpu") if self.generator is None else self.generator.device
@@ -167,10 +170,11 @@ class FisherMetric(OutputMetric):
         return replace(self, seed=int(drawn))
 
     def for_batch(self, number: int) -> "FisherMetric":
-        # by the number of the batch, so that each process draws what one process alone would
+        # Seeded by the number of the batch: each process draws what one process alone would.
         return self if self.seed is None else replace(self, seed=self.seed + number)
 
     def random_numbers(self, device: torch.device) -> Generator | None:
+        """The generator for one batch: seeded if there is a seed."""
         if self.seed is None:
             return self.generator
         return torch.Generator(device).manual_seed(self.seed)
@@ -179,12 +183,12 @@ class FisherMetric(OutputMetric):
 def fisher_metric(options: FisherMetric, loss: object, outputs: Tree, batch: object) -> Metric:
     """M, as a function of a list of tensors like the floating-point leaves of outputs.
 
-    M is linear, symmetric and positive semi-definite, holds nothing larger than num_samples times the
-    outputs, and may be called any number of times, also under vmap; samples are drawn here, once. It
-    computes in float32 where outputs are in half precision. Products carry no graph.
-    Raises ArgumentValueError for a likelihood that is not known or has no Fisher matrix,
-    NonFiniteError for outputs that are not finite, UnsupportedError for "exact" where torch has no KL
-    divergence, or one whose second derivative is not the Fisher matrix.
+    M is linear, symmetric and positive semi-definite, and holds nothing larger than num_samples times
+    the outputs. It may be called any number of times, also under vmap; samples are drawn once, here.
+    Outputs in half precision are computed in float32. Products carry no graph. Raises
+    ArgumentValueError for a likelihood that is not known or has no Fisher matrix, NonFiniteError for
+    outputs that are not finite, and UnsupportedError for "exact" if torch has no KL divergence, or
+    one with a second derivative that is not the Fisher matrix.
     """
     at = _Outputs(outputs, batch)
     with _output_ring(at.own[0]):
@@ -202,17 +206,23 @@ def fisher_metric(options: FisherMetric, loss: object, outputs: Tree, batch: obj
 
 
 class Scores(NamedTuple):
-    """M = weight sum of s s^T over samples, and over examples n, if they are apart."""
+    """M = weight times the sum of s s^T over samples, and over examples if by_example."""
 
     scores: Vector  # [S, *leaf]
     weight: Weight
-    by_example: bool
+    by_example: bool  # whether M has a block for each row of the outputs
 
 
 @final
 class _Outputs:
-    """Outputs of a model at a batch: their floating-point tensors, which have to be real and finite, as
-    leaves, in float32 at least."""
+    """The outputs of a model at a batch.
+
+    Attributes:
+        own: Their floating-point tensors as leaves, in float32 at least; they must be real and finite.
+        constant: The outputs without a graph, with the values of own.
+        dtypes: The dtypes of the outputs themselves.
+        batch: The batch.
+    """
 
     def __init__(self, outputs: Tree, batch: object) -> None:
         for name, leaf in zip(pytree.paths(outputs), pytree.leaves(outputs), strict=True):
@@ -235,12 +245,12 @@ class _Outputs:
             )
 
     def rebuild(self, values: Vector) -> Tree:
-        """The outputs with other values for these tensors."""
+        """The outputs in their structure, with these values as the floating-point tensors."""
         return pytree.filled(self._outputs, values)
 
 
 def _output_ring(like: Tensor) -> ring:
-    """What stands around a criterion at outputs: it is differentiated without autocast."""
+    """The context of a criterion at outputs, without autocast."""
     devices = () if like.device.type == "meta" else (like.device.type,)
     return ring(Policy("fisher"), examine=False, autocast_off=devices)
 
@@ -257,24 +267,24 @@ def _distribution(
     p = likelihoods.make_distribution(chosen, constant)
     weight = likelihoods.weight(chosen, p, options.reduction)
     if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
-        # a criterion that refuses halves of the coordinates says nothing of them
+        # No warning for a criterion that refuses half of the coordinates.
         with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
             found_once(loss, ("terms", p.batch_shape), lambda: _warn_of_terms(loss, p, at))
     return chosen, p, weight
 
 
 def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
-    """Warn of a distribution whose coordinates are terms of their own, where the loss sums over them.
+    """Warn of a distribution with a term for each coordinate, if the loss sums over coordinates.
 
-    The loss is compared with those of the halves of the coordinates, of the outputs and of what in the
-    targets is like the terms.
+    This compares the loss with its values for the halves of the coordinates, of the outputs and of
+    targets shaped like the terms.
     """
     count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
     given = any(x.shape == shape for x in pytree.tensors(targets))
     joint = p.event_shape or isinstance(p, D.Independent)
     if count < 2 or not given or joint or getattr(p.support, "is_discrete", False):
         return True
-    # a loss that is the mean over coordinates is the mean of those of its halves; one that sums is not
+    # A mean over coordinates is the mean of its halves; a sum is not.
     half, width = shape[-1] // 2, shape[-1]
 
     def value(start: int, end: int) -> float:
@@ -298,8 +308,8 @@ def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
 
 
 def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs) -> Metric:
-    """M u in closed form, or by differentiating the gradient of w sum_t KL(p_t(outputs0) ||
-    p_t(outputs)) once more."""
+    """M u in closed form, or as the second derivative of w sum_t KL(p_t(outputs0) ||
+    p_t(outputs))."""
     own, family = at.own, likelihood.family
     if family is not None:
         f = own[0].detach()
@@ -322,14 +332,15 @@ def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outpu
 
     if not value_checks_on():
         return metric
-    with likelihoods.translate_divergence_errors(q):  # some appear in the second derivative only
+    # Some errors come only with the second derivative
+    with likelihoods.translate_divergence_errors(q):
         for part in (*used, *metric([torch.ones_like(leaf) for leaf in own])):
             validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.", late=True)
     return metric
 
 
 def _scores(options: FisherMetric, loss: object, at: _Outputs) -> Scores:
-    """Of the kinds "mc" and "empirical"."""
+    """The scores for "mc" and "empirical"."""
     if options.kind == "empirical":
         return _empirical(options, loss, at)
     return _sampled(options, *_distribution(options, loss, at), at)
@@ -338,8 +349,8 @@ def _scores(options: FisherMetric, loss: object, at: _Outputs) -> Scores:
 def _sampled(
     options: FisherMetric, likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs
 ) -> Scores:
-    """The terms are independent and their scores have mean zero, so that the square of the sum of the
-    scores of any group of them is, on average, the sum of their squares."""
+    """The scores of drawn targets. Terms are independent, and their scores have mean zero: the
+    squared sum over any group of terms is, on average, the sum of their squares."""
     family, count, own = likelihood.family, options.num_samples, at.own
     random = options.random_numbers(own[0].device)
     if family is not None:
@@ -356,6 +367,7 @@ def _sampled(
 
 
 def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
+    """The gradients of the criterion at the batch's own targets."""
     own = at.own
     if options.likelihood is not None:
         raise ArgumentValueError(
@@ -364,7 +376,7 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
         )
     likelihoods.check_reduction(loss, options.reduction)
     row = likelihoods.row_of(loss)
-    one = row is not None and row.family.classes and own[0].dim() == 1  # logits [C] of one example
+    one = row is not None and row.family.classes and own[0].dim() == 1  # logits [C]: one example
     sizes = {leaf.shape[:1] for leaf in own}
     if not one and (len(sizes) > 1 or not all(sizes)):
         shapes = ", ".join(str(tuple(leaf.shape)) for leaf in own)
@@ -379,21 +391,21 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
             "does not; look for .detach(), .item() or a torch.no_grad() in it."
         )
-    # those of the table are sums or means over examples
+    # Criteria of the table are sums or means over examples.
     if row is None and not one and value_checks_on():
         _refuse_coupled(loss, at)
     gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
     for part in gradient if value_checks_on() else ():
         advice = "The criterion's gradient has to exist at the outputs and targets of the batch."
         validation.finite("dloss/doutputs", part, advice, late=True)
-    # the gradient of a mean has 1/N in each d_n, so that M = N sum_n d_n d_n^T
+    # The gradient of a mean has 1/N in each d_n, so M = N sum_n d_n d_n^T.
     examples = 1 if one else own[0].shape[0]
     scores = [part.unsqueeze(0) for part in gradient]
     return Scores(scores, examples if options.reduction == "mean" else 1.0, not one)
 
 
 def _refuse_coupled(loss: Any, at: _Outputs) -> None:
-    """Raise, at the first outputs of their shapes, where a term depends on several examples."""
+    """Raise if a term depends on several examples; checked at the first outputs of each shape."""
     outputs = at.constant
     if row_count(outputs) != row_count(at.batch):
         return
@@ -404,7 +416,7 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
         with torch.no_grad():
             return loss.criterion(pytree.filled(rest, others), batch)
 
-    # goes along with the halves, to say which rows of the outputs they are
+    # Split along with the batch, it tells which rows of the outputs a half has.
     index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
     find = lambda: compare_halves(value, (outputs, at.batch, index)) or "unknown"  # noqa: E731
@@ -417,7 +429,8 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
 
 
 def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
-    """M u = weight sum_sn s_sn (s_sn . u_n), of scores [S, *leaf]; n are the examples, or one group."""
+    """M u = weight sum_sn s_sn (s_sn . u_n) for scores [S, *leaf]; n are the examples, or one
+    group."""
     samples = scores[0].shape[0]
     groups = scores[0].shape[1] if by_example else 1
     flat = [s.reshape(samples, groups, s[0].numel() // max(groups, 1)) for s in scores]
@@ -425,18 +438,18 @@ def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
     def metric(vector: Vector) -> Vector:
         pairs = [*zip(flat, vector, strict=True)]
         parts = [torch.einsum("snd,nd->sn", s, u.reshape(groups, s.shape[2])) for s, u in pairs]
-        # s . u first: the matrix s s^T is never there
+        # s . u first: the matrix s s^T is never formed.
         along = weight * sum(parts[1:], parts[0])
         return [torch.einsum("sn,snd->nd", along.to(s), s).reshape(u.shape) for s, u in pairs]
 
     return metric
 
 
-MOST = 2**28  # numbers in the blocks of M, that are computed where no closed form is known
+MOST = 2**28  # at most so many numbers in the blocks of M, without a closed form
 
 
 def examples_of(composite: CompositeLoss, outputs: Vector) -> int:
-    """How many examples the outputs are of: their leading dimension, or one for logits [C]."""
+    """The number of examples in the outputs: their leading dimension, or 1 for logits [C]."""
     row = likelihoods.row_of(composite.loss)
     if outputs[0].dim() == 0 or (row is not None and row.family.classes and outputs[0].dim() == 1):
         return 1
@@ -451,15 +464,15 @@ def examples_of(composite: CompositeLoss, outputs: Vector) -> int:
 
 
 def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> Iterator[Vector]:
-    """The vectors s_c.
+    """The vectors s_c, with M = sum_c s_c s_c^T.
 
-    For kind="exact" without a likelihood, M is the Hessian of the criterion by the outputs.
-    Raises ArgumentValueError for an M that is not positive semi-definite, and for outputs whose rows
-    are parts of examples.
+    For kind="exact" without a likelihood, M is the Hessian of the criterion by the outputs. Raises
+    ArgumentValueError for an M that is not positive semi-definite, and for outputs with several rows
+    of an example.
     """
     values, known = [y.detach() for y in outputs], None
     if metric.likelihood is None and metric.kind != "empirical":
-        with suppress(ArgumentValueError):  # no likelihood, or one with options: by its Hessian
+        with suppress(ArgumentValueError):  # no likelihood: by the criterion's Hessian
             known = metric.closed_form(composite, values)
     if metric.kind == "mc" and metric.likelihood is None and known is None:
         yield from _random_columns(metric, composite, values)
@@ -480,6 +493,7 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
 
 
 def _check_rows(composite: CompositeLoss, values: Vector) -> None:
+    """Raise for outputs with several rows of each example."""
     count, rows = row_count(composite.batch), examples_of(composite, values)
     if count and rows > count and rows % count == 0:
         raise ArgumentValueError(
@@ -493,7 +507,7 @@ def _check_rows(composite: CompositeLoss, values: Vector) -> None:
 def _diagonal_columns(
     likelihood: Likelihood, weight: Weight, output: Tensor, examples: int
 ) -> Iterator[Vector]:
-    """Of a family whose information is diagonal: one output of each example at a time."""
+    """s_c for a family with a diagonal information matrix: one output of each example at a time."""
     assert likelihood.family is not None
     f = upcast_half(output)
     root = (weight * likelihood.family.information(f, torch.ones_like(f))).sqrt()
@@ -509,7 +523,7 @@ def _class_columns(
 ) -> Iterator[Vector]:
     """diag(p) - p p^T is the sum over classes c of p_c (e_c - p)(e_c - p)^T.
 
-    The terms (positions) of an example are apart: each has columns of its own.
+    Each term (position) of an example has its own columns.
     """
     f = upcast_half(output)
     axis = likelihoods.class_axis(f)
@@ -530,7 +544,7 @@ def _class_columns(
 def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -> Iterator[Vector]:
     """Draws s_n = sum over c of e_nc s_nc / sqrt(S) with independent signs e, E[s s^T] = M / S.
 
-    For a criterion whose likelihood is not known, and which need not be one.
+    For a criterion without a known likelihood; it need not be a likelihood.
     """
     examples, draws = examples_of(composite, ys), metric.num_samples
     random = metric.random_numbers(ys[0].device)
@@ -562,7 +576,7 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
     found, fault = _judged_blocks(chosen, composite, ys)
     if fault:
         raise ArgumentValueError(f"{composite.policy.caller}(kind={metric.kind!r}): {fault}")
-    # what is negative was found to be rounding
+    # negative eigenvalues were found to be rounding
     root = found.Q * found.eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
     for i in range(total):
         column = found.like_outputs(root[:, :, i])
@@ -572,11 +586,11 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
 def _judged_blocks(
     chosen: OutputMetric, composite: CompositeLoss, ys: Vector
 ) -> tuple["_Blocks", str | None]:
-    """The blocks of M, and what is wrong with them."""
+    """The blocks of M, and a message on their fault, or None."""
     found = _Blocks(chosen, composite, ys)
     fault = found.fault()
-    # Where all examples are fitted, p - p^2 of p near 1 is rounding, which looks like a fault. float64
-    # tells them apart; a criterion with float32 tensors of its own may not take it.
+    # If all examples are fitted, p - p^2 with p near 1 is rounding, which looks like a fault. float64
+    # tells them apart, unless the criterion has float32 tensors of its own and refuses.
     for exact in ([y.double() for y in ys], ys) if fault else ():
         with suppress(HoglibError, RuntimeError, TypeError, ValueError):
             dtype = composite.criterion(*exact).dtype
@@ -586,12 +600,12 @@ def _judged_blocks(
     return found, fault
 
 
-SHRUNK = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
+SHRUNK = (1 / 2, 1 / 4, 1 / 8, 1 / 16)  # the t of `_size_of_terms`
 
 
 @final
 class _Blocks:
-    """The blocks of M at outputs, [N, n, n], their eigenvalues and eigenvectors."""
+    """The blocks of M at outputs, [N, n, n], with their eigenvalues and eigenvectors Q."""
 
     def __init__(self, chosen: OutputMetric, composite: CompositeLoss, ys: Vector) -> None:
         self._at, self._ys = partial(chosen.at, composite), ys
@@ -607,12 +621,12 @@ class _Blocks:
         self.eigenvalues, self.Q = symmetric_eigen(self._blocks)
 
     def like_outputs(self, rows: Tensor) -> Vector:
-        """Rows [N, n] like the outputs."""
+        """Rows [N, n] in the shapes and dtypes of the outputs."""
         pairs = zip(rows.split(self._sizes, 1), self._ys, strict=True)
         return [part.reshape(y.shape).to(y.dtype) for part, y in pairs]
 
     def _product_at(self, ys: Vector) -> Callable[[Tensor], Tensor]:
-        """M at outputs, as a function of rows [N, n]."""
+        """M at these outputs, as a function of rows [N, n]."""
         with _output_ring(ys[0]):
             product = self._at(ys)
 
@@ -623,9 +637,11 @@ class _Blocks:
         return of_rows
 
     def fault(self, criterion_dtype: torch.dtype | None = None) -> str | None:
-        """Why the square roots of these blocks are not M's, as the end of a message.
+        """Why these blocks have no square root that gives M, as the end of a message; None if they
+        have.
 
-        criterion_dtype: Allow for rounding, in this dtype, of terms of M that cancel at these outputs.
+        criterion_dtype: Allow for rounding, in this dtype, of terms of M that cancel at these
+        outputs.
         """
         random = torch.Generator().manual_seed(0)
         u = torch.randn(
@@ -658,9 +674,10 @@ class _Blocks:
     def _size_of_terms(self, u: Tensor) -> float:
         """The largest t |M(t outputs) u| for some t < 1.
 
-        A softmax of outputs that fit all examples is one-hot, where M vanishes; with smaller outputs it
-        is not. Never at zero: the Hessian of normalised outputs is infinite there, and anything would
-        be rounding beside it; here it is at most 1 / t times that at the outputs.
+        At outputs that fit all examples a softmax is one-hot, and M vanishes; at smaller outputs it
+        does not. Not at t = 0: the Hessian of a criterion that normalises its outputs is infinite
+        there, so that anything would pass for rounding; at t outputs it is at most 1 / t times as
+        large as at the outputs.
         """
         found = [0.0]
         for t in SHRUNK:

@@ -1,9 +1,9 @@
-"""Which distribution a loss is the negative log-likelihood of, its terms, samples and scores.
+"""The distribution that a loss is the negative log-likelihood of: its terms, samples and scores.
 
     loss = w sum_t -log p(y_t | outputs)        w = 1/T for the mean over terms, 1 for their sum
 
-A term is one element of the distribution's batch_shape. Likelihoods with a name are exponential
-families in their natural parameters, in closed form.
+A term is one element of the distribution's batch_shape. Named likelihoods are exponential families in
+their natural parameters, in closed form.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,9 +41,12 @@ Weight = float | Tensor
 class Family(NamedTuple):
     """An exponential family in its natural parameters f, in closed form, right at any finite f.
 
-    distribution(f) has a term for each element of f, or, if `classes`, for each of its rows along
-    `class_axis(f)`. information(f, u) is the Fisher matrix of the sum of all terms times u, and
-    score(f, y) = d(-log p(y))/df for samples y, which have one more leading dimension than the terms.
+    Attributes:
+        distribution: f -> the distribution. It has a term for each element of f, or with `classes` for
+            each row of f along the dimension of the classes.
+        information: (f, u) -> the product of u with the Fisher matrix of the sum of all terms.
+        score: (f, y) -> d(-log p(y))/df for samples y, which have a leading dimension before the terms.
+        classes: Whether f has a dimension of classes.
     """
 
     distribution: Callable[[Tensor], D.Distribution]
@@ -58,8 +61,8 @@ def class_axis(f: Tensor) -> int:
 
 
 def _validate_args(f: Tensor) -> bool | None:
-    """Torch's default; but False while a graph is captured, which has no values to validate, and on a
-    device, which would wait: outputs are checked once, together."""
+    """The option of distributions: torch's default on a CPU. Off in a captured graph, which has no
+    values, and on a device, which would wait: outputs are checked once, together."""
     return None if value_checks_on() and f.device.type == "cpu" else False
 
 
@@ -68,7 +71,7 @@ def _normal(f: Tensor, scale: float) -> D.Distribution:
 
 
 def _categorical(axis_of: Callable[[Tensor], int]) -> Family:
-    """The family of logits f whose classes are in dimension axis_of(f)."""
+    """The family of logits f with classes in dimension axis_of(f)."""
 
     def distribution(f: Tensor) -> D.Distribution:
         return D.Categorical(logits=f.movedim(axis_of(f), -1), validate_args=_validate_args(f))
@@ -88,7 +91,7 @@ def _categorical(axis_of: Callable[[Tensor], int]) -> Family:
     return Family(distribution, information, score, True)
 
 
-# p (1 - p) as s(f) s(-f), which does not cancel where p is nearly 1
+# p (1 - p) as s(f) s(-f), which does not cancel for p near 1.
 FAMILIES: dict[str, Family] = {
     "categorical": _categorical(class_axis),
     "bernoulli": Family(
@@ -112,19 +115,19 @@ class Likelihood(NamedTuple):
     """The distribution of the targets, given the outputs."""
 
     distribution: Callable[[Tree], D.Distribution]
-    family: Family | None = None  # where there is a closed form
-    counted: Tensor | None = None  # the terms that are not masked; None for all of them
+    family: Family | None = None  # the closed form, if there is one
+    counted: Tensor | None = None  # whether each term counts; None: all do
 
 
 class Criterion(NamedTuple):
-    """A criterion that is a negative log-likelihood."""
+    """A criterion of torch or hoglib that is a negative log-likelihood."""
 
-    name: str
+    name: str  # the name of torch's function
     family: Family
-    functions: tuple[Callable[..., Tensor], ...]
-    modules: tuple[type[nn.Module], ...]
-    required: Mapping[str, Any] = {}  # options, with the one value at which it is a likelihood
-    free: tuple[str, ...] = ()  # options of any value
+    functions: tuple[Callable[..., Tensor], ...]  # the functions that compute the criterion
+    modules: tuple[type[nn.Module], ...]  # the modules that do
+    required: Mapping[str, Any] = {}  # option: the only value that makes a likelihood
+    free: tuple[str, ...] = ()  # options that may have any value
 
 
 _LEGACY = {"size_average": None, "reduce": None}
@@ -155,11 +158,11 @@ CRITERIA: tuple[Criterion, ...] = (
 
 
 def specified(likelihood: object, loss: object, outputs: Tree, batch: object) -> Likelihood:
-    """The likelihood of the user: by its name, or as a function of the outputs."""
+    """The likelihood that the user gave, by name or as a function of the outputs."""
     if isinstance(likelihood, str):
         family = FAMILIES[validation.choice("likelihood", likelihood, FAMILIES)]
         result = _of_family(family, f"likelihood={likelihood!r}", outputs)
-        # dimension 1 of logits [B, T, V] would give the matrix of another distribution
+        # Classes in dimension 1 of logits [B, T, V] would be another distribution.
         if family.classes and outputs.dim() > 2 and _classes_last(loss, outputs, batch):
             return Likelihood(CLASSES_LAST.distribution, CLASSES_LAST)
         return result
@@ -183,10 +186,10 @@ def token_axis(loss: object, outputs: Tree, batch: object) -> int:
 def _classes_last(loss: object, f: Tensor, batch: object) -> bool:
     """Whether the classes of logits are in the last dimension, not in dimension 1, by the targets.
 
-    Targets are indices of classes, and have the shape of the logits without the classes' dimension.
-    Raises ArgumentValueError where both dimensions fit or none.
+    Targets are indices of classes, shaped like the logits without the dimension of the classes.
+    Raises ArgumentValueError if both dimensions fit, or neither does.
     """
-    if row_of(loss) is not None:  # torch's criteria have the classes in dimension 1
+    if row_of(loss) is not None:  # torch's own criteria: dimension 1
         return False
     shapes = {"1": (*f.shape[:1], *f.shape[2:]), "last": tuple(f.shape[:-1])}
     targets = loss.targets(batch) if hasattr(loss, "targets") else None
@@ -206,10 +209,10 @@ def _classes_last(loss: object, f: Tensor, batch: object) -> bool:
 
 
 def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood:
-    """The likelihood of which the criterion of a loss is the negative logarithm, by the table above.
+    """The likelihood that the criterion of a loss is the negative logarithm of, by `CRITERIA`.
 
-    Raises ArgumentValueError for a criterion that is not in the table, or has options with which it is
-    no likelihood, and for a reduction that differs from the criterion's.
+    Raises ArgumentValueError for a criterion that is not in the table, for options that make it no
+    likelihood, and for a reduction that differs from the criterion's.
     """
     row = row_of(loss)
     criterion = getattr(loss, "user_criterion", None)
@@ -248,12 +251,12 @@ def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood
 
 
 def weight(likelihood: Likelihood, p: D.Distribution, reduction: str) -> Weight:
-    """The factor w before the sum over terms."""
+    """The factor w of the sum over terms."""
     if reduction != "mean":
         return 1.0
     counted, total = likelihood.counted, cast(Any, p.batch_shape.numel())
     known = total
-    if counted is not None:  # a tensor, where nothing reads it: on a device, in a graph
+    if counted is not None:  # stays a tensor if nothing reads it: on a device, in a captured graph
         total = counted.sum(dtype=torch.float64)
         known = read_late(("terms", counted.shape), total) if value_checks_on() else None
         total = float(total) if known is total else total
@@ -267,7 +270,7 @@ def weight(likelihood: Likelihood, p: D.Distribution, reduction: str) -> Weight:
 
 
 def mask(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """1 where a term counts and 0 where not, to multiply a tensor like f with."""
+    """1 for a term that counts, else 0, to multiply a tensor like f with."""
     if likelihood.counted is None:
         return f.new_ones(())
     return likelihood.counted.to(f).unsqueeze(class_axis(f))
@@ -278,7 +281,7 @@ _OF_MODULE: dict[Any, Criterion] = {module: row for row in CRITERIA for module i
 
 
 def row_of(loss: object) -> Criterion | None:
-    """The row of the table that the criterion of a loss belongs to."""
+    """The row of `CRITERIA` for the criterion of a loss; None for other criteria."""
     criterion = getattr(loss, "user_criterion", None)
     called = criterion.func if isinstance(criterion, partial) else criterion
     # not isinstance: a subclass may compute something else
@@ -286,7 +289,7 @@ def row_of(loss: object) -> Criterion | None:
 
 
 def check_reduction(loss: object, reduction: str) -> None:
-    """Raise where the criterion has a `reduction` that differs; "batchmean" is a mean over examples."""
+    """Raise if the criterion's own `reduction` differs; "batchmean" is a mean over examples."""
     criterion = getattr(loss, "user_criterion", None)
     if criterion is None:
         return
@@ -305,8 +308,8 @@ def check_reduction(loss: object, reduction: str) -> None:
 
 
 def example_counts(loss: Any, batch: Any) -> Tensor | None:
-    """What each example adds to the number by which a mean divides, [N]: by the loss itself, or for a
-    criterion of the table the class weights of the targets that are not ignored; None for others."""
+    """What each example adds to the denominator of a mean, [N]: by the loss itself, or for a
+    criterion of the table the class weights of targets that are not ignored. None if unknown."""
     batch = as_dict(batch)
     count, row = row_count(batch), row_of(loss)
     if count and hasattr(loss, "batch_size"):
@@ -325,43 +328,44 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     def counts() -> Tensor:
         own = target.cpu()
         kept = own != ignored
-        # sums of float32 weights would lose digits that the mean divides by
+        # float64: a mean divides by this sum.
         each = kept.double()
         if weights is not None:
-            # an ignored label may lie beyond the classes
+            # An ignored label may lie beyond the classes.
             each *= weights.detach().cpu().double()[own.where(kept, 0)]
         return each.reshape(count, -1).sum(1)
 
-    # inference tensors have no version by which they would be known again
+    # The cache needs a version counter, which inference tensors lack.
     if target.device.type == "cpu" or target.is_inference():
         return counts()
     key = ("counts", target._version, ignored, id(weights), getattr(weights, "_version", 0))
-    return found_once(target, key, counts)  # a device would wait in each pass
+    return found_once(target, key, counts)  # else every pass would wait for the device
 
 
-# what each batch of a mean counts: as the loss does, terms of a given distribution, or examples
+# What a mean over a batch divides by: the criterion's denominator, the number of terms of a given
+# distribution, or the number of examples.
 Counting = Literal["criterion", "terms", "examples"]
 Relation = Literal["mean", "sum", "weighted", "mean and sum", "coupled"]
 
 
-CLOSE = Rule(1e2)  # a number is fitted, which may come near anything that changes little
+CLOSE = Rule(1e2)  # t is fitted, so it can come near any loss that changes little
 
 
 def relation_of_halves(
     values: Sequence[Sequence[float]], share: float, dtype: torch.dtype
 ) -> Relation | None:
-    """How the loss L of a batch is made of those of its halves, l and m, at several points.
+    """How the loss L of a batch follows from the losses l and m of its halves, at several points.
 
-    mean      L = s l + (1 - s) m, with the share s of the first half in the examples
-    sum       L = l + m
-    weighted  L = t l + (1 - t) m, with another t in [0, 1]: a mean that counts something else
-    coupled   anything else, as a contrastive loss; None if there is nothing to compare
+        mean      L = s l + (1 - s) m, with the share s of the first half in the examples
+        sum       L = l + m
+        weighted  L = t l + (1 - t) m, with another t in [0, 1]: a mean with another denominator
+        coupled   anything else, such as a contrastive loss; None if there is nothing to compare
 
-    See :func:`_is_mean_and_sum` for a mean and a sum that are added.
+    `_is_mean_and_sum` recognises a mean plus a sum. values: (L, l, m) at each point.
     """
     found = [v for v in values if isfinite(v[0])]
     for L, *parts in found:
-        if not all(map(isfinite, parts)):  # 0 / 0: nothing in that half counts
+        if not all(map(isfinite, parts)):  # 0 / 0: a half without a term that counts
             other = next(filter(isfinite, parts), nan)
             return "weighted" if agree(L, other, DERIVATIVES, dtype=dtype) else None
     made: dict[Relation, Callable[[float, float], float]] = {
@@ -376,7 +380,7 @@ def relation_of_halves(
     for name, make in made.items():
         rule = CLOSE if name == "weighted" else DERIVATIVES
         if all(agree(L, make(a, b), rule, terms=(a, b), dtype=dtype) for L, a, b in found):
-            # losses that are all zero are the sum, the mean and whatever of their halves
+            # Losses that are all zero fit every relation: they tell nothing.
             return name if any(map(any, found)) else None
     return "coupled" if found else None
 
@@ -384,10 +388,11 @@ def relation_of_halves(
 def compare_halves(
     at: Callable[[int, Any], Tensor], batch: object, value: Tensor | None = None
 ) -> Relation | None:
-    """How the loss of a batch is made of those of its halves, at the point and at others near it.
+    """How the loss of a batch follows from the losses of its halves, at the point and at points
+    nearby.
 
-    at(seed, batch): the loss at the point of seed 0, or at another. None where that cannot be told: of
-    batches without rows, and of losses that draw random numbers.
+    at(seed, batch): the loss at the point for seed 0, at another point near it for other seeds. None
+    if it cannot be told: for batches without rows, and for losses that draw random numbers.
     """
     count = row_count(batch) or 0
     if count < 2:
@@ -405,14 +410,14 @@ def compare_halves(
             value = at(0, batch) if value is None else value
             before = generator_state(value.device)
             first = [float(value), *(float(at(0, part)) for part in parts[1:])]
-            # the loss drew numbers: it differs from part to part for that alone
+            # The loss draws random numbers: halves differ by these alone.
             if not torch.equal(before, generator_state(value.device)):
                 return None
             if relation_of_halves([first], share, value.dtype) == "mean":
                 return "mean"
-            # a loss that vanishes here is made of its halves in every way: points nearby decide
+            # A loss that vanishes here fits every relation: points nearby decide.
             others = [values(seed) for seed in (1, 2, 3)]
-    except Exception as error:  # rows of this batch are no examples
+    except Exception as error:  # rows of this batch are not examples
         LOGGER.debug("the halves of a batch were not compared: %s", error)
         return None
     finite = [other for other in others if isfinite(other[0])]
@@ -425,11 +430,13 @@ def compare_halves(
 def _is_mean_and_sum(
     at: Callable[[int, Any], Tensor], batch: object, count: int, dtype: torch.dtype
 ) -> bool:
-    """Whether a loss is a mean over examples plus a sum over them, as a summed penalty of outputs.
+    """Whether a loss is a mean over examples plus a sum over them, as with a summed penalty on
+    outputs.
 
-    With the halves l, m of a batch of loss L, L - (l + m) / 2 is half of its sum over examples. So
+    If l and m are the losses of the halves of a batch with the loss L, L - (l + m) / 2 is half of the
+    sum over the batch. So, with the losses of the quarters,
 
-        L - (l + m) / 2 = [l - (l_1 + l_2) / 2] + [m - (m_1 + m_2) / 2]    with the halves of halves
+        L - (l + m) / 2 = [l - (l_1 + l_2) / 2] + [m - (m_1 + m_2) / 2]
     """
     quarter = count // 4
     cuts = [(0, 4), (0, 2), (2, 4), (0, 1), (1, 2), (2, 3), (3, 4)]
@@ -440,12 +447,13 @@ def _is_mean_and_sum(
         terms = (L, a, b, *quarters)
         if not agree(whole, halves, DERIVATIVES, terms=terms, dtype=dtype):
             return False
-    # a mean alone has none
+    # a mean alone has no sum over the batch
     return not agree(whole, 0.0, DERIVATIVES, terms=terms, dtype=dtype)
 
 
 def nearby(tensors: Sequence[Tensor], seed: int) -> Vector:
-    """The tensors, for seed 0, or others near them: a loss that vanishes here tells nothing."""
+    """The tensors for seed 0, tensors near them for other seeds: a loss that vanishes at a point
+    tells nothing there."""
     if not seed:
         return list(tensors)
     random = torch.Generator().manual_seed(seed)
@@ -455,16 +463,18 @@ def nearby(tensors: Sequence[Tensor], seed: int) -> Vector:
 
 
 def _all_options(criterion: Callable[..., Any]) -> dict[str, Any]:
-    """Those of a function, partial or module, with class weights."""
+    """The options of a function, partial or module, with class weights."""
     buffers = criterion._buffers if isinstance(criterion, nn.Module) else {}
     return {**_options(criterion), **buffers}
 
 
 def _options(func: object) -> Mapping[str, Any]:
+    """The keywords of a partial, or the attributes of a module."""
     return func.keywords if isinstance(func, partial) else getattr(func, "__dict__", {})
 
 
 def _check_options(row: Criterion, criterion: Any) -> None:
+    """Raise for options that make the criterion no likelihood."""
     options = _all_options(criterion)
     if isinstance(criterion, partial):
         unknown = sorted(options.keys() - row.required.keys() - {*row.free, "reduction"})
@@ -527,11 +537,11 @@ def make_distribution(likelihood: Likelihood, outputs: Tree) -> D.Distribution:
 def sample(
     likelihood: Likelihood, p: D.Distribution, count: int, outputs: Tree, random: Generator | None
 ) -> Tensor:
-    """Samples [count, *terms, *event] of p, the distribution at the outputs, by a generator, or by
-    torch's own for None. They are drawn where the generator is: the same numbers on every device.
+    """Samples [count, *terms, *event] of p, the distribution at the outputs.
 
-    The samplers of torch.distributions take no generator, so its state becomes that of torch's own
-    while they run.
+    random: the generator; None is torch's own. Samples are drawn on the generator's device, so that
+    they are equal on every device. The samplers of torch.distributions take no generator: torch's own
+    has this generator's state while they run.
     """
     context: AbstractContextManager[Any] = nullcontext()
     device = next(x.device for x in pytree.tensors(outputs) if x.is_floating_point())
@@ -551,10 +561,11 @@ def sample(
 
 
 def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, bool]:
-    """d(-log p(y))/doutputs for each sample, summed over terms; and whether they separate by example.
+    """d(-log p(y))/doutputs for each sample, summed over terms; and whether scores separate by
+    example.
 
-    They do if the terms, and every leaf, have one leading dimension, and the terms of an example
-    depend on the outputs of that example only.
+    They do if the terms and every leaf have one leading dimension, and if the terms of an example
+    depend only on the outputs of that example.
     """
 
     def gradient(y: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -573,9 +584,9 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     examples = q.batch_shape[:1]
     if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):
         return stacked, False
-    # No two weights are alike: a term's gradient by another example's outputs has the wrong one.
-    # Multiples of the golden ratio, modulo 1, keep apart however many there are (Knuth, The Art of
-    # Computer Programming, volume 3, section 6.4).
+    # All weights differ: a term's gradient by another example's outputs would have the wrong one.
+    # Multiples of the golden ratio, modulo 1, stay apart for any number (Knuth, The Art of Computer
+    # Programming, volume 3, section 6.4).
     order = torch.arange(examples[0], dtype=torch.float64, device=own[0].device)
     weights = 1 + (order * 0.6180339887498949).frac()
     for whole, weighted in zip(each[0], gradient(samples[0], weights), strict=True):
@@ -586,7 +597,8 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
 
 
 def refuse_moving_support(q: D.Distribution) -> None:
-    """Raise where the support depends on the outputs: without E[s] = 0 there is no Fisher matrix."""
+    """Raise if the support depends on the outputs: E[s] is then not 0, and there is no Fisher
+    matrix."""
     try:
         support = q.support
     except NotImplementedError:
@@ -599,10 +611,11 @@ def refuse_moving_support(q: D.Distribution) -> None:
 
 
 def refuse_wrong_divergence(q: D.Distribution) -> None:
-    """Raise where autograd's second derivative of torch's KL(p || q) is not the Fisher matrix.
+    """Raise if autograd's second derivative of torch's KL(p || q) is not the Fisher matrix.
 
-    For Laplace it is zero by the location, because the derivative of |x| at 0 is. The divergence of a
-    TransformedDistribution is that of its bases, which is right only if the transforms are constant.
+    For Laplace it is zero by the location, because the derivative of |x| at 0 is 0. For a
+    TransformedDistribution torch takes the divergence of the base distributions, which is right only
+    if the transforms are constant.
     """
     part: Any = q
     while part is not None:
@@ -622,7 +635,8 @@ def refuse_wrong_divergence(q: D.Distribution) -> None:
 
 @contextmanager
 def translate_divergence_errors(q: D.Distribution) -> Iterator[None]:
-    """Explain errors where torch has no KL divergence, or none with a second derivative."""
+    """Explain the errors of a distribution without a KL divergence, or without its second
+    derivative."""
     try:
         yield
     except ArgumentValueError:
@@ -645,7 +659,7 @@ def refuse_constant() -> None:
 
 
 def _differentiable(value: object) -> bool:
-    """Whether a tensor in a constraint or transform, or in the parts of one, requires grad."""
+    """Whether a tensor requires grad, also inside a constraint, a transform or a sequence."""
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, list | tuple):

@@ -1,7 +1,8 @@
-"""Second derivatives of functions in their inputs, at many points, by nested derivatives.
+"""Second derivatives of functions by their inputs, at many points, by nested derivatives.
 
 A probe is the index i of an element of a point, and stands for d^2 f / dx_i^2; or a tensor v like x,
-and stands for v^T H v at each point. Each route computes values and the weighted sums over the probes.
+and stands for v^T H v at each point. Each route computes values and the weighted sums over the
+probes.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,23 +41,24 @@ _disable_current_modes = private("torch.utils._python_dispatch._disable_current_
 
 Probe = int | Tensor
 Weighted = tuple[Probe, Any]  # a probe, and the factor of its term: a number or a tensor
-Layout = Callable[[bool], Sequence[Weighted]]  # by whether x is many points, or one
+# Whether x is many points -> the probes and their weights
+Layout = Callable[[bool], Sequence[Weighted]]
 Function = Callable[[Tensor], Tensor]
 CALLER = "laplacian"
-TOLERANCE = 1e-6  # of the gradient by the sample's own points
+TOLERANCE = 1e-6  # relative to the gradient by a sample's own points
 
 
 def by_reverse(
     func: Function, x: Tensor, directions: Layout, keep: bool, always: bool
 ) -> tuple[Tensor, Tensor]:
-    """sum_r w_r v_r^T H v_r in reverse over reverse: one run of func, one gradient, and a backward pass
-    for each probe.
+    """sum_r w_r v_r^T H v_r in reverse over reverse: one run of func, one gradient, and a backward
+    pass for each probe.
 
-    directions: the probes and their weights, for many points or for one. keep: the results can be
-    differentiated, if something requires a gradient; always: even if nothing does.
+    directions: the probes and their weights, for many points or for one. keep: whether the results
+    can be differentiated, if something requires a gradient; always: even if nothing does.
     """
-    # the stand-ins are on while func runs, and a backward that needs them: each torch call takes a
-    # microsecond longer where they are
+    # Stand-ins are on only while func runs, and in a backward that needs them: they make each torch
+    # call a microsecond slower.
     with without_stand_ins() as suspended:
         (own,) = fresh_leaves([x], keep)
         with suspended.resumed():
@@ -68,7 +70,8 @@ def by_reverse(
         with suspended.resumed() if graph.needs_stand_ins else nullcontext():
             points, outputs, probes = _sizes(x, value, directions)
             y = value.reshape(points, outputs)
-            # all at once takes twice the passes where no graph is kept: pays from four outputs on
+            # Without a graph all outputs at once take twice the passes of one: this pays from four
+            # outputs on.
             together = outputs > (1 if keep else 3) and y.dtype == x.dtype
             together = together and not torch_internals.tracing()
             result = _of_all_outputs(y, own, probes, keep) if together else None
@@ -79,7 +82,7 @@ def by_reverse(
     warn_if_not_finite(CALLER, value, [result], lambda z: func(z).sum(), [x], preserve_random_state)
     if not keep:
         return value.detach().clone(), result.detach()
-    if not result.requires_grad:  # a constant, from which a loss can still go backward
+    if not result.requires_grad:  # constant: add zeros with a graph, for a loss to go backward
         result = result + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
     return value, result
 
@@ -99,14 +102,14 @@ def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Weighted], keep: boo
 def _of_all_outputs(
     y: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool
 ) -> Tensor | None:
-    """All outputs in the passes of one.
+    """The sums for all outputs, in the passes of one output.
 
         S(u)_n = sum_c u_nc L_nc, computed with the cotangents u; linear in them, so L = dS/du
 
-    None where that last derivative is not right, because torch lacks it or a custom Function detaches
-    it: then sum_c u_nc dS/du_nc is not S.
+    None if dS/du is not right, because torch lacks it or a custom Function detaches it: then sum_c
+    u_nc dS/du_nc is not S.
     """
-    # different for each output: equal ones cancel for a softmax, whose sum is constant
+    # Different cotangents for each output: equal ones cancel for a softmax, which has a constant sum.
     weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
     u = weights.expand_as(y).clone().requires_grad_()
     gradient = _gradient(y, own, u)
@@ -121,7 +124,7 @@ def _of_all_outputs(
             term = _weighted(term, weight)
             size = size + term.detach().abs()
             S = S + (term if keep else term.detach())
-            if term.requires_grad and not keep:  # frees what the pass holds
+            if term.requires_grad and not keep:  # now, which frees the graph of this pass
                 L = L + torch.autograd.grad(term, u, ones, retain_graph=True)[0]
         if S.requires_grad:
             (L,) = torch.autograd.grad(S, u, ones, create_graph=True)
@@ -148,6 +151,7 @@ def _gradient(y: Tensor, own: Tensor, cotangents: Tensor) -> Tensor:
 
 
 def _independent_error() -> Exception:
+    """The error for a value that does not depend on x."""
     return NoSecondDerivative(
         "func(x, *args): expected a value that depends on x, got one that does not; look for "
         ".detach(), .item(), .data or a torch.no_grad() in func, and for a func that uses other "
@@ -156,14 +160,14 @@ def _independent_error() -> Exception:
 
 
 def _term(gradient: Tensor, own: Tensor, probe: Probe, ones: Tensor, keep: bool) -> Tensor | None:
-    """The term of a probe, [N], or None where the gradient does not depend on the points."""
+    """The term of a probe, [N]; None if the gradient does not depend on the points."""
     component = _component(gradient, probe, ones.shape[0])
     (product,) = vjp([component], [own], [ones], CALLER, True, keep)
     return None if product is None else _component(product, probe, ones.shape[0])
 
 
 def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
-    """The component of each point's vector that a probe asks for: [N]."""
+    """The component of each point's vector along a probe, [N]."""
     if isinstance(probe, int):
         flat = vectors.dim() == 2 and vectors.shape[0] == points
         return (vectors if flat else vectors.reshape(points, -1))[:, probe]
@@ -171,10 +175,10 @@ def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
 
 
 def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, Tensor]:
-    """The same in forward over reverse: a run of func for each v, without vmap, which not all func
-    support.
+    """sum_r w_r v_r^T H v_r in forward over reverse: a run of func for each v.
 
-    All runs draw the same random numbers, and the generators advance as by one run.
+    Without vmap, because not every func supports it. All runs draw equal random numbers, and the
+    generators advance as by one run.
     """
 
     def checked(own: Tensor) -> Tensor:
@@ -185,7 +189,6 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
         return value
 
     with fixed_random_numbers([x]):
-        # the first of several runs: all draw the same numbers
         value = func(x)
     points, outputs, probes = _sizes(x, value, directions)
     total = torch.zeros_like(value).reshape(points, outputs)
@@ -196,7 +199,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
             return tuple(_component(g, probe, points) for g in _of_each_output(pull, y))
 
         last = k == len(probes) - 1
-        # the last run leaves the generators as one run does
+        # Only the last run advances the generators.
         draws = nullcontext() if last else fixed_random_numbers([x])
         one_thread = torch_forward_mode.one_thread_in_forward_mode(CALLER)
         with draws, translate_errors(CALLER), one_thread:
@@ -206,7 +209,7 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
 
 
 def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
-    """The gradients by the points, for each output of a point, from u -> J^T u."""
+    """For each output of a point the gradients by the points. pull: u -> J^T u."""
     outputs = prod(y.shape[1:])
     chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
     return [pull(row.expand(y.numel() // outputs, outputs).reshape(y.shape))[0] for row in chosen]
@@ -236,9 +239,10 @@ def point_gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
 
 
 def point_values(func: Callable[..., Tensor], args: tuple[Any, ...]) -> Function:
-    """x -> func(x, *args), checked to be a value of each point, or the scalar value of one."""
+    """x -> func(x, *args), checked to be a value of each point, or the scalar value of one
+    point."""
     refuse_mixing = _MixingCheck(func)
-    # a module's own parameters, but copies of the buffers, which its forward may change
+    # Call a module with its own parameters, but copies of its buffers: its forward may change them.
     call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
 
     def values(points: Tensor) -> Tensor:
@@ -259,8 +263,11 @@ def point_values(func: Callable[..., Tensor], args: tuple[Any, ...]) -> Function
 
 
 class _MixingCheck:
-    """Raises where the value of a point depends on the others: once for a function, its modules and the
-    shape of a point. A function that is made anew for each call goes by its code."""
+    """Raises if the value of a point depends on other points.
+
+    The check runs once for a function, its modules and the shape of a point. A function that is made
+    anew for each call is known by its code.
+    """
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self._owner = owner_of(func)
@@ -272,7 +279,7 @@ class _MixingCheck:
         count = value.shape[0]
         if count < 2 or not value_checks_on() or torch_internals.transforms_active():
             return
-        # the second half: in a causal layer the first depends on no other
+        # Ask for the second half: in a causal layer the first depends on no other point.
         last = torch.arange(count, device=points.device) >= count // 2
 
         def score() -> Tensor:
@@ -280,7 +287,7 @@ class _MixingCheck:
             return half @ torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
 
         def mixes() -> bool | None:
-            # Taylor mode would take this backward for one that func runs itself
+            # Taylor mode would take this backward for one that func runs.
             with _disable_current_modes(), suppress(RuntimeError):
                 return depends_on_others(score(), [points], [last], CALLER)
             return None
@@ -298,9 +305,10 @@ class _MixingCheck:
 def depends_on_others(
     score: Tensor, leaves: Sequence[Tensor], own: Sequence[Tensor], caller: str
 ) -> bool | None:
-    """Whether an output of some samples has a gradient by others' points; None if it has none at all.
+    """Whether a score of some samples has a gradient by other samples' points; None without any
+    gradient.
 
-    own: which rows of the leaves are those of the samples.
+    own: for each leaf a mask of the rows of these samples.
     """
     if not score.requires_grad or not any(leaf.requires_grad for leaf in leaves):
         return None
@@ -327,7 +335,7 @@ class _BatchNormWatcher(TorchFunctionMode):
 
 
 def check_value(value: Any, x: Tensor) -> Tensor:
-    """The value, unless it is not one of each point."""
+    """The value; raises unless it is one for each point, or a scalar."""
     validation.tensor("func(x, *args)", value)
     if not value.is_floating_point():
         validation.real("func(x, *args)", value)

@@ -6,7 +6,7 @@ Second-order operators are weighted sums of second derivatives along directions,
     sum_ij a_ij d_i d_j f = sum_r w_r v_r^T H v_r
 
 The collapsed route propagates values, first derivatives along all directions, and the *sum* of the
-second ones, which needs nothing else of them (`hoglib.taylor`).
+second derivatives, for which no single second derivative is needed (`hoglib.taylor`).
 """
 
 from collections.abc import Callable, Sequence
@@ -40,27 +40,25 @@ from hoglib.taylor.nested import along_path, nested
 from hoglib.taylor.series import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 
 PointMode = Literal["auto", "collapsed", "nested"]
-# Elements of all directions that are propagated at once where no graph is kept.
+# Elements of all directions that are propagated at once, if no graph is kept.
 AT_ONCE = 2**24
-# Directions up to which nested derivatives take less time: the rules of Taylor mode are Python code
-# that runs at each operation. Elements of x up to which they do where a graph is kept: of 8,192 an MLP
-# 2 x 64 takes 0.78 of nested loops by Taylor mode.
+# With up to FEW directions nested derivatives are faster: the rules of Taylor mode are Python code at
+# each operation. If a graph is kept, only with up to SMALL elements in x: with 8,192 an MLP 2 x 64
+# takes 0.78 of the nested time by Taylor mode.
 FEW, SMALL = 2, 1024
 OF_POINTS = "one number for each point is `a.reshape(-1, 1).expand(-1, D)`"
 
 
 class Directions(NamedTuple):
-    """Directions v_r, [R, *x.shape], and weights w_r: [R], or one number for all.
+    """Directions v_r with weights w_r."""
 
-    unit: they are the elements of a point, one after another.
-    """
-
-    vectors: Tensor
-    weights: Tensor | float
-    unit: bool
+    vectors: Tensor  # [R, *x.shape]
+    weights: Tensor | float  # [R], or one number for all
+    unit: bool  # whether the directions are the elements of a point, in order
 
     def probes(self, by_index: bool = True) -> list[Weighted]:
-        """As the nested routes take them: indices of elements, where that is enough, or vectors."""
+        """The probes of the nested routes: indices of elements, if by_index and unit, else
+        vectors."""
         weights = self.weights
         if not isinstance(weights, Tensor):
             weights = [weights] * len(self.vectors)  # type: ignore[assignment]
@@ -69,18 +67,20 @@ class Directions(NamedTuple):
         return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
 
 
-# By whether x is many points, or one: the directions, and the jets that are propagated along them.
+# Whether x is many points -> the directions, or the jets to propagate along them.
 Chosen = Callable[[bool], Directions]
 Pieces = Callable[[bool], list[tuple[Algebra, Parts]]]
 
 
 def _like_laplacian(value: Any, options: Any, x: Tensor, *args: Any) -> Any:
+    """What the results look like to torch.compile."""
     if not options.get("return_gradient"):
         return value, value.clone()
     return value, value.clone(), value.sum().expand(*value.shape, *x.shape[min(value.dim(), 1) :])
 
 
 def _like_directional(value: Any, options: object, x: Tensor, v: Tensor, *args: Any) -> Any:
+    """What the results look like to torch.compile."""
     return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
@@ -129,48 +129,51 @@ def laplacian(
         with coefficients a:          L_n = sum_ij a_ij d^2 f_n / d x_{n,i} d x_{n,j}
         with num_projections = k:     L_n ~ 1/k sum_v v^T (d^2 f_n / d x_n^2) a v,  v_i = -1 or 1
 
-    The exact Laplacian runs func once, with the first derivatives by all D elements of a point and the
-    sum of the second ones beside each value: the collapsed route, also called forward Laplacian. Where
-    an operation has no Taylor rule, as a custom Function of yours, it is nested: a gradient with its
-    graph and a backward pass for each element; inside torch.func transforms forward-over-reverse. It is
-    also nested, where that is faster, for at most two directions and one output: of any number of
-    points where no graph is kept, else of points with at most 1,024 elements in all.
+    The collapsed route, also called forward Laplacian, runs func once, and carries with each value its
+    first derivatives by all D elements of a point and the sum of its second derivatives. The nested
+    route takes a gradient with its graph, and a backward pass for each element (forward-over-reverse
+    inside torch.func transforms). "auto" is nested
 
-    The estimate takes k directions, or 2k with coefficients. Its mean is L, its variance
-    2/k sum_{i != j} S_ij^2 with S the symmetric part of H a, so that for a diagonal S it is exact.
+    - if an operation has no Taylor rule, such as a custom Function of yours;
+    - if that is faster: for one output and at most two directions, without a graph at any number of
+      points, with a graph at points of at most 1,024 elements in all
 
-    The inputs are not changed, and it works under no_grad and inference_mode. A point may be a set or a
-    graph whose elements act on each other, x [N, P, D]; points do not act on each other. A network of
-    ReLUs has Laplacian zero, which a warning tells: take tanh, SiLU or sine. At a kink derivatives
-    beyond the first are zero, unless those of both sides agree, as of |x|^2.
+    and collapsed otherwise.
+
+    The estimate takes k directions, or 2k with coefficients. Its mean is L and its variance
+    2/k sum_{i != j} S_ij^2, with S the symmetric part of H a: it is exact for a diagonal S.
+
+    The inputs are not changed; laplacian works under no_grad and inference_mode. A point may be a set
+    or a graph with elements that act on each other, x [N, P, D]; points must not act on each other. A
+    network of ReLUs has Laplacian zero, and a warning says so: take tanh, SiLU or sine. At a kink
+    derivatives beyond the first are zero, unless both sides have equal ones, as for |x|^2.
 
     Args:
         func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.
         x: N points, [N, ...]; one point of any shape if func returns a scalar.
         *args: Further arguments of func, such as data for each point (a time, a class).
-        coefficients: a, of D elements of a point: [D], [N, D], the diagonals; or [N, D, D], where the
-            symmetric part counts; for one point [D] or [D, D]. Or a function of x that returns it. It
-            may require grad. Default: ones, the Laplacian.
+        coefficients: a, for D elements of a point: diagonals [D] or [N, D], or matrices [N, D, D], of
+            which the symmetric part counts; for one point [D] or [D, D]. Or a function of x that
+            returns a. It may require grad. Default: ones, the Laplacian.
         num_projections: k random vectors instead of all elements of a point; None is exact.
-        generator: Of these vectors; None is torch's global generator.
-        return_gradient: Return the gradient of each output by its point, too.
-        mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
+        generator: Draws these vectors; None is torch's global generator.
+        return_gradient: Also return the gradient of each output by its point.
+        mode: "collapsed", which raises if an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
-            default they can where gradients are enabled and something requires one; then all
-            directions stay in memory until backward. Inside torch.func transforms they always can.
+            default they can if gradients are enabled and something requires one; all directions then
+            stay in memory until backward. Inside torch.func transforms they always can.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, L); with return_gradient (f, L, g).
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and
-            where the value of a point depends on other points (attention, a mean, train-mode batch
-            norm).
-        NoSecondDerivative: where the value does not depend on x.
-        UnsupportedError: where torch has no derivative of an operation.
+        ArgumentTypeError, ArgumentValueError: for an x, a value or an option of the wrong kind, and if
+            the value of a point depends on other points (attention, a mean, train-mode batch norm).
+        NoSecondDerivative: if the value does not depend on x.
+        UnsupportedError: if torch has no derivative of an operation.
     Shape:
         - x: [N, ...]
         - f, L: [N] or [N, ...outputs]
-        - g: the shape of f, then that of a point
+        - g: the shape of f, followed by the shape of a point
     References:
         Raissi, Perdikaris and Karniadakis, Physics-informed Neural Networks, 2019.
         Dangel, Siebert, Zeinhofer and Walther, Collapsing Taylor Mode Automatic Differentiation, 2025.
@@ -200,7 +203,7 @@ def laplacian(
         def chosen(batched: bool) -> Directions:
             return directions_of(x, batched, of_x or coefficients, signs)
 
-        # nested derivatives where these are faster, else Taylor mode, else nested where it has no rule
+        # Nested derivatives if they are faster, else Taylor mode, else nested if that has no rule.
         found = _of_few_directions(given, values, x, chosen)
         found = found or _collapsed(given, values, x, chosen, return_gradient)
         value, total, gradient = found or (*_nested(given, values, x, chosen), None)
@@ -210,7 +213,7 @@ def laplacian(
             gradient = point_gradients(values, x, given.keep)
         return value, total, gradient
 
-    # a tensor is an input of a graph, a function a part of its key
+    # A tensor is an input of a compiled graph, a function a part of its key.
     coefficients = None if of_x else coefficients
     return given.evaluate(func, body, (return_gradient, of_x), x, args, coefficients, signs)
 
@@ -218,11 +221,11 @@ def laplacian(
 def _of_few_directions(
     options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Nested derivatives of one output, in at most FEW directions, of many points, with at most SMALL
-    elements where a graph is kept; None elsewhere.
+    """The nested derivatives where they are faster than Taylor mode; None elsewhere.
 
-    None also for a sum that is zero everywhere, as that of a func that is piecewise linear: Taylor mode
-    warns of it.
+    They are faster for one output, many points and at most FEW directions, if a graph is kept with at
+    most SMALL elements in x. None also for a sum that is zero everywhere, as for a piecewise linear
+    func: Taylor mode warns of it.
     """
     few = 0 < x.numel() <= SMALL or (x.numel() and not options.keep)
     if options.mode != "auto" or not few or x.dim() < 2:
@@ -249,7 +252,7 @@ def _of_few_directions(
         with without_stand_ins():
             if total.any():
                 return value, total, None
-    # func runs again, by Taylor mode, with the numbers that it drew
+    # Taylor mode runs func again: it must draw equal random numbers.
     generators.set(drawn)
     return None
 
@@ -257,6 +260,7 @@ def _of_few_directions(
 def _nested(
     options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor]:
+    """Value and sum over the directions by nested derivatives."""
     inside = torch_internals.transforms_active()
 
     def probes(batched: bool) -> list[Weighted]:
@@ -270,14 +274,14 @@ def _nested(
 def _collapsed(
     options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Value, sum over the directions, and the gradient if it comes with them; None if an operation has
-    no Taylor rule."""
+    """Value, sum over the directions, and the gradient if the directions give it; None if an
+    operation has no Taylor rule."""
     unit = False
 
     def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
         nonlocal unit
         vectors, weights, unit = chosen(batched)
-        # pieces save no memory where the graph of all of them is kept
+        # One piece if a graph is kept: it would hold all pieces anyway.
         step = len(vectors) if options.keep else max(16, AT_ONCE // x.numel())
         parts = []
         for start in range(0, len(vectors), step):
@@ -304,10 +308,11 @@ def _collapsed(
 def at_points(
     options: TaylorOptions, values: Function, x: Tensor, pieces: Pieces
 ) -> tuple[list[tuple[Tensor, Parts]], bool] | None:
-    """The value and its coefficients for each piece, and whether x is many points.
+    """For each piece the value and its coefficients; and whether x is many points. None without
+    Taylor mode.
 
-    Which it is, is known from the value only: the likelier layout is tried first, and the random
-    numbers are drawn once.
+    Only the value tells whether x is many points or one: the likelier layout is tried first, and if
+    it is wrong, the generators are set back.
     """
     if not x.numel() or options.mode == "nested" or torch_internals.transforms_active():
         return None
@@ -324,7 +329,7 @@ def at_points(
         drawn = None if torch_internals.tracing() else generators.now()
         try:
             for k, (algebra, parts) in enumerate(todo):
-                # the last piece leaves the generators as one run does
+                # only the last piece advances the generators: as one run of func
                 with nullcontext() if k == len(todo) - 1 else fixed_random_numbers([x]):
                     found = by_taylor(options, algebra, [x], [parts], call)
                 if found is None:
@@ -338,8 +343,8 @@ def at_points(
 
 
 class _OtherLayout(Exception):
-    """The value is that of many points where one was expected, or the other way round, or not that of
-    one output."""
+    """The value does not have the expected layout: many points, one point, or one output for each
+    point."""
 
 
 @when_compiled(within_compile(_like_laplacian))
@@ -358,28 +363,27 @@ def bilaplacian(
         f_n = func(x, *args)_n        B_n = sum_ij d^4 f_n / d x_{n,i}^2 d x_{n,j}^2
         with num_projections = k:     B_n ~ 1/3k sum_v d^4/dt^4 f_n(x_n + t v),  v_i normal
 
-    As plates, phase fields and the stream function of a flow need it. The exact one runs func once,
-    with the derivatives that the Laplacian of the Laplacian needs beside each value: D first ones,
-    D (D + 1) / 2 second ones, and the gradient of the Laplacian. Where an operation has no Taylor rule
-    two Laplacians are nested.
+    Plates, phase fields and the stream function of a flow need it. The exact sum runs func once, and
+    carries with each value D first derivatives, D (D + 1) / 2 second derivatives, and the gradient of
+    the Laplacian. If an operation has no Taylor rule, two Laplacians are nested.
 
     The estimate takes k random directions, for many dimensions. With T the tensor of fourth derivatives
-    and M_ij = sum_k T_ijkk, its mean is B, its variance (8 |T|^2 + 24 |M|^2) / 3k.
+    and M_ij = sum_k T_ijkk, its mean is B and its variance (8 |T|^2 + 24 |M|^2) / 3k.
 
     Args:
         func: As for `laplacian`.
         x: N points, [N, ...]; one point of any shape if func returns a scalar.
         *args: Further arguments of func.
         num_projections: k random vectors instead of the exact sum.
-        generator: Of these vectors; None is torch's global generator.
-        mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
+        generator: Draws these vectors; None is torch's global generator.
+        mode: "collapsed", which raises if an operation has no Taylor rule; "nested"; or "auto".
         create_graph: As for `laplacian`.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, B).
     Raises:
         ArgumentTypeError, ArgumentValueError, NoSecondDerivative: as for `laplacian`.
-        UnsupportedError: where torch has no derivative of an operation, and for the exact biharmonic
+        UnsupportedError: if torch has no derivative of an operation, and for the exact biharmonic
             inside torch.func transforms.
     Shape:
         - x: [N, ...]
@@ -426,7 +430,8 @@ def bilaplacian(
 def _along(
     caller: str, call: Callable[[Tensor], list[Tensor]], x: Tensor, v: Tensor, order: int
 ) -> tuple[Tensor, Tensor]:
-    """The value, and the derivative of an order along each direction, by nested derivatives."""
+    """The value, and the derivative of order `order` along each direction, by nested
+    derivatives."""
     rows = []
     for u in v:
         with fixed_random_numbers([x]):
@@ -436,7 +441,7 @@ def _along(
 
 
 def _nested_twice(options: TaylorOptions, values: Function, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The Laplacian of the Laplacian, both nested."""
+    """The Laplacian of the Laplacian, both by nested derivatives."""
     first: list[Tensor] = []
 
     def probes(batched: bool) -> list[Weighted]:
@@ -452,7 +457,7 @@ def _nested_twice(options: TaylorOptions, values: Function, x: Tensor) -> tuple[
 
 
 def units(x: Tensor, batched: bool) -> Tensor:
-    """The elements of a point as directions, [D, *x.shape], of which points share the memory."""
+    """The elements of a point as directions, [D, *x.shape]; all points share the memory."""
     shape = x.shape[1:] if batched else x.shape
     D = shape.numel()
     e = torch.eye(D, dtype=x.dtype, device=x.device)
@@ -462,7 +467,8 @@ def units(x: Tensor, batched: bool) -> Tensor:
 
 
 def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | None) -> Directions:
-    """Of the operator sum_ij a_ij d_i d_j with these coefficients, or of the Laplacian.
+    """The directions of the operator sum_ij a_ij d_i d_j with these coefficients, or of the
+    Laplacian.
 
     signs: random vectors [k, *x.shape] of independent signs, which replace the exact sum.
     """
@@ -481,7 +487,7 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
         sizes, q = symmetric_eigen(a)
         v = (q * sizes.clamp(min=0).sqrt().unsqueeze(-2)).movedim(-1, 0)
         return Directions(v.reshape(D, *x.shape), 1.0, False)
-    # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s balances the two
+    # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s brings u and z to one size.
     u = e if signs is None else signs
     flat = u.reshape(len(u), -1, D)
     z = flat * a if diagonal else torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
@@ -496,13 +502,14 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
 
 
 def _is_nonnegative(a: Tensor, diagonal: bool) -> bool:
-    """Whether the matrices have real roots that need no derivative; False where values are unknown."""
+    """Whether the matrices have real roots, and no derivative of the roots is needed; False if values
+    are unknown."""
     if a.requires_grad or torch_internals.tracing() or torch_internals.transforms_active():
         return False
     if diagonal:
         return bool((a >= 0).all())
     sizes = symmetric_eigen(a)[0]
-    # eigenvalues of a singular matrix are negative by rounding
+    # Eigenvalues of a singular matrix may be negative by rounding.
     floor = -torch.finfo(a.dtype).eps * a.shape[-1] * sizes.abs().amax() if sizes.numel() else 0
     return bool((sizes >= floor).all())
 
@@ -531,8 +538,8 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
 
 
 def _check_elements(coefficients: Any, x: Tensor) -> None:
-    """Tell of coefficients [D] that may be [N], one number for each point; raise where a function of x
-    shows that they are."""
+    """Warn of coefficients [D] that may be meant as [N], one number for each point; raise if a
+    function of x shows that they are."""
     if not callable(coefficients):
         warn_once(
             f"coefficients: read a tensor of {len(x)} numbers for {len(x)} points of as many elements "
@@ -546,13 +553,13 @@ def _check_elements(coefficients: Any, x: Tensor) -> None:
 
 
 def _draw_directions(x: Tensor, number: object, generator: object, *, signs: bool) -> Tensor | None:
-    """number random vectors like x, [number, *x.shape], normal or of signs -1 and 1 at each element of
-    each point; None for none."""
+    """`number` random vectors like x, [number, *x.shape]: signs -1 and 1, or normal numbers. None for
+    None."""
     if number is None:
         return None
     validation.at_least("num_projections", number, 1)
     own = validation.generator(generator)
-    device = x.device if own is None else own.device  # the same numbers wherever x is
+    device = x.device if own is None else own.device  # equal numbers wherever x is
     shape = number, *x.shape
     if not signs:
         return torch.randn(shape, generator=own, device=device, dtype=x.dtype).to(x.device)
@@ -578,13 +585,13 @@ def directional(
     each point of x.
 
     Args:
-        func: The function ``func(x, *args)``, or an `nn.Module`, whose value is one tensor.
-        x: Where it is differentiated, of any shape.
+        func: The function ``func(x, *args)``, or an `nn.Module`, that returns one tensor.
+        x: Where func is differentiated, of any shape.
         v: The direction, like x; or R directions, [R, *x.shape].
         order: K, at least 1.
         *args: Further arguments of func.
         mode: "taylor", "nested" or "auto", as for `jet`.
-        create_graph: Whether the results can be differentiated again. Default: where gradients are
+        create_graph: Whether the results can be differentiated again. Default: if gradients are
             enabled.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
@@ -594,8 +601,8 @@ def directional(
         UnsupportedError: with mode="taylor", for an operation without a rule, by name.
     Shape:
         - x: any
-        - f: that of func's value
-        - d: f, or [R, *f.shape]
+        - f: the shape of func's value
+        - d: as f, or [R, *f.shape]
     References:
         Griewank and Walther, Evaluating Derivatives, 2008, chapter 13.
     Example:
@@ -627,7 +634,7 @@ def directional(
             return as_returned(given, value, rows if several else rows[0])
         ((value,), (parts,)) = found
         d = parts[-1]
-        # None is zero, here along each of the directions
+        # None stands for zero, here along each direction.
         if d is None and several:
             d = torch.zeros(len(v), *value.shape, dtype=value.dtype, device=value.device)
         return as_returned(given, value, d)
@@ -649,23 +656,23 @@ def partial_derivative(
 
         f_n = func(x, *args)_n        d_n = d^K f_n / d x_{n,i} d x_{n,j} ...        index = (i, j, ...)
 
-    func runs once, with the derivatives of all orders up to this one in each coordinate: 5 beside each
-    value for (0, 0, 1). It is exact; no directions are combined.
+    func runs once, and carries with each value its derivatives of all orders up to `index` in each
+    coordinate: 5 for (0, 0, 1). The result is exact; no directions are combined.
 
     Args:
         func: The function ``func(x, *args)``, or an `nn.Module`, that treats each point by itself.
         x: N points, [N, ...]; one point of any shape if func returns a scalar.
         *args: Further arguments of func.
-        index: The coordinates by which it is differentiated, each as often as its order: indices of the
+        index: The coordinates to differentiate by, each as often as its order: indices of the
             flattened point; -1 is the last one.
-        mode: "collapsed", which raises where an operation has no Taylor rule; "nested"; or "auto".
-        create_graph: Whether the results can be differentiated again. Default: where gradients are
+        mode: "collapsed", which raises if an operation has no Taylor rule; "nested"; or "auto".
+        create_graph: Whether the results can be differentiated again. Default: if gradients are
             enabled.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
         The pair (f, d).
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an index that is none of a point, and as `laplacian`.
+        ArgumentTypeError, ArgumentValueError: for an index outside the point, and as for `laplacian`.
     Shape:
         - x: [N, ...]
         - f, d: [N] or [N, ...outputs]
@@ -688,7 +695,7 @@ def partial_derivative(
         values = point_values(func, args)
 
         def path(batched: bool) -> tuple[list[Tensor], tuple[int, ...], list[int]]:
-            """The coordinates as directions, their orders, and the index by their places."""
+            """The coordinates as directions, their orders, and `index` by places among them."""
             e = units(x, batched)
             for k, i in enumerate(index):
                 if isinstance(i, bool) or not isinstance(i, int) or not -len(e) <= i < len(e):
@@ -715,7 +722,7 @@ def partial_derivative(
         if found is not None:
             ((value, parts),) = found[0]
             return as_returned(given, value, parts[-1])
-        # the layout is not known before the value: one more run, of the same numbers
+        # Only the value tells the layout: one more run, with equal random numbers.
         with fixed_random_numbers([x]), torch.no_grad():
             batched = values(x).dim() > 0
         vectors, orders, order = path(batched)
