@@ -1,4 +1,4 @@
-"""Replacements of torch calls whose second derivative is missing or wrong.
+"""Replacements for torch calls with a missing or wrong second derivative.
 
     torch call  ->  its stand-in            inside `hoglib.second_order()`
 

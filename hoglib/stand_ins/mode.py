@@ -1,13 +1,13 @@
-"""The mode that sends torch calls without a right second derivative to their stand-ins.
+"""The mode that replaces torch calls without a right second derivative by stand-ins.
 
     with hoglib.second_order():
         loss = criterion(model(x), y)          # an unmodified module
         g = torch.autograd.grad(loss, model.parameters(), create_graph=True)
 
-A `TorchFunctionMode` sees every torch call of its thread. A call that is in `STAND_INS` goes to a
-function of hoglib with the same signature, unless a subclass of Tensor among its arguments overrides it
-by `__torch_function__`. All other calls run unchanged. Calls below Python (inside
-torch's own kernels, scripted or compiled code) are not seen.
+A `TorchFunctionMode` sees every torch call of its thread. For a call in `STAND_INS` it calls a function
+of hoglib with an equal signature, unless an argument is a subclass of Tensor with its own
+`__torch_function__`. Other calls run unchanged. It does not see calls below Python, in torch's kernels
+and in scripted or compiled code.
 """
 
 import functools
@@ -41,38 +41,38 @@ __all__ = ["active", "second_order", "stand_in_table"]
 
 ACTIONS = ("warn", "raise", "ignore")
 _OF_TENSOR = getattr(Tensor.__torch_function__, "__func__", None)
-# Whether a mode cannot tell when gradients are switched: in forward mode any call is refused then.
+# True if modes do not see torch switch gradients; then each call in forward mode is refused.
 _UNSEEN = is_missing(torch_internals.set_grad_enabled)
 
 
 @contextmanager
 def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
-    r"""Inside, torch calls whose second derivative is missing or wrong go to stand-ins.
+    r"""Inside, stand-ins replace torch calls with a missing or wrong second derivative.
 
-        torch call  ->  a function with the same value and first derivative, to rounding,
-                        whose second derivative is right
+        torch call  ->  a function with equal value and first derivative, to rounding,
+                        and the right second derivative
 
     `hoglib env` lists the calls. `hoglib.hvp`, `hoglib.hessian` and `hoglib.MAML` enter this context
     themselves, unless they are called with `stand_ins=False`.
 
     It is also a decorator. It works inside and outside torch.func transforms, under autocast and under
     make_fx. Entering it inside itself changes nothing. It holds for one thread: other threads enter it
-    themselves. What a checkpoint recomputes in a later backward is computed with stand-ins again; that
-    does not hold for a checkpoint inside a checkpoint.
+    themselves. A checkpoint recomputes with stand-ins in a later backward, too, unless it is inside
+    another checkpoint.
 
     Args:
-        on_wrong: What hoglib's functions, and the user's own derivatives inside, do about a custom
-            Function of the user's whose first or second derivative is wrong: "warn", once for each
+        on_wrong: The reaction of hoglib's functions, and of the user's own derivatives inside, to a
+            custom Function of the user with a wrong first or second derivative: "warn", once for each
             Function and entry point; "raise" :class:`~hoglib.errors.VerificationError`; or "ignore",
-            which examines nothing. The outermost context that says so decides, also for calls with
-            ``stand_ins=False``. Default: as outside, where it is "warn". A Function that was applied
-            before the context was entered is not examined; it is named where a gradient of it is
-            taken with ``create_graph=True``.
+            which examines nothing. The outermost context with this argument decides, also for calls
+            with ``stand_ins=False``. Default: as outside, where it is "warn". A Function that was
+            applied before the context was entered is not examined; a message names it if its gradient
+            is taken with ``create_graph=True``.
     Returns:
         A context manager without a value.
     Raises:
-        UnsupportedError: inside, at a call on a tensor that requires grad, if it has neither a second
-            derivative nor a stand-in.
+        UnsupportedError: inside, at a call on a tensor that requires grad, if the call has neither a
+            second derivative nor a stand-in.
         VerificationError: for a wrong Function in a derivative of the user's own, with "raise".
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
@@ -87,8 +87,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     if on_wrong is not None and examination.on_wrong is None:
         on_wrong = validation.choice("on_wrong", on_wrong, ACTIONS)
         examination = examination._replace(on_wrong=on_wrong)
-    # inside another one, or an entry point, which enters stand-ins itself, there is an examination
-    # already
+    # an outer second_order(), or an entry point, which enters stand-ins itself, already examines
     outermost = AMBIENT.stand_ins is None
     examined = provided("examine_users_derivatives")() if outermost else nullcontext()
     with inside(examination=examination), torch_internals.eagerly(), examined, _StandIns(True):
@@ -97,19 +96,19 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
 
 @final
 class _StandIns:
-    """Enters the mode, if wanted and not active, and with frozen=True freezes running statistics.
+    """Enters the mode, if wanted and not active; with frozen=True freezes running statistics.
 
-    A class, because it stands around each evaluation of a model: generators of contextlib take several
-    times as long to enter and to leave.
+    A class, because each evaluation of a model enters one: contextlib's generators take several times
+    as long.
     """
 
     def __init__(self, wanted: bool, frozen: bool = False) -> None:
         self._wanted, self._frozen = wanted, frozen
-        self._entered: StandIns | None = None
+        self._entered: StandIns | None = None  # the mode that this object has entered
 
     def __enter__(self) -> None:
         if self._wanted and AMBIENT.stand_ins is None:
-            # scripted code makes no call that a mode sees; first, since this may refuse
+            # for scripted code, whose calls modes do not see; first, because this may refuse
             self._scripts = torch_internals.watching_scripts()
             self._scripts.__enter__()
             mode = _SecondOrder()
@@ -127,8 +126,8 @@ class _StandIns:
             AMBIENT.stand_ins = None
 
 
-# `second_order()`, if wanted, for a function that only computes a derivative: inside, running
-# statistics are not updated.
+# `second_order()`, if wanted, around a function that is run only for its derivative: running statistics
+# are not updated.
 stand_ins_if: Callable[[bool], AbstractContextManager[None]] = functools.partial(
     _StandIns, frozen=True
 )
@@ -150,7 +149,7 @@ def active() -> bool:
 
 
 def stand_in_table() -> tuple[StandIn, ...]:
-    """The torch operations that are replaced, or refused, with the installed version of torch.
+    """The torch operations that are replaced or refused on the installed version of torch.
 
     Returns:
         One :class:`StandIn` for each operation, as `hoglib env` prints them.
@@ -170,20 +169,21 @@ def stand_in_of(func: object) -> StandIn | None:
 class _SecondOrder(StandInMode):
     def __init__(self) -> None:
         super().__init__()
-        self._replacements = _replacements()
-        self._scripts: dict[int, Any] = {}  # what runs instead of them
+        self._replacements = _replacements()  # torch callable -> its stand-in
+        # id of a script -> (the script, kept alive for its id; its program, see `scripts.program`)
+        self._scripts: dict[int, Any] = {}
 
     def run_script(self, script: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of scripted code, whose torch calls come from Python, to be replaced."""
+        """Run scripted code in Python, so that this mode sees its torch calls and can replace them."""
         if id(script) not in self._scripts:
             run = program(script)
             if run is None:
                 return call(script, *args, **kwargs)
-            self._scripts[id(script)] = script, run  # kept, for its id
+            self._scripts[id(script)] = script, run
         run = self._scripts[id(script)][1]
         if not isinstance(run, str):
             return run(*args, **kwargs)
-        # operators, and functions of torch that are not inlined
+        # the operators in the graph, and functions of torch that are not inlined
         called = dict.fromkeys(
             re.findall(r"(?:\baten::|\[name=\")(\w+)", str(script.inlined_graph))
         )
@@ -199,22 +199,22 @@ class _SecondOrder(StandInMode):
         )
 
     def _by_types(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Call `__torch_function__` of the types of the arguments, in torch's order."""
+        """Call `__torch_function__` of the arguments' types, in torch's order."""
         with self:
             for kind in filter(_overrides_calls, types):
                 result = kind.__torch_function__(func, types, args, kwargs)
                 if result is not NotImplemented:
                     return result
-        return func(*args, **kwargs)  # the error of torch
+        return func(*args, **kwargs)  # raises torch's error
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
-        # torch calls a mode before the `__torch_function__` of types; here the types go first, and the
-        # calls that they make with plain tensors come here again
+        # torch calls a mode before the types' `__torch_function__`. Here the types go first; their
+        # calls on plain tensors then reach this mode.
         if types and any(map(_overrides_calls, types)) and torch_internals.types_handle_calls():
             return self._by_types(func, types, args, kwargs)
-        # a result that is written into a tensor has no derivative
+        # with out= there is no derivative, so nothing to replace
         if replacement is not None and kwargs.get("out") is None:
             _recompute_inside()
             return replacement(*args, **{name: x for name, x in kwargs.items() if name != "out"})
@@ -227,13 +227,14 @@ class _SecondOrder(StandInMode):
                     result = copy(*args, **kwargs)
                     if func in _RUNS_BACKWARD:
                         _report_by_hand(func, args, kwargs)
-                # without create_graph the gradient is a constant, of forward mode too
+                # without create_graph the gradient is a constant, also of forward mode
                 first = func is torch.autograd.grad and torch_internals.forward_mode_active()
                 if first and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
                 return result
         if func in HIGHER_ORDER:
-            with self:  # for the torch calls of the functions that it calls
+            # the mode is off in its handler; it has to see calls of the functions passed in
+            with self:
                 return HIGHER_ORDER[func](*args, **kwargs)
         if func is Tensor.register_hook:
             return register_hook(*args, **kwargs)
@@ -242,17 +243,17 @@ class _SecondOrder(StandInMode):
             func is torch_internals.set_grad_enabled or _UNSEEN
         ) and torch_internals.forward_mode_active():
             require(torch_internals.set_grad_enabled)
-            # what has no graph is a constant of forward mode too, as it is of backward
+            # a tensor computed without a graph is a constant, also of forward mode
             follow_grad_mode(args[0])
         return result
 
 
 def register_hook(*args: Any, **kwargs: Any) -> Any:
-    """`Tensor.register_hook` with a hook that is examined, where Functions are."""
+    """`Tensor.register_hook`; if custom Functions are examined, so is the hook."""
     if AMBIENT.examination.examiner is None:
         return Tensor.register_hook(*args, **kwargs)
     hook, line = (args[1:] or [*kwargs.values()])[0], torch_call_line()
-    # hoglib's own hooks have no line of the user's, but for that of a user's mode between
+    # hoglib's own hooks have no user's line, except through a user's mode in between
     home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     if line is not None and not home.startswith("hoglib."):
         hook = AMBIENT.examination.examiner.watched_hook(hook, line)
@@ -260,14 +261,14 @@ def register_hook(*args: Any, **kwargs: Any) -> Any:
 
 
 def _overrides_calls(kind: Any) -> bool:
-    """Whether a type has a `__torch_function__` other than torch.Tensor's, which is not disabled."""
-    own = getattr(kind.__torch_function__, "__func__", None)  # None for the disabled one, in C++
+    """Whether a type has its own `__torch_function__`, not torch.Tensor's and not disabled."""
+    own = getattr(kind.__torch_function__, "__func__", None)  # None if disabled: a function in C++
     return own is not None and own is not _OF_TENSOR
 
 
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of an operator of torch.library; as a custom Function of the user's rules where something
-    is differentiated, because forward mode and torch.func take it for a constant."""
+    """Call an operator of torch.library. If forward mode or autograd differentiates it, apply a custom
+    Function with the user's rules: forward mode and torch.func would take the result for a constant."""
     records = torch.is_grad_enabled() and not torch_internals.tracing()
     graphed = records and any(map(_has_graph, pytree.leaves((args, kwargs))))
     if torch_internals.forward_mode_active() or graphed:
@@ -282,7 +283,7 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Raises for a user's operator that drops tangents, as a node in C++ without forward mode does."""
+    """Raises for a user's operator that drops tangents, such as a C++ node without forward mode."""
     moved = any(map(torch_internals.has_tangent, pytree.tensors((args, kwargs))))
     dropped = moved and not any(map(torch_internals.has_tangent, pytree.tensors(result)))
     if dropped and any(map(_has_graph, pytree.leaves(_run_on_copies(operator, args, kwargs)))):
@@ -293,7 +294,7 @@ def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _has_graph(x: object) -> bool:
-    """Whether a tensor is differentiated, at any level of torch.func."""
+    """Whether a tensor is differentiated in reverse mode, at any level of torch.func."""
     if not isinstance(x, Tensor):
         return False
     inner = torch_internals.beneath(x)
@@ -301,7 +302,7 @@ def _has_graph(x: object) -> bool:
 
 
 def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
-    """The custom Functions that a call of an operator applies, found by a call of it with copies."""
+    """The custom Functions that a call of an operator applies, found in a run on copies."""
     found: list[type[Function]] = []
     with function_watch.watching_functions(lambda function, _: found.append(function)):
         _run_on_copies(operator, args, kwargs)
@@ -312,8 +313,7 @@ def _run_on_copies(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] 
     def fresh(x: Tensor) -> Tensor:
         return torch_internals.first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
 
-    # outside of the transforms, in which Functions and graphs are not seen; nothing of the run is
-    # to stay
+    # inside transforms, Functions and graphs are not seen; the run must leave no trace
     with torch_internals.without_transforms(), preserve_random_state(), torch.enable_grad():
         copies = pytree.map_tensors(fresh, (args, kwargs))
         return operator(*copies[0], **copies[1])
@@ -321,8 +321,8 @@ def _run_on_copies(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] 
 
 @functools.cache
 def _replacements() -> dict[Any, Callable[..., Any]]:
-    """What runs in the place of each torch callable."""
-    # what a mode sees of `x.data` is a call of its descriptor
+    """The stand-in for each torch callable."""
+    # a mode sees `x.data` as a call of the descriptor's __get__ or __set__
     own = {original: op for original, (_, op) in _table_rows().items()}
     data: Any = Tensor.data
     asked: Any = Tensor.requires_grad
@@ -335,9 +335,9 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 
 @functools.cache
 def _table_rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
-    """The row of each torch callable, and what runs in its place."""
+    """The row, and the stand-in, of each torch callable."""
     table = {old: (row, op) for row in stand_in_table() for old, op in row.replaces.items()}
-    # a function that has a row of its own keeps it
+    # a function with its own row keeps that row
     table = by_operator(table) | table
     for row in stand_in_table():
         for original in row.refuses:
@@ -347,13 +347,13 @@ def _table_rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
 
 
 def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwargs: Any) -> Any:
-    """Raises where a gradient is needed; runs the original elsewhere."""
+    """Raises if a gradient is needed; otherwise runs the original."""
     tensors = pytree.tensors((args, kwargs))
     if not torch.is_grad_enabled() or not any(
         _has_graph(x) or torch_internals.has_tangent(x) for x in tensors
     ):
         return original(*args, **kwargs)
-    # a user's backward, of which only the derivative by the incoming gradient is taken
+    # a user's backward that is differentiated by its incoming gradient only
     running = torch_internals.running_function() if AMBIENT.examination.first_order else None
     if running is not None and not running.__module__.startswith(("hoglib.", "torch.")):
         return original(*args, **kwargs)
@@ -364,7 +364,7 @@ def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwarg
 
 
 def in_module() -> str:
-    """For a message: " in Linear", by the innermost module whose forward is running, or ""."""
+    """For a message: " in Linear", the innermost module with a running forward, or ""."""
     module = running_module("forward")
     return "" if module is None else f" in {type(module).__name__}"
 
@@ -373,7 +373,8 @@ _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tells who watches the user's own derivatives of one, and of what it was taken with a graph."""
+    """Tells the examiner of a derivative that the user's code takes by itself, and of its outputs if it
+    is taken with create_graph=True."""
     examiner = None if AMBIENT.examination.by_entry_point else AMBIENT.examination.examiner
     if examiner is not None and examiner.by_hand is not None:
         of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
@@ -381,8 +382,8 @@ def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _creates_graph(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of one runs backward with create_graph=True."""
-    place = 4 if func is torch.autograd.grad else 3
+    """Whether a call in _RUNS_BACKWARD has create_graph=True."""
+    place = 4 if func is torch.autograd.grad else 3  # of create_graph among positional arguments
     return bool(kwargs.get("create_graph") or any(args[place : place + 1]))
 
 
@@ -390,17 +391,17 @@ def _creates_graph(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, 
 def without_override_check(
     func: FunctionType, calls: frozenset[str] | None = None
 ) -> Callable[..., Any] | None:
-    """A copy of a Python function of torch whose own torch calls a mode sees; None if it makes none.
+    """A copy of a Python function of torch in which a mode sees the torch calls; None if not needed.
 
-    calls: the names of the calls that matter. Default: those that have a stand-in.
+    calls: The names of the calls to be seen. Default: calls with a stand-in.
 
-    Such a function asks `has_torch_function` first. That is true under any mode, and while the mode
-    handles the function, the mode itself is off. In the copy `has_torch_function` returns False, so
-    that it runs to its end with the mode on. The functions that run backward are copied too: a backward
-    may call Python code.
+    Such a function asks `has_torch_function` first. The answer is True under any mode; the mode then
+    handles the function, and is itself off meanwhile. In the copy `has_torch_function` returns False,
+    so it runs to its end with the mode on. Functions that run backward are copied too, because a
+    backward may call Python code.
     """
     if func not in _RUNS_BACKWARD:
-        # compared by name, since the code of a function holds names: more are copied than need it
+        # code objects contain names only, so a function that uses such a name otherwise is copied, too
         known = calls or {getattr(original, "__name__", "") for original in _replacements()}
         if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
             return None
@@ -408,23 +409,24 @@ def without_override_check(
 
 
 def _recompute_inside() -> None:
-    """Makes the checkpoint around the caller recompute with stand-ins: torch's own operation would save
-    other tensors than the stand-in did."""
+    """Make the checkpoint around the caller recompute with stand-ins: torch's own operation would save
+    other tensors than the stand-in, and torch compares them."""
     frame = torch_internals.checkpoint_frame()
     if frame is not None and not isinstance(frame.recompute_fn, _Inside):
         frame.recompute_fn = _Inside(frame.recompute_fn)
 
 
 class _Inside:
-    """A function that runs inside `second_order()`, and updates running statistics, and runs ops as
-    their references, if that was done where this was made."""
+    """A function that runs inside `second_order()`, with `statistics_frozen` and `plain_operations` as
+    at the creation of this object."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function, self._frozen = function, AMBIENT.statistics_frozen
         self._plain = AMBIENT.plain_operations
 
     def __call__(self, *args: Any) -> None:
-        mode = AMBIENT.stand_ins  # suspended while a backward runs that seems to need no stand-ins
+        # off torch's stack during a backward that seems to need no stand-ins
+        mode = AMBIENT.stand_ins
         active = torch_internals.function_mode(StandInMode)
         again: AbstractContextManager[Any] = _StandIns(True) if mode is None or active else mode
         frozen = self._frozen or AMBIENT.statistics_frozen

@@ -1,9 +1,9 @@
-"""Scripted code, run in Python: no mode sees the torch calls of TorchScript's own interpreter.
+"""Scripted code, run in Python, because no mode sees the torch calls of TorchScript's interpreter.
 
-    run = program(script)          # of torch.jit.script, trace or load
-    y = run(x)                     # each call comes from Python, so that its stand-in runs
+    run = program(script)          # from torch.jit.script, trace or load
+    y = run(x)                     # torch calls come from Python, so stand-ins replace them
 
-Each node of the graph is a call: torch's operators run by `torch.ops`, all else by Python.
+Each node of the graph becomes a call: of torch's operators by `torch.ops`, of all others in Python.
 """
 
 import operator
@@ -18,17 +18,18 @@ from torch import Tensor
 
 from hoglib._core.torch_api.torch_internals import unwrap
 
-Values = dict[str, Any]
-Step = Callable[[Values], None]
+Values = dict[str, Any]  # name of a value in the graph -> the value
+Step = Callable[[Values], None]  # runs a node: reads its inputs, adds its outputs
 
 
 class _Unknown(Exception):
-    """Code that has no form in Python here."""
+    """A node cannot run in Python here; the message is its kind."""
 
 
 def program(script: Any) -> Callable[..., Any] | str | None:
-    """A function of the arguments of a scripted function or method; the kind of a part that it cannot
-    run, such as prim::fork; or None for a method of a class in C++, such as distributed work."""
+    """A function of the arguments of a scripted function or method. A str, the kind of a node such as
+    prim::fork, if the node cannot run in Python. None for methods of C++ classes, such as distributed
+    work, which have no graph."""
     try:
         graph = script.inlined_graph
     except RuntimeError:
@@ -72,7 +73,7 @@ def _step(node: Any) -> Step:
     if kind in ("prim::If", "prim::Loop"):
         return (_branch if kind == "prim::If" else _loop)(node, inputs, outputs)
     if kind == "prim::Constant":
-        # None has no value, nor has a function, whose calls are in the graph
+        # without a value: None, or a function, which the graph inlines
         has_value = any(map(node.hasAttribute, ("value", "ival")))
         constant = node.output().toIValue() if has_value else None
         return lambda values: values.update({outputs[0]: constant})
@@ -122,7 +123,7 @@ def _slice(own: Any, start: int | None, stop: int | None, step: int) -> Any:
 
 
 def _tensor(data: Any, dtype: int | None, device: Any, requires_grad: bool = False) -> Tensor:
-    """`torch.tensor` or `as_tensor`, whose operators take no lists. dtype: its number in scripts."""
+    """`torch.tensor` or `as_tensor`; their operators accept no lists. dtype: TorchScript's number."""
     kind = None if dtype is None else torch.ops.aten.to.dtype(torch.empty(0), dtype).dtype
     made = torch.as_tensor(data, dtype=kind, device=device)
     return made.requires_grad_() if requires_grad else made
@@ -155,7 +156,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
-# of numbers, strings and containers alone
+# operators on numbers, strings and containers only
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "slice": _slice,
     "sort": lambda own, reverse=False: own.sort(reverse=reverse),
@@ -168,12 +169,12 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
 
 
 def _function(node: Any) -> Callable[..., Any]:
-    """What a node computes of its inputs."""
+    """The function from the inputs of a node to its outputs."""
     kind, schema = node.kind(), node.schema()
     if kind in ("prim::GetAttr", "prim::SetAttr"):
         name, act = node.s("name"), getattr if kind == "prim::GetAttr" else setattr
         return lambda own, *value: act(own, name, *value)
-    if kind == "prim::PythonOp" and not node.scalar_args():  # of torch.jit.ignore
+    if kind == "prim::PythonOp" and not node.scalar_args():  # a call of a torch.jit.ignore function
         return node.pyobj()
     named = kind == "prim::TupleConstruct" and not str(node.output().type()).startswith("Tuple[")
     if kind in _PLAIN and not named:
@@ -187,7 +188,7 @@ def _function(node: Any) -> Callable[..., Any]:
         return _of_numbers(kind, name, own)
     if own is None:
         raise _Unknown(kind)
-    if space == "prim":  # asks for a property, which wrappers of vmap have not
+    if space == "prim":  # reads a property, such as a device, which vmap's wrappers lack
         return lambda *args: own(*(unwrap(x) if isinstance(x, Tensor) else x for x in args))
     by_name = [a.name for a in own._schema.arguments if a.kwarg_only]
     placed = len(own._schema.arguments) - len(by_name)
@@ -195,7 +196,7 @@ def _function(node: Any) -> Callable[..., Any]:
 
 
 def _of_numbers(kind: str, name: str, own: Any) -> Callable[..., Any]:
-    """A call on numbers, strings and containers."""
+    """The function of a node on numbers, strings and containers: of Python, or a method."""
     if name in _BY_NAME:
         return _BY_NAME[name]
     kinds = [own for own in (list, dict, str) if hasattr(own, name)]

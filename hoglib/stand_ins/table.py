@@ -1,5 +1,5 @@
-"""All stand-ins: those that the ops of hoglib register, and torch's own calls in another form; and all
-names by which a call of one is known.
+"""The table of all stand-ins: the ones that hoglib's ops register, torch's own calls in another form,
+and all names under which a function can be called.
 
     torch.layer_norm, torch.ops.aten.layer_norm, torch.ops.aten.layer_norm.default
     torch.native_layer_norm, torch.ops.aten.native_layer_norm, ...
@@ -49,7 +49,7 @@ from hoglib.ops._stand_in import (
     until=dict.fromkeys(IN_FORWARD, (2, 13)),
 )
 def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch.group_norm of an input whose layout its forward mode can view as groups."""
+    """torch.group_norm of a contiguous input: the rule for forward mode views it as groups."""
     return torch.group_norm(input.contiguous() if forward_mode_active() else input, *args, **kwargs)
 
 
@@ -59,7 +59,7 @@ def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     modes=("fr",),
 )
 def lstm(*args: Any, **kwargs: Any) -> Any:
-    """torch.lstm by torch's own kernels, in the dtype of autocast."""
+    """torch.lstm by torch's own kernels, with results in autocast's dtype."""
     with native_kernels():
         outputs = torch.lstm(*args, **kwargs)
     device = outputs[0].device.type
@@ -71,7 +71,7 @@ def lstm(*args: Any, **kwargs: Any) -> Any:
 
 @stands_in_for(torch.cond, lacks="no double backward, no forward mode")
 def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-    """The branch of torch.cond that is taken."""
+    """The chosen branch of torch.cond, in Python."""
     return (true_fn if pred else false_fn)(*operands)
 
 
@@ -83,8 +83,8 @@ def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     lacks=f"tensors that their functions close over are constants{SILENT}; no double backward",
 )
 def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = (), **_: Any) -> Any:
-    """The steps of a scan; the function of a graph returns one list, a user's a carry and a row."""
-    # torch 2.15 passes `mutated_arg_indices` to loops, too
+    """The steps of a scan. A user's function returns (carry, row), a graph's one flat list of both."""
+    # **_: torch 2.15 passes `mutated_arg_indices` to loops
     carry, rows = init, []
     for i in range(len(xs[0])):
         found = combine_fn(*carry, *(x[i] for x in xs), *additional_inputs)
@@ -97,14 +97,14 @@ def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = (), **_: 
 
 
 def map_rows(f: Any, xs: Any, pos_args: Any = (), **_: Any) -> Any:
-    """The function of each row, stacked."""
+    """f of each row, stacked."""
     return _stacked([f(*(x[i] for x in xs), *pos_args) for i in range(len(xs[0]))])
 
 
 def while_loop(
     cond_fn: Any, body_fn: Any, carried: Any, additional_inputs: Any = (), **_: Any
 ) -> Any:
-    """The loop."""
+    """torch's while_loop, in Python."""
     while cond_fn(*carried, *additional_inputs):
         carried = body_fn(*carried, *additional_inputs)
     return carried
@@ -121,8 +121,9 @@ def flex_attention(
     score_tensors: tuple[Any, ...] = (),
     mask_tensors: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """softmax(score_mod(scale Q K^T)) V of what block_mask allows, the logarithm of the sums of the
-    softmax and the largest scores, both in units of ln 2; without a score_mod by blocks."""
+    """Returns three tensors: softmax(score_mod(scale Q K^T)) V over the places that block_mask allows;
+    the logsumexp of the scores in each row, and the largest score, both in units of ln 2. Without a
+    score_mod it runs by blocks if the last two are not asked for, and returns them empty."""
     shape, device = (*query.shape[:3], key.shape[-2]), query.device
     places = [torch.arange(n, device=device) for n in shape]
     allowed = None
@@ -140,7 +141,7 @@ def flex_attention(
         scores = scale * (query.to(dtype) @ k.to(dtype).mT)
         scores = _over_places(score_mod, (0,), score_tensors)(scores, *places, *score_tensors)
     seen = scores > -math.inf if allowed is None else allowed & (scores > -math.inf)
-    scores = scores.masked_fill(~seen, 0.0)  # so that the derivatives there are zero
+    scores = scores.masked_fill(~seen, 0.0)  # derivatives by masked scores are zero
     found = softmax_of(scores, seen, None).to(query.dtype) @ v.to(query.dtype)
     none = ~seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~(seen | none), -math.inf)
@@ -149,13 +150,13 @@ def flex_attention(
 
 
 def _is_torchs(function: Any, name: str) -> bool:
-    """Whether a function is the default of flex_attention, which changes nothing."""
+    """Whether a function is flex_attention's default of this name, which changes nothing."""
     home = "torch.nn.attention.flex_attention"
     return getattr(function, "__module__", "") == home and function.__name__ == name
 
 
 def _over_places(function: Any, before: tuple[int, ...], after: tuple[Any, ...]) -> Any:
-    """A function of a batch, a head, a row and a column, over all of them."""
+    """A function of (batch, head, row, column) as a function of all of them at once, by vmap."""
     for own in reversed(range(4)):
         dims: list[int | None] = [None] * 4
         dims[own] = 0
@@ -164,7 +165,7 @@ def _over_places(function: Any, before: tuple[int, ...], after: tuple[Any, ...])
 
 
 class _TensorIndices(TorchFunctionMode):
-    """Inside, x[i, j] of numbers that vmap maps over is a gather; torch would ask for their values."""
+    """Inside, x[i, j] with indices that vmap maps over is a gather; torch would read their values."""
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         index = pytree.leaves(args[1]) if func is Tensor.__getitem__ else []
@@ -176,7 +177,7 @@ class _TensorIndices(TorchFunctionMode):
 
 
 def requires_grad(x: Tensor) -> bool:
-    """x.requires_grad; False for flex_attention, which refuses gradients on a CPU."""
+    """x.requires_grad; False in flex_attention's check, which refuses gradients on a CPU."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -192,8 +193,8 @@ def _stacked(rows: list[Any]) -> Any:
     return pytree.unflatten([torch.stack(part) for part in parts], structure)
 
 
-# Operators by which Dynamo and exported programs call functions. They are apart from the table: a key
-# of this kind in it keeps torch.compile from tracing the mode.
+# Operators through which Dynamo and exported programs call functions. Not in the table: such a key
+# would keep torch.compile from tracing the mode.
 HIGHER_ORDER: dict[Any, Any] = {
     getattr(torch.ops.higher_order, name): function
     for name, function in {
@@ -243,22 +244,23 @@ STAND_INS = (
 
 
 def _updates_nothing(running_mean: Tensor, running_var: Tensor, **given: Any) -> Tensor:
-    """`torch.batch_norm` for an operator that returns the new running statistics."""
-    # in training the statistics of the batch alone, in evaluation those that are given
+    """`torch.batch_norm` for an operator that returns new running statistics instead of writing
+    them."""
+    # training normalises by the batch, evaluation by the given statistics
     used = (None, None) if given["training"] else (running_mean, running_var)
     return torch_batch_norm(running_mean=used[0], running_var=used[1], **given)
 
 
 def _in_layout_of_query(**given: Any) -> Tensor:
-    """Attention in the layout of torch's operator, which programs go on to view."""
+    """Attention in the memory layout of torch's operator, because programs view its result."""
     query, y = given["query"], ops.scaled_dot_product_attention(**given)
     # dimensions from the outermost to the innermost in the query's memory
     order = sorted(range(y.dim()), key=query.stride, reverse=True)
     return y.permute(order).contiguous().permute([order.index(d) for d in range(y.dim())])
 
 
-# Operators beneath functions that have a stand-in: the function, what computes the outputs that have a
-# derivative, by the names of the operator's arguments, and what it gets besides.
+# Operators below functions with a stand-in: operator -> (the function, its stand-in for the outputs
+# with a derivative, called by the operator's argument names, further arguments of the stand-in).
 _BATCH_NORM = (torch.batch_norm, torch_batch_norm, dict.fromkeys(("running_mean", "running_var")))
 _BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "native_layer_norm": (torch.layer_norm, ops.layer_norm, {}),
@@ -282,17 +284,17 @@ _BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "_linalg_solve_ex": (torch.linalg.solve, lambda **given: ops.solve_ex(**given)[0], {}),
 }  # fmt: skip
 _MODES = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist")
-# Options that are words in Python and numbers in an operator.
+# Options that are strings in Python functions, and integers in operators.
 _WORDS = {"reduction": ("none", "mean", "sum"), "compute_mode": (*_MODES, f"donot_{_MODES[1]}")}
 
 
 def by_operator(
     table: Mapping[Any, tuple[StandIn, Callable[..., Any]]],
 ) -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
-    """What runs in the place of operators of torch.library and of torch's bindings of them, from what
-    runs in the place of torch's functions."""
+    """The rows and stand-ins of torch's operators and bindings, made from those of torch's
+    functions."""
     found: dict[Any, tuple[StandIn, Callable[..., Any]]] = {}
-    # of two functions of one name, that of torch and not of torch.nn.functional is the operator
+    # if torch and torch.nn.functional have a function of one name, the operator is torch's
     for original in sorted(table, key=lambda original: type(original) is FunctionType):
         row, op = table[original]
         by_name = type(original) is FunctionType
@@ -309,28 +311,30 @@ def by_operator(
 def _run(
     operator: object, op: Any, by_name: bool, given: dict[str, Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """A call of an operator, by the function that runs in its place: with the order of the operator's
-    arguments, or by their names. What the function does not return is the operator's own."""
+    """Run the stand-in of an operator, with arguments in the operator's order, or by name. Outputs that
+    the stand-in does not return come from the operator itself."""
     overload = torch_library.overload_of(operator, args, kwargs)
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     named = dict(zip((a.name for a in positional), args, strict=False)) | kwargs
     if by_name:
+        # operators call their first argument self, Python functions call it input
         named = {"input" if name == "self" else name: x for name, x in (given | named).items()}
         for name, words in _WORDS.items():
             if not isinstance(named.get(name, ""), str):
                 named[name] = words[named[name] or 0]
         found = op(**named)
     else:
-        # by place up to the last one that was given; defaults fill what was left out between
+        # positional up to the last given argument; defaults fill the gaps
         last = max((k for k, a in enumerate(positional) if a.name in named), default=-1)
         values = [named.pop(a.name, a.default_value) for a in positional[: last + 1]]
         found = op(*values, **named)
     found = found if isinstance(found, tuple) else (found,)
     if len(found) < len(overload._schema.returns):
-        copies = pytree.map_tensors(torch.clone, args)  # for statistics that are written into
+        # the stand-in has written statistics already
+        copies = pytree.map_tensors(torch.clone, args)
         try:
             rest = overload(*copies, **kwargs)
-        except NotImplementedError:  # has no forward mode: a constant
+        except NotImplementedError:  # no forward mode: compute these outputs as constants
             with torch.no_grad(), tangents_enabled(False):
                 rest = overload(*copies, **kwargs)
         found = (*found, *rest[len(found) :])
