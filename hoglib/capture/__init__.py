@@ -7,4 +7,4 @@ from hoglib.capture.recomputed import run_level
 
 __all__ = ["Compiled", "CompiledLoss", "GraphEntry", "compile", "compiled_loss"]
 
-provide("compile_level", run_level)  # of `hoglib.ops.remat(compile=True)`
+provide("compile_level", run_level)  # for `hoglib.ops.remat(compile=True)`

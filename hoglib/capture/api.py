@@ -1,5 +1,5 @@
-"""`hoglib.compile`: a function of pytrees of tensors, second derivatives included, as one graph; and
-`hoglib.compiled_loss`: a loss whose value and gradient are computed together, by one graph."""
+"""`hoglib.compile`: a function of pytrees of tensors, with the derivatives inside it, as one graph; and
+`hoglib.compiled_loss`: a loss and its gradient as one graph."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -27,9 +27,8 @@ from hoglib.verification.entry_points import examined_functions
 
 FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
 
-# of one function: with more, something changes at each call that should be a tensor
-MAX_GRAPHS = 16
-MISSES_TO_WARN = 3  # captures for one signature, one after the other
+MAX_GRAPHS = 16  # of one function: if there are more, a value that changes should be a tensor
+MISSES_TO_WARN = 3  # captures for one signature in a row
 
 
 def compile(
@@ -40,27 +39,26 @@ def compile(
     check: bool = True,
     name: str | None = None,
 ) -> "Compiled":
-    r"""Compile a function together with the derivatives of any order that are taken inside it.
+    r"""Compile a function together with derivatives of any order inside it.
 
         compile(fn)(*args) = fn(*args)
 
     The first call with a new signature captures a graph, in which all derivatives are operations, and
     compiles it. The signature consists of the structure of the arguments; the shapes, strides, dtypes,
-    devices and ``requires_grad`` of their tensors; which of them are the same tensor; grad mode,
+    devices and ``requires_grad`` of their tensors; which arguments are one tensor; grad mode,
     autocast, stand-ins, and the default dtype and device. ``torch.compile`` supports neither double
     backward nor a custom Function with a jvp.
 
     Parameters, buffers and other tensors that ``fn`` reaches are inputs of the graph: each call uses
     their current values. A new graph is captured if ``fn`` reaches another module, number, string or
     function, a list of another length, or a module in another mode or with other hooks. Functions that
-    are compiled twice share their graphs. Compiled code is shared by equal graphs, and kept for later
+    are compiled twice share their graphs. Equal graphs share compiled code, which stays for later
     processes in the cache of torch's compiler (``TORCHINDUCTOR_CACHE_DIR``).
 
-    The outputs are differentiable to any order if those of ``fn`` are: the graph of a backward is
+    The outputs are differentiable to any order if the outputs of ``fn`` are: the graph of a backward is
     captured when the backward is first called. Inside ``torch.func`` transforms, and while another tool
     traces, ``fn`` itself runs. A graph only returns outputs: a call does not set attributes that ``fn``
     sets.
-
     Args:
         fn: A function of pytrees of tensors that returns pytrees of tensors. Numbers and strings among
             the arguments are constants of the graph. ``torch.func`` transforms,
@@ -72,9 +70,9 @@ def compile(
             "max-autotune" or "max-autotune-no-cudagraphs", the compiler in these modes of
             ``torch.compile``; or a function (graph module, inputs) -> function. Settings of
             ``torch._inductor.config`` apply. Without a C++ compiler it warns and runs as "eager".
-        dynamic: Whether sizes are symbolic, for sizes that change from call to call.
-        check: Whether the first run of each graph is compared with ``fn``, also at other values; the
-            first call then runs ``fn`` three times. Nothing else detects what ``fn`` reads besides
+        dynamic: Use symbolic sizes, for sizes that change from call to call.
+        check: Compare the first run of each graph with ``fn``, also at other values; the first call
+            then runs ``fn`` three times. Nothing else detects inputs of ``fn`` other than
             tensors, such as an iterator or the state of another library.
         name: The name of the function in messages. Default: its qualified name.
     Returns:
@@ -84,7 +82,7 @@ def compile(
         UnsupportedError: If ``fn`` reads values of tensors (``if``, ``.item()``, NumPy), changes an
             argument, parameter or buffer in place, or draws from a ``torch.Generator``; the message
             names the line.
-        NoSecondDerivative: If the results of the graph differ from those of ``fn``.
+        NoSecondDerivative: If the results of the graph and of ``fn`` differ.
     Example:
         >>> loss = lambda p, x: (p * x).sin().sum()
         >>> hvp = hog.compile(lambda p, v, x: hog.hvp(loss, p, v, x)[1], backend="eager")
@@ -101,14 +99,14 @@ class Compiled:
 
     Args:
         fn: The function; an attribute, as are the options.
-        backend: What runs the graph; see :func:`compile`.
-        dynamic: Whether sizes are symbolic.
-        check: Whether the first run of each graph is compared with ``fn``.
+        backend: Runs the graph; see :func:`compile`.
+        dynamic: Use symbolic sizes.
+        check: Compare the first run of each graph with ``fn``.
         name: The name of the function in messages. Default: its qualified name.
-        place: Where graphs are kept, for functions that are made anew at each call and compute the
-            same from what they reach. Default: with the function.
-        precheck: A function that is called with the arguments before each capture, and makes all checks
-            of values: ``fn`` makes none while it is captured and compared.
+        place: The place where graphs are kept, for functions that are created anew for each call and
+            depend only on objects that they reach. Default: with the function.
+        precheck: Called with the arguments before each capture; makes all checks of values, because
+            ``fn`` makes none while it is captured and compared.
     Example:
         >>> square = hog.compile(lambda x: x.square(), backend="eager", name="square")
         >>> square(torch.tensor(3.0))
@@ -160,7 +158,7 @@ class Compiled:
         )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The results by a graph, also inside forward mode.
+        """Runs a graph, also inside forward mode.
 
         Args:
             *args, **kwargs: The arguments of ``fn``; tensors without tangents.
@@ -180,17 +178,17 @@ class Compiled:
     def find_or_capture(
         self, form: CallSignature, tensors: list[Tensor]
     ) -> capturing.Captured | None:
-        """The graph for such a call, and the tensors that ``fn`` reaches besides its arguments.
+        """The graph for a call, and the tensors that ``fn`` reaches besides its arguments.
 
         Args:
             form: The call without its tensors.
             tensors: The tensors among its arguments.
         Returns:
-            The graph and the tensors; None if there are too many graphs already.
+            The graph and the tensors; None if there are too many graphs.
         """
         found = self._lookup(form, tensors)
         if found is None:
-            with capturing.CAPTURING:  # another thread may have captured it meanwhile
+            with capturing.CAPTURING:  # another thread may capture it first
                 found = self._lookup(form, tensors) or self._capture(form, tensors)
         return found
 
@@ -204,9 +202,11 @@ class Compiled:
             args, kwargs = form.fill(tensors)
             with examined_functions(self.name):
                 self._precheck(*args, **kwargs)
+            # precheck has made the checks that read values; fake tensors have none
             checks["value_checks_off"] = True
         with inside(**checks), examined_functions(self.name) as functions:
             captured = capturing.capture(self, form, tensors)
+            # custom Functions that ran on fake tensors only are examined in a run on values
             if functions is not None and functions.only_traced:
                 with preserve_random_state():
                     self.on_tensors(form)(*tensors)
@@ -214,7 +214,7 @@ class Compiled:
         return captured
 
     def on_tensors(self, form: CallSignature) -> Callable[..., Any]:
-        """The function of the tensors among the arguments of a call.
+        """The function of a call as a function of the tensors among its arguments.
 
         Args:
             form: The call without its tensors.
@@ -229,11 +229,11 @@ class Compiled:
         return run
 
     def pullback(self, entry: capturing.GraphEntry, form: CallSignature) -> "Compiled":
-        """The backward of a graph, as a function that runs as a graph.
+        """The backward of a graph, as a function that runs as a graph, too.
 
         Args:
             entry: The graph.
-            form: The call that it was captured for.
+            form: The call with which the graph was captured.
         Returns:
             A function (args, kwargs, cotangents) -> gradients.
         """
@@ -243,13 +243,13 @@ class Compiled:
     def check_unchanged(
         self, entry: capturing.GraphEntry, form: CallSignature, given: list[Tensor], lifted: Any
     ) -> None:
-        """Raises NoSecondDerivative if the function reaches other tensors or modules than at the call.
+        """Raises NoSecondDerivative if the function reaches other tensors or modules than in the call.
 
         Args:
             entry: The graph.
             form: The call without its tensors.
             given: The tensors among its arguments.
-            lifted: The tensors that the function reached besides.
+            lifted: The tensors that the function reached besides its arguments.
         """
         now = entry.resolve(self.fn, form, given)
         if now is None or any(a is not b for a, b in zip(now, lifted, strict=True)):
@@ -260,18 +260,19 @@ class Compiled:
             )
 
     def prepared(self, *args: Any) -> Callable[[list[Tensor]], list[Tensor]]:
-        """The graph for such a call, as a function of the tensors among its arguments, in their order.
+        """The graph for a call, as a function of the tensors among its arguments, in their order.
 
-        It skips the lookup, so it is valid for calls with the same signature as long as all that ``fn``
-        reads stays the same: parameters, buffers, modes, and values in closures, globals and
-        attributes. A call of the compiled function checks them, this one does not. A tensor that is
-        passed twice here need not be the same tensor later.
+        It skips the lookup, so it is valid for calls with an equal signature as long as nothing that
+        ``fn`` reads changes: parameters, buffers, modes, and values in closures, globals and
+        attributes. A call of the compiled function checks these, ``prepared`` does not. A tensor that
+        is passed twice here may be two tensors later.
 
         Args:
             args: Arguments of ``fn``.
         Returns:
             A function from a list of tensors to the list of tensors among the outputs.
         """
+        # tensors passed twice become two inputs
         distinct = pytree.map_tensors(as_leaf, args)
         form, tensors = signature.parse_call(self.name, distinct, {}, self.dynamic)
         found = self.find_or_capture(form, tensors)
@@ -325,7 +326,7 @@ class Compiled:
 
 @final
 class GraphFunction(torch.autograd.Function):
-    """A graph as one node of autograd. Its backward is the graph of a pullback, hence any order."""
+    """A graph as one node of autograd. Its backward runs the graph of a pullback, hence any order."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -341,10 +342,11 @@ class GraphFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         compiled, entry, form, count = ctx.call
-        saved, lifted = ctx.saved_tensors[:count], ctx.lifted  # raises if one was changed in place
+        saved, lifted = ctx.saved_tensors[:count], ctx.lifted  # raises after an in-place change
         needed = ctx.needs_input_grad[1:]
+        # saved-tensor hooks may return tensors with another requires_grad
         given = [
-            x if x.requires_grad is has else x.detach().requires_grad_(has)  # of saved-tensor hooks
+            x if x.requires_grad is has else x.detach().requires_grad_(has)
             for x, has in zip(saved, needed, strict=False)
         ]
         compiled.check_unchanged(entry, form, given, lifted)
@@ -352,9 +354,11 @@ class GraphFunction(torch.autograd.Function):
         of_outputs = [
             g for g, has in zip(cotangents, entry.output.differentiable, strict=True) if has
         ]
+        # a backward is often called outside of the call's autocast and stand-ins
         with form.restored_context():
             grads = compiled.pullback(entry, form)(args, kwargs, of_outputs)
         of = dict(zip(map(id, requiring_grad(given, lifted)), grads, strict=True))
+        # pop: a tensor that is an argument and lifted gets its gradient once
         return None, *[of.pop(id(x), None) for x in (*given, *lifted)]
 
 
@@ -362,12 +366,12 @@ class GraphFunction(torch.autograd.Function):
 class Pullback:
     """The vector-Jacobian product of a captured function.
 
-        pullback(args, kwargs, c) = c^T J, for the arguments and then the tensors that fn reaches
+        pullback(args, kwargs, c) = c^T J, by the arguments and then the tensors that fn reaches
 
     It is differentiable if grad mode is on.
     """
 
-    independent = True  # the gradient of an argument excludes what it was computed from
+    independent = True  # arguments are variables, also if one was computed from another
 
     def __init__(self, fn: Any, entry: capturing.GraphEntry, constants: list[Any]) -> None:
         self.fn, self._entry, self._constants = fn, entry, constants
@@ -390,7 +394,8 @@ def _grad(
     inputs: list[Tensor],
     create_graph: bool,
 ) -> tuple[Tensor | None, ...]:
-    """As a backward does: outside of autocast, and the hooks of the inputs run later."""
+    """torch.autograd.grad as in a backward: without autocast, and without the hooks of the inputs,
+    which the backward runs later."""
     with without_tensor_hooks(inputs), torch_internals.no_autocast():
         return torch.autograd.grad(
             outputs, inputs, cotangents, create_graph=create_graph, allow_unused=True
@@ -398,8 +403,8 @@ def _grad(
 
 
 def trace_graph(fn: Callable[..., Any], *args: Any, name: str | None = None) -> capturing.Captured:
-    """The graph of a function for such a call, neither compiled nor kept, and the tensors that the
-    function reaches besides."""
+    """The graph of a function for a call, neither compiled nor kept, and the tensors that the function
+    reaches besides its arguments."""
     compiled = Compiled(fn, backend="eager", check=False, name=name)
     return capturing.capture(compiled, *signature.parse_call(compiled.name, args, {}, False))
 
@@ -424,7 +429,7 @@ def compiled_loss(
 
         (L, dL/dtheta) = graph(theta, *args)
 
-    The result is used like the loss: ``backward()``, ``torch.autograd.grad``, gradient accumulation,
+    Use the result like the loss: ``backward()``, ``torch.autograd.grad``, gradient accumulation,
     ``GradScaler``, hooks of parameters and of DistributedDataParallel, Lightning's automatic
     optimisation. Gradients with respect to all leaf tensors that require grad (arguments, and
     parameters that the loss reaches) are computed together with the value; backward multiplies them by
@@ -436,18 +441,18 @@ def compiled_loss(
     module that calls the loss, and is not called inside the loss.
 
     Args:
-        loss_fn: A function that returns a scalar tensor; see :func:`compile` for what it may contain.
+        loss_fn: A function that returns a scalar tensor; see :func:`compile` for its limits.
             Parameters are inputs: they may change between calls, or be replaced.
-        backend: What runs the graph; see :func:`compile`.
-        dynamic: Whether sizes are symbolic, for sizes that change from call to call.
-        check: Whether the first run of each graph is compared with ``loss_fn`` and its gradient.
+        backend: Runs the graph; see :func:`compile`.
+        dynamic: Use symbolic sizes, for sizes that change from call to call.
+        check: Compare the first run of each graph with ``loss_fn`` and its gradient.
     Returns:
         A :class:`CompiledLoss`, which is called like ``loss_fn``.
     Raises:
         UnsupportedError: If ``loss_fn`` reads values of tensors, changes one in place, or draws from a
             ``torch.Generator``.
         NoSecondDerivative: If the loss depends on no tensor that requires grad, or if the results of
-            the graph differ from those of ``loss_fn``.
+            the graph and of ``loss_fn`` differ.
     Example:
         >>> w = nn.Parameter(torch.tensor([1.0, 2.0]))
         >>> loss = hog.compiled_loss(lambda x: (w * x).square().sum(), backend="eager")
@@ -465,12 +470,12 @@ class CompiledLoss(Compiled):
 
     Args:
         fn: The loss; an attribute, as is ``name``.
-        backend: What runs the graph; see :func:`compile`.
-        dynamic: Whether sizes are symbolic.
-        check: Whether the first run of each graph is compared with ``fn`` and its gradient.
+        backend: Runs the graph; see :func:`compile`.
+        dynamic: Use symbolic sizes.
+        check: Compare the first run of each graph with ``fn`` and its gradient.
         name: The name of the loss in messages. Default: its qualified name.
-        place: Where graphs are kept. Default: with the function.
-        precheck: A function that is called with the arguments before each capture.
+        place: The place where graphs are kept. Default: with the function.
+        precheck: Called with the arguments before each capture.
     Example:
         >>> hog.compiled_loss(nn.functional.mse_loss, backend="eager")
         hoglib.compiled_loss(mse_loss), 0 graphs
@@ -509,7 +514,7 @@ class CompiledLoss(Compiled):
         entry, lifted = found
         inputs = entry.graph_inputs(tensors, lifted)
         value, grads = self._run_graph(entry, inputs)
-        versions = [x._version for x in inputs]
+        versions = [x._version for x in inputs]  # a later in-place change makes a recompute wrong
         arguments = requiring_grad(tensors, [])
         variables = [
             (arguments if x.is_argument else lifted)[x.where] for x in entry.output.inputs_named
@@ -541,10 +546,10 @@ class CompiledLoss(Compiled):
     def _run_graph(
         self, entry: capturing.GraphEntry, inputs: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """The value, and gradients with memory of their own, as they are scaled in place: a graph may
-        return an input, one tensor twice, or an expanded tensor.
+        """The value, and gradients that do not alias the inputs or one another: backward scales them in
+        place, and a graph may return an input, one tensor twice, or an expanded tensor.
 
-        A graph does so in each call or in none, but for a backend of the user's.
+        A graph does so in each call or in none, except with a backend of the user.
         """
         value, *grads = entry.execute(inputs)
         aliases = entry.aliases
@@ -555,7 +560,7 @@ class CompiledLoss(Compiled):
                 if pointer in known or 0 in grad.stride():
                     aliases.append(i)
                 known.add(pointer)
-            entry.aliases = aliases  # complete: another thread may read it at any time
+            entry.aliases = aliases  # only now: other threads may read it at any time
         for i in aliases:
             grads[i] = grads[i].clone()
         return value, grads
@@ -566,17 +571,16 @@ class CompiledLoss(Compiled):
 
 @final
 class _Gradient:
-    """(value, gradients, what they are gradients of) of a loss.
+    """A loss as a function that returns (value, gradients, inputs of the gradients): this is captured.
 
-    The function that is captured. To be compared, it runs once more with the same tensors in the same
-    order.
+    The comparison runs it again, and has to get gradients by the leaves of the capture in their order.
     """
 
-    independent = True  # the gradient of an argument excludes what it was computed from
+    independent = True  # arguments are variables, also if one was computed from another
 
     def __init__(self, fn: Callable[..., Tensor], name: str, create_graph: bool) -> None:
         self.fn, self._name, self._create_graph = fn, name, create_graph
-        self._reached: list[int] = []  # ids of the leaves besides arguments, at the last capture
+        self._reached: list[int] = []  # ids of the leaves other than arguments, at the last capture
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, list[Tensor], list[InputRef]]:
         value = validation.scalar(self._name, self.fn(*args, **kwargs))
@@ -596,15 +600,16 @@ class _Gradient:
         )
 
     def _leaves(self, value: Tensor, given: list[Tensor]) -> list[Tensor]:
-        """The leaves that a loss reaches.
+        """The leaves that a loss reaches, except arguments.
 
-        Leaves that it creates itself, such as ``x.detach().requires_grad_()``, are not among them:
-        during a capture these are fake tensors.
+        Leaves that the loss creates, such as ``x.detach().requires_grad_()``, do not count: during a
+        capture these are fake tensors.
         """
         inside = leaf_tensors([value], since=[x for x in given if not x.is_leaf])
         arguments = {id(x) for x in given}
         leaves = [value] if value.is_leaf else inside
         found = {id(x): x for x in leaves if id(x) not in arguments}
+        # the run for the comparison takes the leaves, and the order, of the capture
         if torch_internals.tracing():
             self._reached = [key for key, x in found.items() if not isinstance(x, FakeTensor)]
         return [found[key] for key in self._reached if key in found]

@@ -1,5 +1,5 @@
-"""Captures a function as a graph, compares it with the function, and keeps it as long as the object
-that it belongs to lives."""
+"""Captures a function as a graph, compares the two, and keeps the graph while its owner lives: the
+function, or an object that the function belongs to."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -25,8 +25,8 @@ from hoglib.capture.signature import CallSignature, Guards, TensorSlot, discard_
 from hoglib.capture.trace import Output, Traced, as_leaf, trace
 from hoglib.errors import NoSecondDerivative
 
-CAPTURING = threading.RLock()
-MAX_KEPT = 32  # things that are kept for one object
+CAPTURING = threading.RLock()  # one capture at a time, in any thread
+MAX_KEPT = 32  # slots of one owner
 
 
 @final
@@ -59,25 +59,25 @@ class GraphEntry:
     seconds_to_compile: float = field(init=False)
     draws: bool = field(repr=False)
     code: str = field(repr=False)
-    run: Callable[..., Any] = field(init=False, repr=False)
+    run: Callable[..., Any] = field(init=False, repr=False)  # the graph: inputs -> tensors
     output: Output = field(repr=False)
-    reached: Guards = field(repr=False)
-    # Arguments that the function also reaches by another path, and their places among those lifted.
+    reached: Guards = field(repr=False)  # for the tensors that the function reaches
+    # (index among the arguments, index among the lifted) of arguments that the function also reaches
     shared: list[tuple[int, int]] = field(repr=False)
     holds: Callable[[list[Tensor]], bool] = field(repr=False)  # guards on symbolic shapes
-    # Of a loss: the gradients without memory of their own, after the first run.
+    # For a loss: indices of gradients that alias an input or another gradient; known after a run.
     aliases: list[int] | None = field(default=None, repr=False)
 
     def run_by(self, runner: Runner) -> None:
-        """Sets what runs the graph from now on.
+        """Sets the runner of the graph.
 
         Args:
-            runner: What runs it, by which backend, and how long that took.
+            runner: The function that runs the graph, its backend, and the time of compilation.
         """
         self.run, self.backend, self.source, self.seconds_to_compile = runner
 
     def execute(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Runs the graph without recording it; autocast and stand-ins are part of it already.
+        """Runs the graph without autograd; it contains autocast and stand-ins already.
 
         Args:
             inputs: The inputs of the graph.
@@ -100,7 +100,7 @@ class GraphEntry:
             form: A call without its tensors.
             tensors: The tensors among its arguments.
         Returns:
-            The tensors; None if this is not the graph of such a call.
+            The tensors; None if the call needs another graph.
         """
         lifted = self.reached.resolve((fn, form.constants))
         if lifted is None:
@@ -111,11 +111,11 @@ class GraphEntry:
         return lifted if self.holds(tensors) else None
 
     def graph_inputs(self, tensors: list[Tensor], lifted: list[Tensor]) -> list[Tensor]:
-        """The inputs of the graph: each tensor once, those that are reached last.
+        """The inputs of the graph: arguments, then tensors that the function reaches, each once.
 
         Args:
             tensors: The tensors among the arguments.
-            lifted: The tensors that the function reaches besides.
+            lifted: The tensors that the function reaches besides its arguments.
         Returns:
             The inputs.
         """
@@ -125,7 +125,7 @@ class GraphEntry:
         return [x for i, x in enumerate(tensors) if i not in also_reached] + lifted
 
     def assemble(self, outputs: list[Tensor]) -> Any:
-        """The output of the function in its structure.
+        """The output of the function, in its structure.
 
         Args:
             outputs: The tensors among the outputs.
@@ -141,47 +141,58 @@ Captured = tuple[GraphEntry, list[Tensor]]
 
 
 class Graphs:
-    """The graphs of one function."""
+    """The graphs of one function.
+
+    Attributes:
+        by_signature: Key of a signature -> its graphs, which differ in their guards.
+        full: The warning about too many graphs was given.
+        misses: Captures for known signatures since a call last found its graph.
+    """
 
     def __init__(self) -> None:
         self.by_signature: dict[Any, list[GraphEntry]] = {}
         self.full = False
-        self.misses = 0  # captures for one signature since a call found its graph
+        self.misses = 0
 
     def all(self) -> list[GraphEntry]:
         return [one for found in list(self.by_signature.values()) for one in found]
 
 
 class CacheSlot(NamedTuple):
-    """Where graphs are kept: with which object, and which of its graphs they are."""
+    """A place for graphs.
+
+    owner: The object with which they are kept.
+    key: Distinguishes the slots of the owner.
+    """
 
     owner: Any
     key: Hashable
 
     @classmethod
     def of(cls, fn: object, *key: Hashable) -> "CacheSlot":
-        """That of a function, or of what is made from it anew at each call and depends on the key
-        besides; of a method it is its object, since a method is made at each access."""
+        """The slot of a function, or of a function that is made from it for each call and depends on
+        the key. Python creates a bound method at each access, so a method's owner is its object."""
         if isinstance(fn, MethodType):
             return cls(fn.__self__, (fn.__func__, *key))
         return cls(fn, key)
 
 
-_KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> what is kept
+_KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> kept object
 _LOCK = threading.Lock()
 
 
 def kept(place: CacheSlot, make: Callable[[], Any], name: str) -> Any:
-    """What `make` returns: made once for a place, and kept as long as its owner lives.
+    """make(), called once for a slot; the result is kept as long as the owner lives.
 
-    It must not refer to the owner. name: that of the function, in messages.
+    The result must not refer to the owner, which would never die.
+    name: The function's name, for messages.
     """
     with _LOCK:
         try:
             of_owner: dict[Hashable, Any] = _KEPT.setdefault(place.owner, {})
             if place.key in of_owner:
                 return of_owner[place.key]
-        except TypeError:  # the owner has no weak references, or the key no hash
+        except TypeError:  # no weak reference to the owner, or no hash of the key
             return make()
         found = of_owner[place.key] = make()
         full = len(of_owner) > MAX_KEPT
@@ -197,7 +208,7 @@ def kept(place: CacheSlot, make: Callable[[], Any], name: str) -> Any:
 
 
 def shared_tensors(tensors: list[Tensor], lifted: list[Tensor]) -> list[tuple[int, int]]:
-    """Which arguments the function also reaches by another path: their indices in both lists."""
+    """(index in tensors, index in lifted) of each argument that the function also reaches otherwise."""
     places = {id(x): i for i, x in enumerate(tensors)}
     return [(places[id(x)], j) for j, x in enumerate(lifted) if id(x) in places]
 
@@ -223,7 +234,7 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
         simplify(traced.graph)
         traced.graph.recompile()
         seconds = perf_counter() - began
-        own = [i for i in range(len(tensors)) if i not in dict(shared)]
+        own = [i for i in range(len(tensors)) if i not in dict(shared)]  # inputs besides the lifted
         nodes = [node for node in traced.graph.graph.nodes if node.op == "call_function"]
         entry = GraphEntry(
             arguments=form.describe(tensors),
@@ -238,9 +249,8 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
         )
         entry.run_by(Runner(traced.graph.forward))
         if function.check:  # before compiling, which may take minutes
-            with inside(
-                graphs=AMBIENT.graphs._replace(eager=True)
-            ):  # compiled functions run without their graphs
+            # compiled functions inside the function run uncompiled
+            with inside(graphs=AMBIENT.graphs._replace(eager=True)):
                 comparison = Comparison(function, form, tensors, entry, tolerance_of(traced.graph))
                 comparison.check(entry, traced.lifted, OF_CAPTURE)
             now = entry.reached.refresh(function.name, root, traced.lifted, traced.modules)
@@ -254,7 +264,8 @@ def capture(function: Any, form: CallSignature, tensors: list[Tensor]) -> Captur
 
 
 def in_other_tracer() -> bool:
-    """Whether a call belongs to something that is transformed, traced or compared around it."""
+    """Whether the call is inside a transform, a trace or a comparison, which needs the function
+    itself."""
     return (
         AMBIENT.graphs.eager
         or torch_internals.transforms_active()
@@ -264,7 +275,7 @@ def in_other_tracer() -> bool:
 
 
 def _is_compiled(value: object) -> bool:
-    """Whether it is a module or a function that torch.compile made, whose code cannot be traced."""
+    """Whether torch.compile made a module or function; its code cannot be traced."""
     if isinstance(value, nn.Module):
         return torch_internals.is_compiled(value) or value._compiled_call_impl is not None
     return isinstance(value, FunctionType) and "_torchdynamo_orig_callable" in vars(value)
@@ -273,10 +284,10 @@ def _is_compiled(value: object) -> bool:
 def _trace_function(
     function: Any, form: CallSignature, tensors: list[Tensor]
 ) -> tuple[Traced, list[tuple[int, int]]]:
-    """The graph, and which arguments the function also reaches by another path.
+    """The graph, and `shared_tensors`.
 
-    Such an argument and the tensor that is reached are one variable. They are found by a first trace,
-    in which they are two.
+    An argument that the function also reaches is one variable of the graph. Which ones these are is
+    known after a first trace, in which an argument and the reached tensor are two.
     """
     run, name = function.on_tensors(form), function.name
 
@@ -284,8 +295,8 @@ def _trace_function(
         traced = trace(name, run, tensors, function.dynamic)
         also_reached = {i for i, _ in shared_tensors(tensors, traced.lifted)}
     except Exception:
-        # a derivative with respect to one of the two, where the other one was used; or a comparison of
-        # the two
+        # the function compared an argument with the reached tensor, or differentiated by one of the two
+        # and used the other
         places = ClosureWalker((function.fn, form.constants)).places
         also_reached = {i for i, x in enumerate(tensors) if id(x) in places}
         if not also_reached:
@@ -302,7 +313,7 @@ def _trace_function(
 
 
 def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tensor]], bool]:
-    """Whether the assumptions on symbolic shapes hold for the tensors of a call."""
+    """A check that the assumptions on symbolic shapes hold for the tensors of a call."""
     placeholders = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")][: len(own)]
     shapes: Any = graph.shape_env
 
@@ -312,29 +323,29 @@ def _shape_guards(graph: fx.GraphModule, own: list[int]) -> Callable[[list[Tenso
     return hold
 
 
-# Whether a graph computes what its function does: at the values of the first call, and at others.
+# The check of a graph: its outputs are compared with the function's, at the values of the first call
+# and at others.
 #
-# Compiled code that differs is compared with its operations in float64, at inputs that differ by
+# If compiled code differs, it is compared with its operations in float64, at inputs that differ by
 # rounding:
 #
 #     c(x_k) = r(x_k) for one of x_0 = x, x_k = x (1 - 2 eps u_k), u_k in [0, 1)
 #                                                                       r the operations in float64
 #
-# It adds in another order. Where two roundings of an intermediate value lie on the two sides of a point
-# without a derivative, such as the zero of a ReLU, the derivatives differ by as much as that of the
-# function jumps, and neither is wrong. At inputs that are moved in the last place the value
-# lies on one side, for some draws of u_k, and right code computes the derivative of this side; wrong
-# code does not.
+# Compiled code adds in another order. If two roundings of an intermediate value lie on the two sides of
+# a point without a derivative, such as the zero of a ReLU, two derivatives differ by the function's
+# jump, and neither is wrong. If the inputs move in the last place, the value lies on one side for some
+# u_k; right code then computes the derivative of this side, wrong code does not.
 
-# Relative to the norm of an output, by the least precise dtype inside. Compiled code adds in another
-# order, and in float32 a cancellation or a point without a derivative amplifies that beyond rounding; a
-# value that was traced in as a constant is off by far more.
+# Tolerances relative to the norm of an output, for the least precise dtype inside. In float32 a
+# cancellation or a point without a derivative amplifies another order of sums beyond rounding; a value
+# that the trace made a constant is off by far more.
 TOLERANCES = {
     torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 2e-3, torch.complex64: 2e-3,
 }  # fmt: skip
 HALF_PRECISION_TOLERANCE = 5e-2
-# Relative to the norm of all outputs: a gradient that cancels, such as that of a last bias, consists
-# of rounding errors only.
+# Relative to the norm of all outputs: a gradient that cancels, such as a last bias's, consists of
+# rounding errors only.
 ROUNDING = 1e-4
 OF_CAPTURE = (
     "The graph contains a constant that should be an input (a result of NumPy, a value kept from an "
@@ -346,7 +357,7 @@ OF_BACKEND = (
 )
 
 
-DRAWS = 8
+DRAWS = 8  # moved inputs x_k
 _WIDER = {
     torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
     torch.complex32: torch.complex128, torch.complex64: torch.complex128,
@@ -355,12 +366,12 @@ _WIDER = {
 
 @final
 class Comparison:
-    """Of graphs with their function, whose outputs are computed once.
+    """Compares graphs with their function, which runs once for each set of values.
 
-    It compares at perturbed values first, so that what modules keep of their last run belongs to the
-    given values. At the given values, the tensors keep their graphs, because the function may
-    differentiate with respect to them; one that is ``independent`` differentiates with respect to each
-    argument as if none was computed from another. The state of the random generators changes.
+    The perturbed values come first, so that modules keep their last run at the given values. The given
+    tensors keep their graphs, because the function may differentiate by them; but a function that is
+    ``independent`` differentiates by each argument as if none was computed from another. The comparison
+    changes the state of the random generators.
     """
 
     def __init__(
@@ -374,10 +385,11 @@ class Comparison:
         self._name, self._tolerance = function.name, tolerance
         independent = getattr(function.fn, "independent", False)
         self._cases: list[_Case] = []
-        # of about the same size and sign, so that probabilities stay so
+        # of about equal size and sign, so that probabilities remain probabilities
         perturbed = _perturb(tensors, 0, lambda _: 0.1)
         own = [x.clone() if x.is_inference() else as_leaf(x) if independent else x for x in tensors]
-        for i, _ in graph.shared:  # the function also reaches these by another path, so they stay
+        # the function reads these tensors themselves, so do not change them
+        for i, _ in graph.shared:
             perturbed[i] = own[i] = tensors[i]
         runs = {" at other values than those of the capture": perturbed, "": own}
         for where, values in runs.items():
@@ -398,10 +410,10 @@ class Comparison:
         cause: str,
         operations: fx.GraphModule | None = None,
     ) -> None:
-        """Raises NoSecondDerivative, with the cause, if the outputs of a graph are others.
+        """Raises NoSecondDerivative, with the cause, if a graph's outputs differ from the function's.
 
-        operations: what was compiled, which was compared with the function before. Other outputs are
-        then compared with these operations in float64.
+        operations: The graph that was compiled, after its own check. Outputs that differ are then
+        compared with these operations in float64.
         """
         for case in self._cases:
             set_random_state(case.state)
@@ -411,7 +423,7 @@ class Comparison:
             pairs = enumerate(zip(case.expected, found, strict=True))
             other = {i: _difference(a, b, scale, self._tolerance) for i, (a, b) in pairs}
             wrong = {i for i, difference in other.items() if difference}
-            if wrong and operations is not None:  # floats of the same kind may be right nearby
+            if wrong and operations is not None:  # floats of equal shape may be right nearby
                 moved = {i for i in wrong if _is_alike(case.expected[i], found[i])}
                 moved = {i for i in moved if pytree.is_float(found[i])}
                 wrong -= self._right_nearby(graph.execute, operations, inputs, moved)
@@ -430,10 +442,10 @@ class Comparison:
         inputs: list[Tensor],
         outputs: set[int],
     ) -> set[int]:
-        """Those of the outputs that are what the operations give in float64, at these inputs or at
-        others that differ by rounding, for which they are not zero."""
+        """The outputs that agree with the operations in float64, at these inputs or at inputs that
+        differ by rounding, if they are not zero there."""
         right: set[int] = set()
-        random = any(map(is_random, operations.graph.nodes))  # the numbers are others in float64
+        random = any(map(is_random, operations.graph.nodes))  # float64 draws other numbers
         if random or not outputs:
             return right
         try:
@@ -455,16 +467,22 @@ class Comparison:
 
 
 class _Case(NamedTuple):
-    """The outputs of a function at some values."""
+    """A set of values, and the function's outputs.
 
-    where: str  # in words
+    where: The values in words, for messages.
+    values: The arguments.
+    state: The state of the random generators before the run.
+    expected: The outputs.
+    """
+
+    where: str
     values: list[Tensor]
-    state: Any  # of the random generators
+    state: Any
     expected: list[Tensor]
 
 
 def tolerance_of(graph: fx.GraphModule) -> float:
-    """Of the least precise floating-point numbers that a graph computes.
+    """The tolerance for the least precise floating-point dtype that a graph computes in.
 
     A model in float64 may compute a loss, a norm or an angle in float32.
     """
@@ -497,12 +515,12 @@ def _difference(expected: Tensor, found: Tensor, scale: float, tolerance: float)
 def _perturb(
     tensors: list[Tensor], seed: int, width: Callable[[torch.dtype], float]
 ) -> list[Tensor]:
-    """The tensors, those of floating point times random factors in [1 - width, 1], in their layout."""
+    """The tensors, floating-point ones times random factors in [1 - width, 1], with equal strides."""
     generator = torch.Generator("cpu").manual_seed(seed)
     found = []
     for x in tensors:
         if pytree.is_float(x) and x.numel():
-            # All memory that x spans, of which it may show parts more than once.
+            # all memory that x spans: an expanded x shows parts of its memory more than once
             span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
             plain = x.detach()
             if x.is_neg() or x.is_conj():
@@ -531,7 +549,7 @@ def _norm_of(tensors: list[Tensor]) -> float:
 
 @final
 class _InDouble(fx.Interpreter):
-    """Runs a graph with float64 in the place of each less precise dtype."""
+    """Runs a graph with float64 instead of less precise dtypes."""
 
     def run_node(self, n: fx.Node) -> Any:
         return fx.node.map_aggregate(super().run_node(n), _to_float64)

@@ -1,7 +1,7 @@
 """Passes over captured graphs: simplification, sums of products, and layouts of convolutions.
 
-Each pass changes a graph in place, or returns a new one, and computes the same up to rounding. It does
-not recompile the code of the module, which takes as long as the pass.
+A pass changes a graph in place, or returns a new one, with equal results up to rounding. It does not
+recompile the code of the module, because that takes as long as the pass.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -20,7 +20,8 @@ _unsafe_view = private("torch.ops.aten._unsafe_view.default")
 _suggest_memory_format = private("torch._prims_common.suggest_memory_format")
 _to_copy = private("torch.ops.aten._to_copy.default")
 
-RESHAPES = (aten.view.default, _unsafe_view, aten.reshape.default)
+RESHAPES = (aten.view.default, _unsafe_view, aten.reshape.default)  # may view or copy
+# operations with an output that may alias their input
 VIEWS = {
     *RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.unsqueeze.default,
@@ -29,7 +30,7 @@ VIEWS = {
 
 
 def optimized(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
-    """A graph that torch's compiler makes right and fast code of; the given one does not change."""
+    """A copy of a graph for which torch's compiler produces right and fast code."""
     module = copied(graph)
     expand_alpha_beta(module)
     lay_out_concatenations(module)
@@ -44,7 +45,7 @@ def optimized(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, to be changed."""
+    """A copy of a graph, to be changed."""
     own = fx.Graph()
     own.output(own.graph_copy(module.graph, {}))
     return fx.GraphModule(module, own)
@@ -57,13 +58,14 @@ def is_random(node: fx.Node) -> bool:
 
 
 def is_fresh(node: fx.Node) -> bool:
-    """Whether it is a copy by `torch_internals.fresh_copy`."""
+    """Whether an operation is a copy by `torch_internals.fresh_copy`."""
     layout = node.kwargs.get("memory_format")
     return node.target is aten.clone.default and layout is torch.preserve_format
 
 
 def _has_no_dropout(node: fx.Node) -> bool:
-    """Whether it is attention or a recurrent layer, which draw for dropout only, without dropout."""
+    """Whether an operation is attention or a recurrent layer, which draw only for dropout, without
+    dropout."""
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
     given = {a.name: a.default_value for a in arguments}
     given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
@@ -72,8 +74,8 @@ def _has_no_dropout(node: fx.Node) -> bool:
 
 
 def takes_lists(node: fx.Node) -> bool:
-    """Whether it calls an operator of torch.library, not of torch itself, that takes or returns a list
-    of tensors."""
+    """Whether a node calls a user's operator of torch.library that takes or returns a list of
+    tensors."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or node.target.namespace in ("aten", "prims"):  # type: ignore[union-attr]
         return False
@@ -88,7 +90,7 @@ def writes_in_place(node: fx.Node) -> bool:
 
 
 def fake_value(node: Any) -> Tensor:
-    """The fake tensor of a node's output: it has a shape and a layout, and no values."""
+    """The fake tensor of a node's output, with a shape and a layout, but no values."""
     return node.meta["val"]
 
 
@@ -106,7 +108,7 @@ def replace_node(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
 
 
 def functionalized(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
-    """The graph without in-place operations, which autograd's own formulas contain."""
+    """The graph without in-place operations, which formulas of autograd contain."""
     if not any(map(writes_in_place, module.graph.nodes)):
         return module
     module.recompile()
@@ -118,10 +120,10 @@ def functionalized(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphMod
 
 
 def pin_strides(module: fx.GraphModule) -> None:
-    """Makes views have the strides that the trace assumed.
+    """Gives views the strides that the trace assumed.
 
-    Fake tensors and torch's kernels give a dimension of size 1 different strides, by which torch
-    chooses a memory format: what the trace took for channels-last would be refused when the graph runs.
+    Fake tensors and torch's kernels give a dimension of size 1 different strides, and torch chooses a
+    memory format by strides. The trace may assume channels-last where the run would refuse it.
     """
     for node in module.graph.nodes:
         if node.target not in RESHAPES or 1 not in fake_value(node).shape:
@@ -178,7 +180,7 @@ def _layout_of(node: object) -> tuple[Any, ...] | None:
 
 
 def _viewed_node(node: fx.Node) -> fx.Node | None:
-    """The node that a chain of views returns to: it has the same layout as the last view."""
+    """The node to which a chain of views returns: its layout equals the last view's."""
     if node.target not in VIEWS:
         return None
     wanted = _layout_of(node)
@@ -193,6 +195,7 @@ def _viewed_node(node: fx.Node) -> fx.Node | None:
 
 
 SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add_.Tensor, aten.sub_.Tensor)
+# product with a sum -> product
 PRODUCTS = {
     aten.addmm.default: aten.mm.default, aten.addmm_.default: aten.mm.default,
     aten.addmv.default: aten.mv.default, aten.addmv_.default: aten.mv.default,
@@ -206,8 +209,8 @@ def expand_alpha_beta(module: fx.GraphModule) -> None:
         add(x, y, alpha=c)              =  x + c y
         addmm(x, a, b, beta=c, alpha=d) =  c x + d (a b)        also addmv, baddbmm
 
-    torch's compiler turns a sum with a matrix product into addmm and back, and ignores alpha and beta
-    on the way, so that results are wrong without an error (torch 2.11 and 2.13).
+    torch's compiler turns a sum with a matrix product into addmm and back, and drops alpha and beta on
+    the way: results are wrong without an error (torch 2.11 and 2.13).
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -218,12 +221,12 @@ def expand_alpha_beta(module: fx.GraphModule) -> None:
 
 
 def has_factors(operation: object, kwargs: dict[str, Any] | None) -> bool:
-    """Whether it has the options alpha or beta."""
+    """Whether an operation is called with the option alpha or beta."""
     return bool(kwargs) and (operation in SUMS or operation in PRODUCTS)
 
 
 def by_products(call: Callable[..., Any], operation: Any, args: Any, kwargs: Any) -> Any:
-    """An operation without its options alpha and beta, by call(other, *args) of others."""
+    """The result of an operation with alpha or beta, by calls call(operation, *args) without them."""
 
     def scaled(value: Any, factor: Any) -> Any:
         if isinstance(factor, int | float) and factor == 1:
@@ -242,9 +245,9 @@ def by_products(call: Callable[..., Any], operation: Any, args: Any, kwargs: Any
 
 
 def lay_out_concatenations(module: fx.GraphModule) -> None:
-    """Replaces a concatenation with empty tensors, or of one tensor, by a copy in the same layout.
+    """Replaces a concatenation with empty tensors, or of one tensor, by a copy in cat's layout.
 
-        cat([empty, x]) = x        in memory as cat lays it out, for instance in row-major order
+        cat([empty, x]) = x        in the memory layout of cat, for instance row-major
 
     torch's compiler copies x in the layout of x, so that a view of the result may be impossible.
     """
@@ -271,23 +274,24 @@ def _is_empty(value: Tensor) -> bool:
     return any(isinstance(n, int) and n == 0 for n in value.shape)
 
 
-MAX_NODES = 5000  # of a graph; merging a larger one takes too long
+MAX_NODES = 5000  # merging the sums of a larger graph takes too long
 
 
 def merge_sums(module: fx.GraphModule) -> None:
-    """Merges sums of matrix products whose inner dimension is small.
+    """Merges sums of matrix products with a small inner dimension.
 
         a1^T b1 + a2^T b2       =  [a1; a2]^T [b1; b2]    one product without a sum
 
     A step with a penalty runs a network several times: on real and on fake points, forward, backward,
-    and backward again. Each run adds its gradient of a weight to the others. On a CPU, these sums take
-    the time to read and write the weight's gradients, as long as products of few rows. Without this
-    pass the benchmarks' critic's step with R1 on MLP takes 1.21 of the time.
+    and backward again. Each run adds its gradient of a weight to the gradient so far. On a CPU a sum
+    takes as long as reading and writing the weight's gradients, about as long as a product of few rows.
+    Without this pass the benchmarks' critic step with R1 on an MLP takes 1.21 times as long.
     """
     graph = module.graph
     if len(graph.nodes) > MAX_NODES:
         return
-    merged: set[fx.Node] = set()  # sums that are terms of others, which come first
+    # sums that are terms of larger sums; the loop visits larger sums first
+    merged: set[fx.Node] = set()
     for root in reversed(graph.find_nodes(op="call_function", target=aten.add.Tensor)):
         if not root.users or not _is_sum(root) or root in merged:
             continue
@@ -295,6 +299,7 @@ def merge_sums(module: fx.GraphModule) -> None:
         pairs = [(term, pair) for term in terms if (pair := _matmul_factors(term)) is not None]
         rows, columns = fake_value(root).shape
         inner = sum(fake_value(a).shape[1] for _, (a, _, _) in pairs)
+        # concatenating the factors must not cost more than the saved sums
         if len(pairs) < 2 or inner * (rows + columns) > rows * columns * (len(pairs) - 1):
             continue
         known = {node for (node, _), _ in pairs}
@@ -314,7 +319,7 @@ def merge_sums(module: fx.GraphModule) -> None:
 def _matrix_terms(
     node: fx.Node, turned: bool, merged: set[fx.Node]
 ) -> Iterator[tuple[fx.Node, bool]]:
-    """The terms of a sum of matrices, and whether each is transposed; the sums in it join `merged`."""
+    """The terms of a sum of matrices, and whether each is transposed; adds nested sums to `merged`."""
     for term in node.args[:2]:
         at, turns = term, turned
         while isinstance(at, fx.Node) and at.target is aten.t.default and len(at.users) == 1:
@@ -334,7 +339,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _matmul_factors(term: tuple[Any, bool]) -> tuple[fx.Node, fx.Node, bool] | None:
-    """a, b, and whether the term is (a b)^T and not a b."""
+    """a, b, and whether the term is (a b)^T instead of a b; None if it is no product."""
     product, turned = term
     if product.target is not aten.mm.default or len(product.users) > 1:
         return None
@@ -348,7 +353,7 @@ def _insert_transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _concatenate(graph: fx.Graph, parts: list[fx.Node], dim: int) -> fx.Node:
-    """The parts concatenated; if all are transposes, the transpose of the concatenated originals."""
+    """Concatenated parts; if all parts are transposes, the transpose of the concatenated originals."""
     if all(part.target is aten.t.default for part in parts):
         originals: Any = [part.args[0] for part in parts]
         return new_node(graph, aten.t.default, _concatenate(graph, originals, 1 - dim))
@@ -360,7 +365,7 @@ def specialize_convolutions(module: fx.GraphModule) -> None:
 
         convolution(x^T, g^T)^T = d <convolution(x, w), g> / d w        ^T swaps dimensions 0 and 1
 
-    Autograd computes the left side when it differentiates a gradient: a convolution whose kernel is as
+    Autograd computes the left side when it differentiates a gradient: a convolution with a kernel as
     large as an image, which takes 1.5 to 3 times as long as the right side.
     """
     graph = module.graph
@@ -394,7 +399,8 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     weight = (found[1], found[0], *found[2:])
     with graph.inserting_before(node):
         shape = new_node(graph, aten.new_empty.default, g, weight)
-        none = [0] * len(sizes)  # it is not transposed; torch gives it the padding of one that is
+        # output_padding, which a convolution that is not transposed ignores
+        none = [0] * len(sizes)
         same = padding, stride, False, none, 1, [False, True, False]
         both = new_node(graph, aten.convolution_backward.default, g, x, shape, [0], dilation, *same)
         by_weight = new_node(graph, _get, both, 1)
@@ -404,14 +410,16 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_exchanged(node: object) -> bool:
-    """Whether it is a transpose that swaps dimensions 0 and 1 of images or kernels."""
+    """Whether a node is a transpose that swaps dimensions 0 and 1 of images or kernels."""
     if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
         return False
     rank = fake_value(node).dim()
     return rank > 2 and {n % rank for n in node.args[1:] if isinstance(n, int)} == {0, 1}
 
 
+# image arguments
 _CONVOLUTIONS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
+# operations that depend on the strides of their input
 _STRIDED_OPS = (
     aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default,
 )  # fmt: skip
@@ -420,10 +428,9 @@ _STRIDED_OPS = (
 def channels_last(module: fx.GraphModule) -> None:
     """Puts images and weights of convolutions in channels-last layout, on a CPU.
 
-    oneDNN reorders images in another layout in every convolution and in each of its derivatives.
-    torch's compiler changes the layout of convolutions only, which leaves each derivative a copy in the
-    old order. Outputs keep their layout: autograd keeps a gradient as .grad only in its parameter's
-    layout.
+    In another layout, oneDNN reorders images in each convolution and in each of its derivatives.
+    torch's compiler changes only the layout of convolutions, so each derivative still copies to the old
+    one. Outputs keep their layout: autograd accepts a gradient as .grad only in its parameter's layout.
     """
     graph = module.graph
     nodes = list(graph.nodes)

@@ -1,8 +1,8 @@
-"""The levels of recomputed functions (the function, its vjp, the vjp of that) as compiled graphs.
+"""The levels of recomputed functions (the function, its vjp, the vjp of the vjp) as compiled graphs.
 
-Each level is a function of tensors alone. Blocks that are equal but for their tensors run the graphs of
-one template: a copy of the first such block, whose tensors have no memory. So do blocks that differ in
-integers and strings too, such as the number of a layer, if the graphs of their forwards are equal.
+Each level is a function of tensors only. Blocks that differ only in their tensors run the graphs of one
+template: a copy of the first such block, with tensors on "meta". Blocks that also differ in integers
+and strings, such as the number of a layer, share a template if the graphs of their forwards are equal.
 """
 
 from collections import OrderedDict
@@ -28,25 +28,26 @@ from hoglib.capture.api import Compiled, trace_graph
 from hoglib.capture.capturing import CacheSlot
 from hoglib.errors import UnsupportedError
 
-_MAX_CONSTANT = 64  # numbers of a tensor that two blocks have in common
+_MAX_CONSTANT = 64  # elements of a constant tensor that two blocks may share
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_MODULES = {*vars(nn.Module()), "forward"}
+_OF_MODULES = {*vars(nn.Module()), "forward"}  # attributes that `_Reader._module` reads otherwise
 MAX_TEMPLATES = 64
+# key of a call -> template, latest last
 _TEMPLATES: OrderedDict[Hashable, "Template"] = OrderedDict()
 
 
 def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """run(*tensors) by the graph of its template, without a graph of autograd."""
+    """run(*tensors) by the compiled graph of its template, without autograd."""
     base, inputs = run, tensors
     while not isinstance(base, Run):
         base, inputs = base.run, inputs[: base.count]
     template = base.template or _template_of(base.call, list(inputs))
     level: Any = template.level(run)
-    if torch_internals.forward_mode_active():  # of the caller; these tensors have no tangents
+    if torch_internals.forward_mode_active():  # Compiled refuses it, though these have no tangents
         level = level.run
     given = [None if x is None else x.detach().contiguous() for x in tensors]
-    # The function runs with stand-ins where its call did; a backward after the call would need graphs
-    # of its own if they were also on around it.
+    # The function runs with stand-ins if its call did. If they were also on around the graph, a
+    # backward after the call would need other graphs.
     with without_stand_ins():
         if isinstance(base, FirstRun):
             outputs = level(given)
@@ -58,9 +59,13 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
 
 @final
 class Template:
-    """A call of a function whose modules have no memory, and the graphs of its levels.
+    """A call of a function with modules on "meta", and the graphs of its levels.
 
-    family: the key, of all but integers and strings.
+    Attributes:
+        call: The call.
+        run: Runs the function; the graphs are captured from it.
+        family: The key of the call without integers and strings.
+        levels: Key of a level -> its graph.
     """
 
     def __init__(self, call: Call, fn: Any, constants: list[Any], family: Hashable) -> None:
@@ -71,10 +76,10 @@ class Template:
         self.call, self.run = own, CapturedRun(own)
         self.family = family
         self.levels: dict[tuple[Any, ...], Compiled] = {}
-        self._forwards: list[Forward | None] = []
+        self._forwards: list[Forward | None] = []  # the result of `forward`, once computed
 
     def forward(self, inputs: list[Tensor | None]) -> "Forward | None":
-        """What the function computes; None if a backward may depend on more than its operations."""
+        """The forward, for comparison; None if a backward may depend on more than its operations."""
         if not self._forwards:
             self._forwards.append(_forward_of(self.run, inputs))
         return self._forwards[0]
@@ -92,7 +97,8 @@ class Template:
     def extra_inputs(
         self, run: Any, count: int, wanted: list[int], arrived: list[int], free: set[int]
     ) -> frozenset[int]:
-        """The inputs, among those that are free, of a vjp that has a graph, beyond those wanted."""
+        """Inputs beyond the wanted ones by which a captured vjp also differentiates, if all are
+        free."""
         for key in self.levels:
             if key[:3] == ("the vjp", run.key, count) and key[4] == tuple(arrived):
                 more = frozenset(key[3]).difference(wanted)
@@ -101,6 +107,7 @@ class Template:
         return frozenset()
 
     def _own(self, run: Any) -> Any:
+        # the level with this template's call instead of the caller's
         if isinstance(run, Run):
             return self.run
         own = copy(run)
@@ -109,21 +116,26 @@ class Template:
 
 
 class _Level:
-    """What is captured."""
+    """A level as the function to be captured."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         self.run = run
 
     def __call__(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        with inside(value_checks_off=True):  # they were made in an earlier run
+        with inside(value_checks_off=True):  # an earlier run has made these checks
             return list(self.run(*tensors))
 
 
 class Forward(NamedTuple):
-    """What a function computes, to compare: if equal, the graphs of all levels are."""
+    """A captured forward. If two are equal, the graphs of all their levels are equal.
 
-    code: str  # of the graph
-    constants: list[Any]  # small tensors that it makes from numbers
+    code: The code of the graph.
+    constants: (dtype, values) of small tensors that the function makes from numbers.
+    outputs: The result without its tensors.
+    """
+
+    code: str
+    constants: list[Any]
     outputs: StaticTree
 
 
@@ -149,7 +161,7 @@ def _forward_of(first: CapturedRun, inputs: list[Tensor | None]) -> Forward | No
 
 
 def _template_of(call: Call, inputs: list[Tensor | None]) -> Template:
-    """The template of a call and of those that are equal, for inputs of these shapes."""
+    """The template of a call and of all equal ones, for inputs of these shapes."""
     key, family, shared = _call_keys(call, inputs)
     found = _TEMPLATES.get(key)
     if found is None:
@@ -166,7 +178,7 @@ def _template_of(call: Call, inputs: list[Tensor | None]) -> Template:
 
 
 def _equal_template(made: Template, inputs: list[Tensor | None]) -> Template | None:
-    """A template that differs in integers and strings alone, and computes the same nevertheless."""
+    """A template that differs in integers and strings only, and has an equal forward."""
     alike = {id(x): x for x in _TEMPLATES.values() if x.family == made.family}
     if not alike or (forward := made.forward(inputs)) is None:
         return None
@@ -174,8 +186,8 @@ def _equal_template(made: Template, inputs: list[Tensor | None]) -> Template | N
 
 
 def _call_keys(call: Call, inputs: list[Tensor | None]) -> tuple[Hashable, Hashable, list[Any]]:
-    """A key of all that a call depends on besides tensors, for inputs of these shapes; the key of all
-    but integers and strings; and the objects that are in the keys by their identity."""
+    """For inputs of these shapes: a key of everything that a call depends on besides tensors; this key
+    without integers and strings; and the objects that the keys contain by identity."""
     fixed = (
         call.inputs.arguments.structure,
         call.inputs.arguments.slots,
@@ -210,7 +222,8 @@ def _as_variable(x: Tensor) -> Tensor:
 
 
 class _HookCalls(TorchFunctionMode):
-    """Notes whether a hook of a gradient was registered inside."""
+    """Inside, notes whether a tensor hook was registered: a backward then depends on more than the
+    operations of the forward."""
 
     registered = False
 
@@ -221,15 +234,15 @@ class _HookCalls(TorchFunctionMode):
 
 @final
 class _Reader:
-    """All that a function reads besides tensors, as a key: equal keys, equal graphs.
+    """Makes a key of everything that a function reads besides tensors: equal keys, equal graphs.
 
-    labels: whether integers and strings, which may be no more than numbers and names, are in the key.
-    shared: objects that are compared by identity, which a template has to share.
+    labels: The key contains integers and strings, which may be mere numbers and names of layers.
+    shared: Objects that the key contains by identity, so that a template has to share them.
     """
 
     def __init__(self, state: set[int], name: str, *, labels: bool = True) -> None:
-        self._state, self._name, self._labels = state, name, labels
-        self._seen = dict[int, int]()
+        self._state, self._name, self._labels = state, name, labels  # state: ids of module tensors
+        self._seen = dict[int, int]()  # id of an object -> the number of its first visit
         self.shared: list[Any] = []
 
     def key(self, value: object) -> Hashable:

@@ -1,8 +1,8 @@
-"""Runs graphs: compiled by torch's compiler, one operation at a time, or by the user.
+"""Runs graphs: compiled by torch's compiler, one operation at a time, or by the user's backend.
 
-All private API of torch's compiler that hoglib uses is in this file:
-`torch._inductor.standalone_compile`, which compiles a graph as it is, looks it up in torch's caches
-before, and settings of `torch._inductor.config`.
+Private API of torch's compiler is used in this file only: settings of `torch._inductor.config`, and
+`torch._inductor.standalone_compile`, which compiles a graph without changes, or finds it in torch's
+caches.
 """
 
 import os
@@ -24,17 +24,23 @@ from hoglib._core.torch_api.torch_private import private
 from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
 from hoglib.errors import ArgumentTypeError
 
-# To compile a graph on one core, and for each operation in it, views not counted.
+# seconds to compile a graph on one core, and to compile each operation in it except views
 SECONDS, SECONDS_PER_OPERATION = 1.3, 0.02
-LONG = 10  # seconds of compilation that are announced
+LONG = 10  # seconds: longer compilations are announced
 
 
 class Runner(NamedTuple):
-    """What runs a graph: the backend's name, and what its compiler did."""
+    """A function that runs a graph.
+
+    run: (*inputs) -> outputs.
+    backend: The name of the backend.
+    source: "compiled", or "cache" if compiled code was found there.
+    seconds: The time of compilation.
+    """
 
     run: Callable[..., Any]
     backend: str = "eager"
-    source: str = "compiled"  # or "cache"
+    source: str = "compiled"
     seconds: float = 0.0
 
 
@@ -45,10 +51,10 @@ class NoCompilerError(Exception):
 def make_runner(
     graph: fx.GraphModule, inputs: list[Tensor], backend: Any, name: str, dynamic: bool = False
 ) -> Runner:
-    """What runs a graph at tensors like the inputs."""
+    """The runner of a graph, for tensors like the inputs."""
     if callable(backend):
         began = perf_counter()
-        run = backend(copied(graph), inputs)  # which it may change
+        run = backend(copied(graph), inputs)  # the user's function may change its graph
         if not callable(run):
             raise ArgumentTypeError(
                 f"backend: expected a function of (graph module, inputs) that returns a function, got "
@@ -80,9 +86,9 @@ def compile_graph(
     graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool, name: str, mode: str = "inductor"
 ) -> Runner:
     """Compiles a graph for tensors of these shapes, or finds it in torch's caches. Raises
-    NoCompilerError with the reason.
+    NoCompilerError with the reason if there is no compiler.
 
-    mode: "inductor", or one of the modes of torch.compile.
+    mode: "inductor", or a mode of torch.compile.
     """
     on_cpu = all(x.device.type == "cpu" for x in tensors)
     if on_cpu and cpp_compiler() is None:
@@ -97,7 +103,7 @@ def compile_graph(
     shapes: Any = "from_graph" if dynamic else "from_example_inputs"
     options = {} if mode == "inductor" else private("torch._inductor.list_mode_options")(mode)
     if on_cpu:
-        options = {**options, "triton.cudagraphs": False}  # torch would log that it leaves them out
+        options = {**options, "triton.cudagraphs": False}  # torch would log that it skips them
     with _COMPILING, torch.no_grad(), _without_pytree_warning(), config.patch(options):
         overwrites = config.triton.cudagraphs
         before = _count_found()
@@ -111,8 +117,8 @@ def compile_graph(
                     f"hoglib could not write compiled code to {cache_dir()} ({cause}). Set "
                     "TORCHINDUCTOR_CACHE_DIR to a directory of yours that can be written to."
                 )
-            # An interrupted compilation left files in the cache, which may also be one that cannot be
-            # written; or the C++ wrapper does not support an operation.
+            # Try a new cache: an interrupted compilation left files in the old one, or it cannot be
+            # written. And try without the C++ wrapper, which may not support an operation.
             try:
                 with fresh_cache(), _inductor_settings(False):
                     run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
@@ -121,13 +127,13 @@ def compile_graph(
                     raise NoCompilerError(str(error).strip().splitlines()[0]) from error
                 raise
         source = "compiled" if _count_found() == before else "cache"
-    # the next run of a CUDA graph writes its results to the same memory
+    # the next run of a CUDA graph overwrites its results
     kept = (lambda *inputs: [x.clone() for x in run(*inputs)]) if overwrites else run
     return Runner(kept, mode, source, perf_counter() - began)
 
 
 def _log_slow_compile(name: str, graph: fx.Graph) -> None:
-    """Logs that a graph takes long to compile, before."""
+    """Logs in advance that a graph takes long to compile."""
     count = sum(x.op == "call_function" and x.target not in VIEWS for x in graph.nodes)
     seconds = SECONDS + SECONDS_PER_OPERATION * count
     if seconds > LONG:
@@ -139,13 +145,13 @@ def _log_slow_compile(name: str, graph: fx.Graph) -> None:
 
 
 def cache_dir() -> str:
-    """Where torch's compiler keeps its results: TORCHINDUCTOR_CACHE_DIR, or a temporary directory."""
+    """The directory of torch's compiled code: TORCHINDUCTOR_CACHE_DIR, or a temporary directory."""
     default_cache_dir = private("torch._inductor.runtime.cache_dir_utils.default_cache_dir")
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 def _count_found() -> int:
-    """How many graphs torch's compiler has found in its caches."""
+    """The number of graphs that torch's compiler has found in its caches."""
     counters = private("torch._dynamo.utils.counters")
     return sum(n for kind in counters.values() for key, n in kind.items() if "cache_hit" in key)
 
@@ -160,11 +166,12 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
       compiling a program, which takes eight seconds on two cores. This test is skipped unless
       TORCH_VEC_ISA_OK is set.
     - On a CPU, images keep the layout of `channels_last`.
-    - Compiled code is for one number of threads and one vector instruction set. Given as settings, they
-      are in the keys of torch's caches, as they are not by themselves in every version of torch.
-    - With `compact`, a graph is one C++ program, instead of one per kernel called from Python, which is
-      slower for small graphs. A program that calls an operator of torch.library with a list of tensors
-      crashes the process (torch 2.13).
+    - Compiled code is for one number of threads and one vector instruction set. As settings both are in
+      the keys of torch's caches; in some versions of torch they are not by themselves.
+    - With `compact`, a graph is one C++ program. Otherwise Python calls a program for each kernel,
+    which
+      is slower for small graphs. A program that calls an operator of torch.library with a list of
+      tensors crashes the process (torch 2.13).
     """
     config = private("torch._inductor.config")
     pick_vec_isa = private("torch._inductor.cpu_vec_isa.pick_vec_isa")
@@ -173,7 +180,7 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
         "layout_optimization": torch.cuda.is_available(),
     }
     threads = torch.get_num_threads()
-    # code for all cores follows later calls of set_num_threads, and one that is set is the user's
+    # code for all cores follows later calls of set_num_threads; a number set in config is the user's
     if config.cpp.threads < 1 and not config.cpp.dynamic_threads and threads != os.cpu_count():
         given["cpp.threads"] = threads
     if compact:
@@ -194,7 +201,7 @@ def cpp_compiler() -> str | None:
 
 @contextmanager
 def _without_pytree_warning() -> Iterator[None]:
-    """Suppresses a warning that torch raises about its own use of pytrees."""
+    """Suppresses torch's warning about its own use of pytrees."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
         yield

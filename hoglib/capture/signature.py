@@ -1,10 +1,10 @@
-"""Which calls run the same graph: those with one signature, whose guards hold.
+"""The calls that run one graph: calls with one signature, while the graph's guards hold.
 
-The signature has all of the arguments but the values of their tensors. A graph is captured with the
-tensors, modules and numbers that the function reaches at that time, too. Later calls follow the same
-paths from the function (closures, attributes, items): a tensor that has replaced another one, such as a
-new parameter, is used if all paths lead to it. If a module, a number, the length of a list, a hook or a
-mode differs, the guards fail and the function is captured again.
+A signature contains the arguments without the values of their tensors. A graph also depends on the
+tensors, modules and numbers that the function reached when it was captured. Later calls follow these
+paths from the function again (closures, attributes, items). If all paths to a tensor lead to another
+tensor, such as a new parameter, the call uses the new one. If a module, a number, the length of a list,
+a hook or a mode differs, a guard fails, and the function is captured again.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -40,7 +40,7 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 class TensorSlot:
-    """Stands for the i-th tensor of a call, or of an output."""
+    """Stands for the tensor with this index, in a call or an output."""
 
     __slots__ = ("index",)
 
@@ -49,20 +49,27 @@ class TensorSlot:
 
 
 class CallSignature(NamedTuple):
-    """A call without its tensors: the structure and the constants of its arguments, and its context.
+    """A call without its tensors: structure and constants of its arguments, and its context.
 
-    Two calls run the same graph if their ``key`` is equal and the guards of the graph hold.
+    Two calls run one graph if their ``key`` is equal and the guards of the graph hold.
+
+    key: Everything that the graph depends on, except objects that the function reaches.
+    constants: The arguments that are no tensors.
+    leaves: The arguments; a TensorSlot in the place of a tensor.
+    structure: Of the arguments, from `pytree.flatten`.
+    autocast: The active autocast at the call.
+    stand_ins: The active modes at the call.
     """
 
     key: Hashable
     constants: list[Any]
-    leaves: list[Any]  # a TensorSlot in the place of a tensor
+    leaves: list[Any]
     structure: Any
     autocast: AutocastState
     stand_ins: ActiveStandIns
 
     def fill(self, tensors: list[Tensor]) -> tuple[Any, Any]:
-        """The arguments and keyword arguments with these tensors."""
+        """(args, kwargs) with these tensors."""
         leaves = [tensors[x.index] if type(x) is TensorSlot else x for x in self.leaves]
         args, kwargs = pytree.unflatten(leaves, self.structure)
         return args, kwargs
@@ -78,7 +85,7 @@ class CallSignature(NamedTuple):
 
     @contextmanager
     def restored_context(self) -> Iterator[None]:
-        """Inside, autocast and stand-ins are as they were around the call."""
+        """Inside, autocast and stand-ins are as around the call."""
         with self.autocast.restored(), self.stand_ins.resume():
             yield
 
@@ -113,18 +120,19 @@ def parse_call(
 
 
 def tensor_key(tensor: Tensor, dynamic: bool = False) -> Hashable:
-    """All properties of a tensor but its values."""
+    """All properties of a tensor except its values."""
     shape: Hashable = tensor.shape
     if dynamic:  # sizes 0 and 1 are never symbolic
         shape = tuple(size if size < 2 else None for size in tensor.shape)
     dtype, layout = tensor.dtype, None
+    # a contiguous real tensor has known strides, except if it has one element
     if dtype in _COMPLEX or not tensor.is_contiguous() or tensor.numel() == 1:
         layout = tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return shape, dtype, tensor.device, tensor.requires_grad, layout
 
 
 def check_dense(what: str, tensor: Tensor, got: str = "", when: str = "") -> None:
-    """Raises UnsupportedError for a tensor that a graph cannot take."""
+    """Raises UnsupportedError for a tensor that a graph cannot have as an input."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         raise UnsupportedError(
             f"{what}: expected dense tensors of torch's own class, got "
@@ -137,7 +145,7 @@ def _constant_key(what: str, leaf: object) -> Hashable:
     if is_plain(leaf):
         # repr distinguishes 0.0 from -0.0, and equals itself for nan
         return type(leaf), leaf, repr(leaf) if isinstance(leaf, float | complex) else None
-    if isinstance(leaf, torch.Generator):  # has no weak references in torch 2.11
+    if isinstance(leaf, torch.Generator):  # it has no weak references in torch 2.11
         return type(leaf), id(leaf)
     try:
         hash(leaf)
@@ -154,17 +162,20 @@ def _describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
 
 
-ANY, AGREES, MODULE, CODE, SIZED, TYPED = range(6)  # what a guard requires of a value on a path
+ANY, AGREES, MODULE, CODE, SIZED, TYPED = range(6)  # requirements of guards, see `_follow`
 _hooks_and_mode = itemgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "training"
 )
-_GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)
+_GONE = (KeyError, IndexError, AttributeError, TypeError, ValueError)  # a path has ended
 
 
 class Guards:
-    """Paths from a root to tensors, and what must not change on them.
+    """Paths from a root to tensors, and conditions on the objects on these paths.
 
-    Tensors that no path leads to are constants; guards keep nothing else alive.
+    Tensors that no path leads to are constants. Guards keep no other objects alive.
+
+    Attributes:
+        kinds: `tensor_key` of each tensor.
     """
 
     def __init__(self, root: object, tensors: list[Tensor], modules: list[nn.Module]) -> None:
@@ -179,7 +190,9 @@ class Guards:
         lasting = [x for x in of_known if _leads_to(walk.objects[x.holder], x.step, x.value)]
         facts = [*lasting, *((i, _module_mode, _module_mode(walk.objects[i])) for i in ran)]
         needed = _ancestors_of([*wanted, *ran, *(holder for holder, _, _ in facts)], edges)
-        numbers = {0: 0}  # of the objects that are needed, in the order in which they are visited
+        # index in the walk -> index in `_follow`, of needed objects in the order of their visits
+        numbers = {0: 0}
+        # (index of the holder, step, index of the value, requirement, argument of the requirement)
         self._steps: list[tuple[int, Any, int, int, Any]] = []
         for holder, step, held in edges:
             if held in needed and holder in needed:
@@ -190,12 +203,13 @@ class Guards:
                 self._steps.append((numbers[holder], step, number, *required))
         self._facts = [(numbers[holder], step, value) for holder, step, value in facts]
         self._count = len(numbers)
-        self._start: list[Any] = [None] * self._count  # to be filled; behind it the constants
-        self._places: list[int] = []
+        self._start: list[Any] = [None] * self._count  # objects to be found, followed by constants
+        self._places: list[int] = []  # index of each tensor in `_start`
         for x in tensors:
             number = numbers.get(places.get(id(x), -1), len(self._start))
             self._start += [x] if number == len(self._start) else []
             self._places.append(number)
+        # modules that ran and that no path leads to, with their modes
         self._unreachable = [(ref(x), _module_mode(x)) for x in modules if id(x) not in places]
         self.kinds: Final = [signature.tensor_key(x) for x in tensors]
         self._all_match = torch_internals.tensor_check(tensors)
@@ -207,7 +221,7 @@ class Guards:
         except (*_GONE, _ChangedError):
             return None
         found = [objects[place] for place in self._places]
-        if self._all_match(*found):
+        if self._all_match(*found):  # in C++; it also fails if only the thread's state differs
             return found
         for tensor, kind in zip(found, self.kinds, strict=True):
             if not isinstance(tensor, Tensor) or signature.tensor_key(tensor) != kind:
@@ -230,7 +244,7 @@ class Guards:
         return again
 
     def explain(self, root: object) -> str:
-        """Why `resolve` returns None."""
+        """The reason why `resolve` returns None."""
         try:
             self._follow(root)
         except _ChangedError as change:
@@ -243,7 +257,7 @@ class Guards:
         )
 
     def _follow(self, root: object) -> list[Any]:
-        """The objects on all paths; raises where a guard fails."""
+        """The objects on all paths; raises if a guard fails."""
         at = self._start.copy()
         at[0] = root
         for holder, step, place, requirement, expected in self._steps:
@@ -269,8 +283,9 @@ class Guards:
 
 
 class _ChangedError(Exception):
-    """A guard fails: at a module in another mode, or by what is found on one step of a path now, and
-    what was; in words only where they are asked for."""
+    """A guard fails, with the arguments (module) for a module in another mode, or (holder, step, value
+    now[, value before]). The text is made when it is read, because most failures only cause a
+    capture."""
 
     def __str__(self) -> str:
         holder, *found = self.args
@@ -285,7 +300,7 @@ class _ChangedError(Exception):
 
 
 def _guard_requirement(value: object, ran: bool) -> tuple[int, Any]:
-    """What a guard requires of the value that takes the place of this one at a later call."""
+    """(requirement, argument) for the value that a path leads to at a later call."""
     if ran:
         return MODULE, ref(value)
     if isinstance(value, Tensor | Attributes):
@@ -300,8 +315,8 @@ def _guard_requirement(value: object, ran: bool) -> tuple[int, Any]:
 def _lasting_edges(edges: list[Edge], objects: list[Any]) -> list[Edge]:
     """The edges that can be followed from the root at each call, breadth-first.
 
-    An object that is made anew at each look, as by ``__getitem__`` of a registry of classes, would
-    never be the same.
+    Steps that make a new object each time, such as ``__getitem__`` of some registries, are left out:
+    a guard on such an object would always fail.
     """
     of_holder: dict[int, list[Edge]] = {}
     for edge in edges:
@@ -327,12 +342,12 @@ def _leads_to(holder: Any, step: Any, value: object) -> bool:
 
 
 def _as_resolved(value: object) -> Any:
-    """What a step leads to where the traversal has this object."""
+    """The value of a step for an object of the traversal."""
     return value.fields if isinstance(value, Attributes) else value
 
 
 def _ancestors_of(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
-    """The objects on a path to one of those wanted."""
+    """The indices of the objects on paths to the wanted ones."""
     holders: dict[int, list[int]] = {}
     for edge in edges:
         holders.setdefault(edge.held, []).append(edge.holder)
@@ -346,7 +361,7 @@ def _ancestors_of(wanted: Iterable[int], edges: list[Edge]) -> set[int]:
 
 
 def _shortest_paths(root: object, walk: ClosureWalker, wanted: list[Any]) -> list[Edge]:
-    """Edges of the shortest path to each object that is reached, but by no name that any code reads."""
+    """Edges of the shortest paths to the wanted objects that no name in code leads to."""
     missing = [x for x in wanted if id(x) not in walk.places]
     if not missing:
         return []
@@ -368,7 +383,7 @@ def _shortest_paths(root: object, walk: ClosureWalker, wanted: list[Any]) -> lis
 
 
 def _module_mode(module: nn.Module) -> int:
-    """The mode of a module and the number of its hooks, as one number."""
+    """The training mode of a module and the number of its hooks, as one integer."""
     try:
         before, after, back, first, training = _hooks_and_mode(module.__dict__)
     except KeyError:  # a scripted module
@@ -383,19 +398,18 @@ def _same_value(value: Any, expected: Any) -> bool:
         return True
     if type(value) is not type(expected):
         return False
-    if isinstance(value, tuple):  # of a class that may have another length, or none
+    if isinstance(value, tuple):  # a subclass may override __len__ and __iter__
         alike = map(_same_value, tuple.__iter__(value), tuple.__iter__(expected))
         return stored_items(value) == stored_items(expected) and all(alike)
-    is_float = isinstance(value, float | complex)  # whose repr distinguishes 0.0 from -0.0
+    is_float = isinstance(value, float | complex)  # repr distinguishes 0.0 from -0.0
     return bool(value == expected) and (not is_float or repr(value) == repr(expected))
 
 
 @contextmanager
 def discard_traced_tensors(walk: ClosureWalker) -> Iterator[None]:
-    """Restores attributes, lists, closures and ``.grad`` that hold tensors of a trace afterwards.
+    """At exit, restores attributes, lists, closures and ``.grad`` that hold tensors of a trace.
 
-    A module that keeps an output or an attention map keeps the last one that was computed outside of a
-    trace.
+    A module that keeps an output, such as an attention map, then has the last one from outside a trace.
     """
     before = [(x.fields if isinstance(x, Attributes) else x) for x in walk.objects]
     dicts = [(x, dict(x)) for x in before if isinstance(x, dict)]

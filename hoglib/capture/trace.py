@@ -1,9 +1,10 @@
-"""Traces a function of tensors to one graph of torch's operations, and refuses what it cannot contain.
+"""Traces a function of tensors to one graph of torch's operations, and refuses what a graph cannot
+contain.
 
-The function runs once, on fake tensors that have shapes and no values, so nothing is computed or
-changed. What would read a value or change an input is refused, and the user's line named: one mode sees
-calls on tensors in Python (`.item()`, NumPy, `backward()`), another one each operation before it runs,
-so that a refused operation changes nothing. Tensors that the function reaches besides its arguments
+The function runs once on fake tensors, which have shapes and no values, so nothing is computed or
+changed. Reading a value and changing an input are refused, with the user's line. One mode sees calls on
+tensors in Python (`.item()`, NumPy, `backward()`). Another mode sees each operation before it runs, so
+a refused operation changes nothing. Tensors that the function reaches besides its arguments
 (parameters, buffers, closures) become inputs of the graph.
 """
 
@@ -37,10 +38,12 @@ _disable_current_modes = private("torch.utils._python_dispatch._disable_current_
 _dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
 
 aten = torch.ops.aten
+# calls in Python that read values
 _READS = {
     Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
     Tensor.__complex__, Tensor.numpy, Tensor.__array__, Tensor.tolist,
 }  # fmt: skip
+# torch's errors in tracing: the classes, and words in messages
 _GUARDS = (
     "DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode",
     "UnsupportedOperatorException",
@@ -48,10 +51,10 @@ _GUARDS = (
 _WORDS = (
     "trying to get value out of a tracing tensor", ".numpy() is not supported", "data_ptr",
     "Cannot access data pointer", "Not available for 'meta'",
-    "size_bytes_is_heap_allocated_",  # of a storage of symbolic size
-    "its data is not allocated yet",  # of torch.tensor([x[0]]), which reads the elements of its list
+    "size_bytes_is_heap_allocated_",  # from a storage of symbolic size
+    "its data is not allocated yet",  # from torch.tensor([x[0]]), which reads the list's elements
 )  # fmt: skip
-# of the operations by which fully_shard gathers parameters
+# namespaces of the operations by which fully_shard gathers parameters
 _OF_PROCESSES = ("fsdp", "c10d", "_c10d_functional")
 _DEVICE = torch.ops.prim.device.default
 _META = torch.device("meta")
@@ -59,7 +62,7 @@ _NORMS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 
 class PythonChecks(TorchFunctionMode):
-    """Refuses calls that read values, also of tensors that are not arguments, and `backward()`."""
+    """Refuses `backward()` and calls that read values, also of tensors that are not arguments."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -80,23 +83,29 @@ class PythonChecks(TorchFunctionMode):
 
 
 class OperationChecks(TorchDispatchMode):
-    """Refuses operations that read values, or whose shape depends on them; those that draw from a
-    `torch.Generator`; and those that write to an argument of the function or to a tensor that it
-    reaches."""
+    """Refuses operations that read values, or have a shape that depends on values; that draw from a
+    `torch.Generator`; or that write to an argument of the function or to a tensor that it reaches.
+
+    Attributes:
+        outer: Tensors with a graph from before the trace.
+    """
 
     supports_higher_order_operators = True
 
     def __init__(self, what: str, given: Sequence[Tensor]) -> None:
         super().__init__()
         self._what = what
-        self._kept = {torch_internals.storage_id(x) for x in given}
-        self._views: list[Tensor] = []  # kept alive, so that no other tensor gets their memory
-        self.outer: list[Tensor] = []  # tensors that were computed with a graph before the trace
+        self._kept = {torch_internals.storage_id(x) for x in given}  # storages of arguments
+        # views of arguments, kept alive for the ids of their storages
+        self._views: list[Tensor] = []
+        self.outer: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):  # most calls are these, of autograd
+        # most calls: autograd asks for devices
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
+        # higher-order operators have no schema
         if not isinstance(func, OPERATORS[0]):
             return func(*args, **kwargs)
         if _reads_values(func, args):
@@ -111,6 +120,7 @@ class OperationChecks(TorchDispatchMode):
                 if argument.alias_info is not None or _writes_argument(func, argument):
                     if _writes_argument(func, argument) and self._is_kept(value):
                         raise self._changes(func)
+                    # lift_fresh makes a tensor of a number: not an alias of the user's
                     views = views or (self._is_kept(value) and func is not aten.lift_fresh.default)
         result = func(*args, **kwargs)
         if views:
@@ -142,21 +152,21 @@ class OperationChecks(TorchDispatchMode):
         )
 
     def _is_kept(self, value: Tensor) -> bool:
-        """Whether it exists before the function runs: an argument, or a tensor with values."""
+        """Whether a tensor is from before the trace: an argument's alias, or a tensor with values."""
         return not isinstance(value, FakeTensor) or torch_internals.storage_id(value) in self._kept
 
 
 def _writes_argument(func: Callable[..., Any], argument: Any) -> bool:
     if argument.alias_info is not None and argument.alias_info.is_write:
         return True
-    # The schemas of these do not declare it.
+    # The schemas of batch norm do not declare that it writes running statistics.
     return func in _NORMS and argument.name in ("running_mean", "running_var")
 
 
 def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """The schema and the value of each argument; lists of tensors one tensor at a time."""
     schema = func._schema.arguments
-    if func in _NORMS and not args[5]:  # in eval mode nothing is written
+    if func in _NORMS and not args[5]:  # args[5] is training: in eval mode nothing is written
         return
     pairs = [*zip(schema, args, strict=False)]
     pairs += [(a, kwargs[a.name]) for a in schema if a.name in kwargs]
@@ -168,7 +178,7 @@ def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[
 def refuse_outer_graph(what: str) -> None:
     """Raises UnsupportedError if the traced function uses a tensor that already has a graph.
 
-    The gradient would have to continue to what this tensor was computed from.
+    The gradient would have to continue into that graph.
     """
     mode = _dispatch_mode()
     if isinstance(mode, OperationChecks) and mode.outer:
@@ -181,7 +191,7 @@ def refuse_outer_graph(what: str) -> None:
 
 @contextmanager
 def translate_tracing_errors(what: str) -> Iterator[None]:
-    """Raises torch's tracing errors as UnsupportedError, with the user's line."""
+    """Raises UnsupportedError, with the user's line, for torch's errors in tracing."""
     try:
         yield
     except HoglibError:
@@ -209,8 +219,8 @@ def backward_call_error(what: str, where: str) -> Exception:
 
 
 def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the output or its shape depends on values that are not known."""
-    if func is aten.index.Tensor:  # tagged for the sake of its masks
+    """Whether the output of an operation, or its shape, depends on unknown values."""
+    if func is aten.index.Tensor:  # its tag is for masks; integer indices read no values
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     if torch.Tag.data_dependent_output in func.tags:
         return any(_constant_value(x) is None for x in pytree.tensors(args))
@@ -218,7 +228,7 @@ def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _constant_value(tensor: Tensor) -> Tensor | None:
-    """The values of a tensor that the function makes from a number, as `torch.tensor(2.0)`."""
+    """The values of a tensor that the function makes from a number, as `torch.tensor(2.0)`; or None."""
     return getattr(torch_internals.unwrap(tensor), "constant", None)
 
 
@@ -233,17 +243,22 @@ def value_read_error(what: str, how: str, where: str) -> Exception:
 
 
 def user_line(trace: TracebackType | None = None) -> str:
-    """The innermost file and line of the user's, for a message, of the current stack or a traceback."""
+    """For a message: the user's innermost file and line, in a traceback or the current stack."""
     at = source_location.user_line(trace)
     return f" in {at.file}:{at.line}" if at else ""
 
 
 class Output(NamedTuple):
-    """What a function returns, without its tensors."""
+    """The result of a function without its tensors.
 
-    leaves: list[Any]  # a TensorSlot in the place of a tensor
+    leaves: The leaves; a TensorSlot in the place of a tensor.
+    structure: From `pytree.flatten`.
+    differentiable: For each tensor, whether it requires grad.
+    """
+
+    leaves: list[Any]
     structure: Any
-    differentiable: list[bool]  # which tensors require grad
+    differentiable: list[bool]
 
     @property
     def inputs_named(self) -> list["InputRef"]:
@@ -251,19 +266,26 @@ class Output(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A graph of tensors, and what it was traced from."""
+    """The result of a trace.
 
-    graph: fx.GraphModule  # of the tensors among the arguments, then of those lifted
-    lifted: list[Tensor]  # the tensors that the function reaches besides
-    modules: list[nn.Module]  # that ran
+    graph: A function of the tensors among the arguments, followed by the lifted tensors.
+    lifted: The tensors that the function reaches besides its arguments.
+    modules: The modules that ran.
+    output: The result of the function, without its tensors.
+    """
+
+    graph: fx.GraphModule
+    lifted: list[Tensor]
+    modules: list[nn.Module]
     output: Output
 
 
 class InputRef:
-    """Stands for an input that an output names.
+    """Stands in an output for an input.
 
-    It is an argument, by its index among those that require grad; or a tensor that the function
-    reaches, which ``trace`` replaces by its index among those lifted.
+    where: For an argument, the index among the arguments that require grad. For another tensor that the
+        function reaches, the tensor; ``trace`` replaces it by its index among the lifted.
+    is_argument: Which of the two it is.
     """
 
     def __init__(self, where: Tensor | int, is_argument: bool) -> None:
@@ -273,7 +295,7 @@ class InputRef:
 def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynamic: bool) -> Traced:
     """The graph of a function at tensors of these shapes.
 
-    Raises UnsupportedError, with the user's line, for what a graph cannot contain.
+    Raises UnsupportedError, with the user's line, for code that a graph cannot contain.
     """
     modules: list[nn.Module] = []
     found, output = list[Tensor](), Output([], None, [])
@@ -282,7 +304,7 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         nonlocal found, output
         with OperationChecks(name, given):
             leaves, structure = pytree.flatten(function(*given))
-        if any(x.grad is not None for x in given if x.is_leaf):  # by `torch.autograd.backward`
+        if any(x.grad is not None for x in given if x.is_leaf):  # set by `torch.autograd.backward`
             raise backward_call_error(name, "")
         found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         count = iter(range(len(found)))
@@ -296,11 +318,11 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
         record_modules(name, modules),
         PythonChecks(name),
         warnings.catch_warnings(),
-        patched(error_on_nested_fx_trace=False),  # compiled modules run eagerly
+        patched(error_on_nested_fx_trace=False),  # modules compiled by torch.compile run eagerly
     ):
-        # torch reads .grad of a tensor in a closure that is not a leaf, and warns of it.
+        # torch reads .grad of a captured tensor that is no leaf, and warns of it
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        # `record_modules` uses a global hook.
+        # `record_modules` registers a global hook
         warnings.filterwarnings("ignore", ".*there are global hooks on modules")
         mode: Any = "symbolic" if dynamic else "fake"
         tracer = make_fx(run, tracing_mode=mode, _allow_non_fake_inputs=True)
@@ -317,13 +339,13 @@ def trace(name: str, function: Callable[..., Any], tensors: list[Tensor], dynami
 
 
 def as_leaf(tensor: Tensor) -> Tensor:
-    """A leaf with the same values and requires_grad."""
+    """A leaf with the values and the requires_grad of a tensor."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @contextmanager
 def record_modules(name: str, modules: list[nn.Module]) -> Iterator[None]:
-    """Collects the modules that run inside, in this thread."""
+    """Collects the modules that this thread runs inside."""
     known: set[int] = set()
 
     def start(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -344,7 +366,7 @@ def record_modules(name: str, modules: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def without_tensor_hooks(tensors: list[Tensor]) -> Iterator[None]:
-    """Removes the hooks of tensors inside. They run when backward hands on the gradients instead."""
+    """Inside, tensors have no hooks. They run when backward passes on the gradients instead."""
     with ExitStack() as stack:
         for tensor in tensors:
             hooks = tensor._backward_hooks
@@ -355,7 +377,7 @@ def without_tensor_hooks(tensors: list[Tensor]) -> Iterator[None]:
 
 
 def _check_outputs(name: str, leaves: list[Any]) -> None:
-    """Refuses outputs that depend on sizes, and objects that hide tensors."""
+    """Refuses outputs that are symbolic numbers, and objects that hide tensors."""
     for leaf in leaves:
         hidden = [x for x in getattr(leaf, "__dict__", {}).values() if isinstance(x, Tensor)]
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -372,9 +394,9 @@ def _check_outputs(name: str, leaves: list[Any]) -> None:
 
 
 def _lift_constants(name: str, graph: fx.GraphModule, recorded: list[Tensor]) -> list[Tensor]:
-    """Turns the tensors that a graph holds as attributes into inputs, behind those that it has.
+    """Makes tensors that a graph holds as attributes its last inputs; returns these tensors.
 
-    Leaves that the outputs depend on by their derivative only become inputs, too.
+    Leaves on which only the derivative of an output depends become inputs, too.
     """
     lifted: dict[int, Tensor] = {}
     inputs: dict[int, fx.Node] = {}
@@ -408,7 +430,7 @@ def _lift_constants(name: str, graph: fx.GraphModule, recorded: list[Tensor]) ->
             add(leaf, {})
     for attribute in [attribute for attribute in vars(graph) if "_constant" in attribute]:
         delattr(graph, attribute)
-    for registry in (graph._buffers, graph._parameters):  # which would keep the tensors alive
+    for registry in (graph._buffers, graph._parameters):  # they would keep the tensors alive
         registry.clear()
     return list(lifted.values())
 

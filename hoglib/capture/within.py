@@ -1,5 +1,5 @@
-"""Calls of hoglib in what torch.compile traces: the user's function becomes a graph by Dynamo, and its
-derivatives are computed by hoglib itself, when torch traces that graph.
+"""Calls of hoglib in code that torch.compile traces: Dynamo makes a graph of the user's function, and
+hoglib computes its derivatives when torch traces that graph.
 
     @when_compiled(within_compile(like_product, called_with))
     def hvp(func, params, v, *args, **options): ...
@@ -7,8 +7,8 @@ derivatives are computed by hoglib itself, when torch traces that graph.
     @when_compiled(run_uncompiled)
     def root(residual, solution, inputs): ...
 
-Dynamo guards what the user's function reads, and makes the tensors that it reaches inputs. hoglib's own
-code, which no compiler has to read, runs once, on tensors without values: it makes no checks of values.
+Dynamo guards everything that the user's function reads, and makes the tensors that it reaches inputs.
+hoglib's own code, which Dynamo need not read, runs once, on fake tensors: it makes no checks of values.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,18 +34,19 @@ from hoglib.functional import BY_ID, FunctionalLoss
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
+# leaves of a call
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
 
 
 def _mark_tensors(what: str, tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, as a node of a graph that can be found again. Those that a function is called with
-    require grad: of a custom Function that is not differentiated Dynamo takes the forward alone."""
+    """The tensors, by a node that `parts_of` finds in the graph again. Arguments of a call require
+    grad: Dynamo takes only the forward of a custom Function that is not differentiated."""
     if what == "call" and not torch_internals.transforms_active():
         return [x.detach().requires_grad_(pytree.is_float(x)).clone() for x in tensors]
     return [x.view_as(x) for x in tensors]
 
 
-# an operator, which Dynamo knows without being imported
+# an operator: Dynamo traces it without an import of Dynamo here
 _LIBRARY = torch.library.Library("hoglib", "FRAGMENT")
 _LIBRARY.define("mark(str what, Tensor[] tensors) -> Tensor[]")
 _LIBRARY.impl("mark", _mark_tensors, "CompositeImplicitAutograd")
@@ -60,9 +61,10 @@ def within_compile(
 ) -> Callable[..., Any]:
     """(entry, func, *args, **options) -> entry(func, *args, **options), for torch.compile.
 
-    like: of what func returns, the options and the args: tensors like those of the result. called_with:
-    of the args: those of func. select: of what func returns and the option `output`: the output that is
-    differentiated. apart: func is a loss with outputs and criterion.
+    like: (result of func, options, *args) -> tensors like the results of entry.
+    called_with: (*args) -> the arguments of func.
+    select: (result of func, options["output"]) -> the output that is differentiated.
+    apart: func is a loss with outputs and criterion, which are recorded apart.
     """
 
     def run(entry: Callable[..., Any], func: Any, *args: Any, **options: Any) -> Any:
@@ -92,8 +94,8 @@ def within_compile(
 
 
 def when_compiled(traced_call: Callable[..., Any]) -> Callable[[Entry], Entry]:
-    """A decorator: torch.compile traces traced_call(entry, *args, **options) for the call
-    entry(*args, **options); args has all positional parameters, also those given by name."""
+    """A decorator: for the call entry(*args, **options), torch.compile traces
+    traced_call(entry, *args, **options). args has all positional parameters, also if given by name."""
 
     def decorate(entry: Entry) -> Entry:
         names = entry.__code__.co_varnames[: entry.__code__.co_argcount]
@@ -111,18 +113,18 @@ def when_compiled(traced_call: Callable[..., Any]) -> Callable[[Entry], Entry]:
 
 
 def run_uncompiled(entry: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """entry(*args, **options), outside of what torch.compile traces."""
+    """entry(*args, **options), outside the trace of torch.compile."""
     return uncompiled(partial(entry, *args, **options))
 
 
 def _replay(
     entry: Any, of_loss: int | None, selects: bool, parts: list["Part"], args: Any, options: Any
 ) -> list[Tensor]:
-    """The results of an entry point for a function that was recorded."""
+    """The results of an entry point for recorded functions, instead of the user's own."""
     func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID.get(of_loss), *parts)
     found = pytree.tensors(entry(func, *args, **options))
     if selects and parts[0].returns_several and options.get("return_outputs"):
-        del found[1]  # which comes once more, among the outputs
+        del found[1]  # the selected output, which is among the outputs again
     return found
 
 
@@ -134,18 +136,20 @@ def traced(
     args: tuple[Any, ...],
     options: dict[str, Any],
 ) -> Any:
-    """What hoglib computes of functions that Dynamo traces.
+    """The results of a call of hoglib on functions that Dynamo traces.
 
-    record: of the args: calls the functions by `recorded`, and returns tensors like the results.
-    replay: of the functions, the args and the options: the tensors of the results; a function of a
-    module, with constants. in_python: the results, where Dynamo does not trace this.
+    record: (*args) -> tensors like the results; calls the functions by `recorded`.
+    replay: (functions, args, options) -> the tensors of the results; a function of a module, with
+    constants.
+    in_python: () -> the results, if Dynamo does not trace the call.
     """
     leaves, structure = pytree.flatten((args, options))
-    # of symbols: an int becomes a constant, and of a float Dynamo makes no text, and runs uncompiled
+    # Dynamo passes symbols for numbers. An int becomes a constant; a float it cannot convert to a
+    # string, and then runs uncompiled.
     leaves = [index(x) if type(x) is int else x for x in leaves]
     leaves = [float(str(x)) if type(x) is float else x for x in leaves]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    # of a transform the levels are gone at a replay
+    # a transform's level does not exist any more at the replay
     if not all(isinstance(x, CONSTANTS) for x in leaves) or constant_transforms_active():
         return uncompiled(in_python)
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
@@ -160,7 +164,7 @@ def traced(
 
 
 def uncompiled(function: Callable[[], Any]) -> Any:
-    """function(), for Dynamo, which runs it as it is."""
+    """function(), run uncompiled by a graph break."""
     private("torch._dynamo.graph_break")(
         msg="This call of hoglib runs uncompiled; see docs/compile.md."
     )
@@ -168,7 +172,7 @@ def uncompiled(function: Callable[[], Any]) -> Any:
 
 
 def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
-    """func(*args), between marks."""
+    """func(*args), between marks in the graph."""
     leaves, structure = pytree.flatten(args)
     others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
     with torch.enable_grad():
@@ -181,13 +185,13 @@ def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any =
 
 
 def _fill_tree(others: Sequence[Any], structure: object, tensors: Sequence[Tensor]) -> Any:
-    """A tree with these tensors among its leaves, in their order."""
+    """A tree with these tensors, in order, among its leaves."""
     left = list(tensors)
     return pytree.unflatten([left.pop(0) if x is None else x[0] for x in others], structure)
 
 
 def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Callable[..., Any]:
-    """What torch calls in the place of the body."""
+    """The function that torch calls instead of the body: `replay` if Dynamo has made a graph of it."""
     if not isinstance(body, fx.GraphModule):
         return body
 
@@ -200,7 +204,7 @@ def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Ca
 
 
 class WithoutFactors(TorchDispatchMode):
-    """Inside, the options alpha and beta are products, as after :func:`expand_alpha_beta`."""
+    """Inside, products replace the options alpha and beta, as in :func:`expand_alpha_beta`."""
 
     supports_higher_order_operators = True
 
@@ -213,7 +217,7 @@ class WithoutFactors(TorchDispatchMode):
 def parts_of(
     graph: fx.GraphModule, inputs: Sequence[Tensor], caller: str
 ) -> tuple[list[Tensor], list["Part"]]:
-    """The arguments that a body marked, and the calls of functions in it."""
+    """The marked arguments of a body, and the recorded functions in it."""
     for part in graph.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if getattr(node.target, "__name__", "") == "autograd_function_apply":
@@ -228,14 +232,14 @@ def parts_of(
     marks: list[Any] = [node for node in nodes if node.target is MARK]
     own = marks[0].args[1]
     for node, x in zip([n for n in nodes if n.op == "placeholder"], inputs, strict=True):
-        items = [user for user in node.users if user.target == "item"]  # of a Python number
-        # a buffer, which is left as it was; the copy of a number would have no item
+        items = [user for user in node.users if user.target == "item"]  # for a Python number
+        # clone a buffer, so that it stays unchanged; the clone of a number would have no item
         kept = items or node in own or not isinstance(x, Tensor) or x.requires_grad
         run.env[node] = x if kept else x.clone()
-        for item in items:  # it stands in the first of the calls that use it
+        for item in items:  # Dynamo puts it into the first of the calls that use it
             run.env[item] = run.run_node(item)
     tensors = [run.env[node] for node in own]
-    # a node changes it, and one at the end back
+    # nodes of the graph set grad mode, and the last one sets it back
     with torch.set_grad_enabled(torch.is_grad_enabled()):
         for node in nodes[nodes.index(marks[0]) : nodes.index(marks[1])]:
             run.env[node] = run.run_node(node)
@@ -246,7 +250,11 @@ def parts_of(
 
 @final
 class Part:
-    """A function as Dynamo traced it, of tensors of the shapes that it was traced at."""
+    """A function traced by Dynamo, for tensors of the shapes in the trace.
+
+    Attributes:
+        returns_several: The function returns more than one tensor.
+    """
 
     def __init__(
         self, caller: str, run: fx.Interpreter, begin: Any, nodes: list[fx.Node], end: Any
@@ -258,7 +266,7 @@ class Part:
     def __call__(self, *given: Any) -> Any:
         run, tensors = self._run, pytree.tensors(given)
         for x, at in zip(tensors, self._begin.args[1], strict=True):
-            was = self._known.get(at, x)  # not known of the outputs of another part
+            was = self._known.get(at, x)  # the outputs of another part have no known value
             if x.shape != was.shape:
                 raise UnsupportedError(
                     f"{self._caller} inside torch.compile: expected calls of the function with tensors "
@@ -274,12 +282,12 @@ class Part:
 
 @final
 class TracedLoss:
-    """A loss, of which Dynamo traced the outputs and the criterion."""
+    """A loss with outputs and criterion as Dynamo has traced them."""
 
     def __init__(self, loss: object, outputs: Part, criterion: Part) -> None:
         self._outputs, self._criterion, self._loss = outputs, criterion, loss
 
-    def __getattr__(self, name: str) -> Any:  # the criterion and the targets, of the loss itself
+    def __getattr__(self, name: str) -> Any:  # the user's criterion and targets
         if name not in ("user_criterion", "targets"):
             raise AttributeError(name)
         if self._loss is None:
