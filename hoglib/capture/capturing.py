@@ -286,8 +286,8 @@ def _trace_function(
 ) -> tuple[Traced, list[tuple[int, int]]]:
     """The graph, and `shared_tensors`.
 
-    An argument that the function also reaches is one variable of the graph. Which ones these are is
-    known after a first trace, in which an argument and the reached tensor are two.
+    An argument that the function also reaches is one variable of the graph. A first trace finds these
+    arguments; in this trace the argument and the reached tensor are two variables.
     """
     run, name = function.on_tensors(form), function.name
 

@@ -43,7 +43,8 @@ def run_level(run: Any, tensors: Sequence[Tensor | None]) -> tuple[Tensor | None
         base, inputs = base.run, inputs[: base.count]
     template = base.template or _template_of(base.call, list(inputs))
     level: Any = template.level(run)
-    if torch_internals.forward_mode_active():  # Compiled refuses it, though these have no tangents
+    # Compiled would run the function itself in forward mode, though these tensors have no tangents
+    if torch_internals.forward_mode_active():
         level = level.run
     given = [None if x is None else x.detach().contiguous() for x in tensors]
     # The function runs with stand-ins if its call did. If they were also on around the graph, a

@@ -30,7 +30,7 @@ def explain_call_error(
     """Raises an error with advice if `error` concerns the arguments of the function.
 
     It does if the arguments do not bind (a TypeError, and the function was never entered), or if code
-    uses an argument as a tensor that is none. Other errors are the function's own.
+    uses an argument of another type as a tensor. Other errors are the function's own.
     """
     if not isinstance(error, TypeError | AttributeError) or isinstance(error, HoglibError):
         return
@@ -47,7 +47,7 @@ def explain_call_error(
 
 
 def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
-    """A reason for messages if code used an argument as a tensor that is none; None otherwise."""
+    """A reason for messages if code used an argument of another type as a tensor; None otherwise."""
     for x in args:
         if x is None or isinstance(x, Tensor | Number | str):
             continue

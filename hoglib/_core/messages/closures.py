@@ -224,8 +224,8 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def owner_of(func: Callable[..., Any]) -> Any:
-    """The module, object or code that a function belongs to. It stays the same object where the user
-    creates the function anew for each call."""
+    """The module, object or code that a function belongs to: one object, also if the user creates the
+    function anew for each call."""
     if isinstance(func, nn.Module):  # a short cut: the search of a module for __wrapped__ is slow
         return func
     if isinstance(func, partial):
@@ -554,8 +554,8 @@ def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:
 
 
 def _of_object(value: object) -> Iterator[Reference]:
-    """References to an object's attributes, and to members of those of its classes that the user
-    wrote."""
+    """References to an object's attributes, and to members of its classes, if the user wrote the
+    class."""
     fields = getattr(value, "__dict__", None)
     if isinstance(fields, dict):
         yield Reference(Attributes(fields), _attributes)

@@ -319,8 +319,7 @@ def other_structure(
 
 
 def _in_order_of(params: Any, tree: Any) -> Any:
-    """The tree with its mappings converted to the types and key order of those in params: neither
-    matters."""
+    """The tree with the types and key order of the mappings in params, which do not matter."""
     if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
         same: Any = copy(params)
         for name, part in params.items():

@@ -34,7 +34,7 @@ from hoglib.errors import UnsupportedError
 Params = dict[str, Tensor]
 NormPolicy = Callable[["ModulePatch", nn.Module], None]  # replaces more than parameters in a module
 PatchState = Items  # (dict of a module, name, value)
-# in which an RNN keeps its parameters for cuDNN
+# attributes in which an RNN keeps its parameters for its kernels
 RNN_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 _NO_RUNNING_STATISTICS = {
     "track_running_stats": False,
@@ -196,7 +196,7 @@ def _has_more(module: Any) -> bool:
 
 def _structure_of(modules: Sequence[Any]) -> list[Any] | None:
     """The class of each module (fully_shard changes it), and the names and ids of its submodules. None
-    if a swap replaces more than parameters, or if hooks run, which may share them."""
+    if a swap has more to replace than parameters, or if there are hooks, which may be fully_shard's."""
     found: list[Any] = []
     for module in modules:
         if (
@@ -406,8 +406,8 @@ def _reaches_parameters(given: Sequence[tuple[int, Tensor]]) -> bool:
 
 
 # (id of a module's dict, name) -> (thread that replaced the value, number of its patches). If two
-# threads swapped parameters of one model, one would take the other's for the own ones, and restore them
-# for good.
+# threads swapped the parameters of one model, one thread would take the other's parameters for the
+# model's own, and restore them for good.
 _CLAIMED: dict[tuple[int, str], tuple[int, int]] = {}
 _CLAIMING = threading.Lock()
 

@@ -744,7 +744,7 @@ def has_dynamo() -> bool:
 
 
 def is_compiled(func: Callable[..., Any]) -> bool:
-    """Whether torch.compile made this module of another one."""
+    """Whether torch.compile made this module (an OptimizedModule)."""
     return type(func).__name__ == "OptimizedModule"  # importing its module takes two seconds
 
 

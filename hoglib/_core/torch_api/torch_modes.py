@@ -50,7 +50,7 @@ class ActiveStandIns:
             return nullcontext()
         active = torch_internals.function_modes(StandInMode)
         on = any(isinstance(mode, StandInMode) for mode in active)
-        # an active mode of stand-ins stays: two would replace a call twice
+        # never two modes of stand-ins
         again = [
             m for m in self._modes if m not in active and not (on and isinstance(m, StandInMode))
         ]
