@@ -391,9 +391,11 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     x, g = x.args[0], g.args[0]  # type: ignore[union-attr]
     found, images, outputs = fake_value(node).shape, fake_value(x).shape, fake_value(g).shape
     symbols = not all(isinstance(n, int) for n in (*found, *images, *outputs))
+    # with a kernel g no larger than the result it is an ordinary convolution, which is fast
     if symbols or found[2:].numel() >= outputs[2:].numel() or not node.users:
         return
     sizes = list(zip(images[2:], padding, stride, found[2:], dilation, strict=True))  # type: ignore[arg-type]
+    # with the result as weight, and stride and dilation exchanged, x has to give outputs of g's size
     if [(n + 2 * p - s * (k - 1) - 1) // d + 1 for n, p, s, k, d in sizes] != list(outputs[2:]):
         return
     weight = (found[1], found[0], *found[2:])
@@ -434,6 +436,7 @@ def channels_last(module: fx.GraphModule) -> None:
     """
     graph = module.graph
     nodes = list(graph.nodes)
+    # as_strided depends on the layout of its input
     strided = any(node.target in _STRIDED_OPS for node in nodes)
     if strided or not any(map(_is_image_convolution, nodes)):
         return

@@ -206,6 +206,7 @@ class Guards:
         self._start: list[Any] = [None] * self._count  # objects to be found, followed by constants
         self._places: list[int] = []  # index of each tensor in `_start`
         for x in tensors:
+            # a tensor that no path leads to becomes a constant
             number = numbers.get(places.get(id(x), -1), len(self._start))
             self._start += [x] if number == len(self._start) else []
             self._places.append(number)

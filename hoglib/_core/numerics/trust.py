@@ -70,10 +70,12 @@ def agree(
             return False
         a, b = a.detach(), b.detach()
         if rule is BITS or not (is_float(a) and is_float(b)):
+            # exactly, except that NaN equals NaN
             return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
     dtypes = {dtype, *(x.dtype for x in (a, b) if isinstance(x, Tensor))}
     r = max(rule.of(x) for x in dtypes if x is not None)
     off, *sizes = _largest_of(a - b, a, b, *terms)
+    # False if the difference is NaN
     return off <= r * max(sizes)
 
 

@@ -125,6 +125,7 @@ def walk(
     until: Ids of leaf tensors; the walk ends at the first of these.
     """
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
+    # None: next_functions has it for inputs without a graph
     seen: set[Any] = {None, *[x.grad_fn for x in since]} if since else {None}
     found = []
     while pending:

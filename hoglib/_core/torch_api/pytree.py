@@ -123,6 +123,7 @@ def _flatten(tree: Tree, found: list[Any]) -> Any:
         if not _is_named(kind):
             leaves, structure = _tree_flatten(tree)
             found += leaves
+            # torch takes an object of an unknown type for a leaf
             return None if len(leaves) == 1 and leaves[0] is tree else structure
         keys = kind
     if _PLAIN.issuperset(builtins.map(type, parts)):
