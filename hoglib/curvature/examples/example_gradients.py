@@ -1,4 +1,4 @@
-"""Gradients of every example of a batch by itself, their norms and products, and what they tell.
+"""Per-example gradients of a batch, their norms and products, and what follows from them.
 
 Norms and products come from the inputs a_nt of each layer at the positions t of example n, and the
 gradients g_nt by its outputs:
@@ -62,7 +62,7 @@ from hoglib.curvature.training.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import examined_functions
 
-ROWS_AT_ONCE = 2**26  # numbers of gradients that are held at once, by default
+ROWS_AT_ONCE = 2**26  # numbers in the gradients that are held at once
 
 
 def per_example_gradients(
@@ -77,26 +77,26 @@ def per_example_gradients(
 
         l_n = loss(params, example n), a batch of one        g_n = d l_n / d params
 
-    For a criterion that is a mean over examples, the mean of g_n is the gradient of the batch; for a
-    sum their sum is. Where the mean of a criterion of torch, or of `hoglib.language_model_loss`,
-    divides by D = sum_n d_n, of class weights or of labels that are not ignored, l_n is that of the
-    example times N d_n / D, so that the same holds.
+    The gradient of the batch is the mean of g_n if the criterion is a mean over examples, and their sum
+    if it is a sum. A criterion of torch, or `hoglib.language_model_loss`, may divide by D = sum_n d_n,
+    of class weights or of labels that are not ignored: l_n and g_n are then multiplied by N d_n / D,
+    and the mean of g_n is again the gradient of the batch.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
             `hoglib.functional_loss`.
         params: Where the gradients are taken; any pytree of floating-point tensors.
-        batch: A batch of any kind: every tensor with as many rows as the first one has the examples as
-            its leading dimension; the other tensors are the same for each.
-        chunk_size: Examples at once, side by side by `torch.func.vmap` where all operations can, else
+        batch: A batch of any kind. Every tensor with as many rows as the first one has the examples as
+            its leading dimension; each example gets all other tensors whole.
+        chunk_size: Examples at once, by `torch.func.vmap` if all operations have a batching rule, else
             one after the other. Default: all of them.
-        **options: ``stand_ins`` (attention has a rule there for `torch.func.vmap`) and ``remat``, as
+        **options: ``stand_ins`` (with a batching rule for attention) and ``remat``, as
             :class:`hoglib.Options` describes them.
     Returns:
         The losses [N], and the gradients, like params with a leading dimension of N.
     Raises:
-        ArgumentValueError: for batch norm in train mode, and for losses that couple examples, as
-            contrastive ones do, where an example alone has another loss.
+        ArgumentValueError: for batch norm in train mode, and for losses that couple examples, such as
+            contrastive ones: an example alone has another loss.
     Shape:
         - losses: [N]
         - gradients: [N, *shape] for each parameter
@@ -118,7 +118,7 @@ def per_example_gradients(
 
 
 def scaled(rows: Tensor, factors: Tensor) -> Tensor:
-    """Each row times its factor; 0 for those of factor 0, which may be 0 / 0."""
+    """Each row times its factor. A row with the factor 0 becomes 0, because it may be 0 / 0."""
     one = factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
     return torch.where(one == 0, 0, rows * one)
 
@@ -126,7 +126,7 @@ def scaled(rows: Tensor, factors: Tensor) -> Tensor:
 def _of_single_examples(
     loss: Any, params: Tree, batch: Any, chunk_size: int | None = None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tree]:
-    """l_n and g_n of batches of one, of a loss that `check_apart` knows."""
+    """l_n and g_n from batches of one example, for a loss that `check_apart` has passed."""
     refuse_sharded("per_example_gradients", pytree.leaves(params))
     own = as_dict(batch)
     count = number_of_examples(own)
@@ -146,7 +146,7 @@ def _of_single_examples(
 def gradient_rows(
     loss: object, params: Tree, batch: object, weights: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """The gradients of the examples of a batch, times their weights, as rows [n, P], some at a time."""
+    """The gradients of the examples of a batch, times their weights, as rows [n, P], in chunks."""
     size = max(1, ROWS_AT_ONCE // max(pytree.size(params), 1))
     own = as_dict(batch)
     count = number_of_examples(own)
@@ -158,8 +158,8 @@ def gradient_rows(
 
 
 def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
-    """Raise, at the first batch of its shapes, for a loss that couples examples; warn of a mean that
-    counts something else."""
+    """Raise for a loss that couples examples; warn of a mean with another denominator than the number
+    of examples. Checked at the first batch of each shape."""
     validation.loss_function("loss", loss)
     check_norms(loss)
     own = as_dict(batch)
@@ -189,7 +189,7 @@ def _warn_of_weights(caller: str) -> bool:
 
 
 def _halves(loss: object, params: Tree, batch: object) -> Relation | None:
-    """How the loss of a batch is made of those of its halves."""
+    """How the loss of a batch follows from the losses of its halves."""
     policy = Policy("per_example_gradients")
     with torch.inference_mode(False), ring(policy, loss, examine=False) as blocks:
         problem = Problem.of(policy, loss, params, batch).entered(blocks)
@@ -202,7 +202,7 @@ def _halves(loss: object, params: Tree, batch: object) -> Relation | None:
 
 
 def check_norms(loss: object) -> None:
-    """Raise for batch norm in train mode."""
+    """Raise for a batch norm in train mode."""
     model = getattr(loss, "model", None)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, BATCH_NORMS) and module.training:
@@ -222,23 +222,23 @@ def per_example_gradient_norms(loss: object, params: Tree, batch: object) -> Ten
 
         |d l_n / d params|        l_n = loss(params, example n), a batch of one
 
-    Layers that `hoglib.KFACOperator` knows take one forward and one backward pass of the batch: norms
-    are computed from the inputs of a layer and the gradients by its outputs: by the products of its T
-    positions (ghost norms) where T^2 is at most the number of its weights, else by the gradients of
-    that layer alone, which are held for some examples at a time. For any other use of a parameter,
-    and losses that are no `hoglib.functional_loss`, they are those of `hoglib.per_example_gradients`,
-    some examples at a time; ``logging.getLogger("hoglib")`` tells why, at level DEBUG.
-    Layers are compared with autograd at the first call of a loss at these shapes, the second, the
-    fourth, and so on.
+    Layers that `hoglib.KFACOperator` knows take one forward and one backward pass of the batch. Their
+    norms come from a layer's inputs and output gradients: from products between its T positions (ghost
+    norms) if T^2 is at most the number of its weights, else from the gradients of this layer, for some
+    examples at a time. If a parameter is used in any other way, or the loss is no
+    `hoglib.functional_loss`, norms come from `hoglib.per_example_gradients`, some examples at a time;
+    ``logging.getLogger("hoglib")`` tells why, at level DEBUG. Layers are compared with autograd at the
+    first call of a loss at these shapes, the second, the fourth, and so on.
 
     Args:
-        loss: As of `hoglib.per_example_gradients`.
-        params: Where the gradients are taken, a dict of tensors by name; of other losses any pytree.
-        batch: As of `hoglib.per_example_gradients`.
+        loss: As for `hoglib.per_example_gradients`.
+        params: Where the gradients are taken: a dict of tensors by name, or for other losses than a
+            `hoglib.functional_loss` any pytree.
+        batch: As for `hoglib.per_example_gradients`.
     Returns:
-        The norms [N], of all parameters together.
+        The norms [N], over all parameters together.
     Raises:
-        ArgumentValueError: for batch norm in train mode, where an example alone has another loss.
+        ArgumentValueError: for batch norm in train mode: an example alone has another loss.
     References:
         Goodfellow, Efficient Per-Example Gradient Computations, 2015. Li, Tramer, Liang and Hashimoto,
         Large Language Models Can Be Strong Differentially Private Learners, 2022, section 4. Bu, Mao
@@ -261,17 +261,17 @@ def per_example_gradient_products(loss: object, params: Tree, batch: object) -> 
 
         K_nm = <d l_n / d params, d l_m / d params>
 
-    The gradients of one layer at a time are held, and none of a linear layer that each example uses
-    once; else as `per_example_gradient_norms`.
+    They are computed as in `per_example_gradient_norms`, with the gradients of one layer in memory at a
+    time, and none of a linear layer that each example uses once.
 
     Args:
-        loss: As of `per_example_gradient_norms`.
-        params: As of `per_example_gradient_norms`.
-        batch: As of `per_example_gradient_norms`.
+        loss: As for `per_example_gradient_norms`.
+        params: As for `per_example_gradient_norms`.
+        batch: As for `per_example_gradient_norms`.
     Returns:
         The products [N, N].
     Raises:
-        ArgumentValueError: for batch norm in train mode, where an example alone has another loss.
+        ArgumentValueError: for batch norm in train mode: an example alone has another loss.
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
         >>> loss = lambda p, x: (x @ p).sum()
@@ -299,7 +299,8 @@ def _products_of(loss: object, params: Tree, batch: object, pairs: bool) -> Tens
 def _layer_by_layer(
     loss: object, params: Tree, batch: object, pairs: bool, factors: Tensor | None
 ) -> Tensor | None:
-    """Squared norms [N], or with pairs the products [N, N]; None where layers do not say them."""
+    """Squared norms [N], or with pairs the products [N, N]; None if they cannot be taken from
+    layers."""
     space = Space(params)
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
     own = as_dict(batch)
@@ -317,7 +318,7 @@ def _layer_by_layer(
             if run.examples != count:
                 raise errors.ArgumentValueError("outputs: expected one for each example.")
         except errors.HoglibError as error:
-            # of the layers; what is wrong with the loss comes again
+            # Errors of layers; errors of the loss will come again.
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
         column = known.by_outputs(run.outputs()[0], loss, own, factors)
@@ -325,7 +326,7 @@ def _layer_by_layer(
         with torch.no_grad():
             shape = [count] * (2 if pairs else 1)
             total = torch.zeros(shape, dtype=run.dtype, device=run.device)
-            # an expert may be called with none of the examples
+            # An expert may get none of the examples.
             for layer in (one for one in run.layers if any(call.rows for call in one.calls)):
                 total += _products(layer, gradients, run, pairs)
     return total.to(space.dtype)
@@ -333,16 +334,18 @@ def _layer_by_layer(
 
 @dataclass
 class _Compared:
-    """What calls at a loss have found, for batches of some shapes; found again at the first call, the
-    second, the fourth, and so on, and where the data decides for other operations."""
+    """What earlier calls of a loss found, at batches of some shapes. Found again at the first call,
+    the second, the fourth, and so on, and if the data leads to other operations."""
 
     calls: int = 0
-    order: RowOrder | None = None  # how the layers are read, which have the gradients of autograd
-    operations: tuple[str, ...] = ()  # those that were compared
-    is_mean: bool = False  # gradients by the outputs are N times those of the loss of the batch
+    order: RowOrder | None = None  # how to read the layers, once compared with autograd
+    operations: tuple[str, ...] = ()  # the operations of the run that was compared
+    is_mean: bool = False  # examples' gradients by outputs are N times the batch's
 
     @staticmethod
     def at(loss: Any, problem: Problem) -> "_Compared":
+        """The record for a loss and the shapes of a problem; empty if it is due to be found
+        again."""
         shapes = [(x.shape, x.dtype) for x in pytree.tensors((problem.leaves, problem.args))]
         modules = getattr(loss, "model", nn.Identity()).modules()
         key = CALLER, problem.structure, *shapes, *(module.training for module in modules)
@@ -353,11 +356,11 @@ class _Compared:
         return known
 
     def by_outputs(self, outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
-        """The gradients of the loss of each example, times its factor, by its outputs."""
+        """The gradient of each example's loss, times its factor, by its outputs."""
 
         def of_batch() -> Vector:
             own = [y.clone().requires_grad_() for y in pytree.leaves(outputs) if pytree.is_float(y)]
-            with torch.enable_grad():  # copies: a criterion may work in place
+            with torch.enable_grad():  # clones: a criterion may work in place
                 value = loss.criterion(pytree.filled(outputs, [y.clone() for y in own]), batch)
                 return materialize_grads([*torch.autograd.grad(value, own, allow_unused=True)], own)
 
@@ -372,7 +375,7 @@ class _Compared:
 
 
 def _run_of_layers(known: _Compared, problem: Problem, space: Space) -> ModelRun:
-    """The run of a model, whose layers have been compared with autograd."""
+    """The run of a model, with its layers compared with autograd in this call or an earlier one."""
     if known.order is not None:
         run = ModelRun.of(problem, space, _OPTIONS, known.order)
         if not run.has_new_layers() and _operations(run) == known.operations:
@@ -388,7 +391,7 @@ def _operations(run: ModelRun) -> tuple[str, ...]:
 
 
 def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
-    """The gradients of the loss of each example, times its factor, by its outputs."""
+    """The gradient of each example's loss, times its factor, by its outputs."""
 
     def criterion(shifts: Vector, both: Any) -> Tensor:
         own, example = both
@@ -404,7 +407,8 @@ def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> 
 
 
 def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) -> Tensor:
-    """The squared norms of the gradients of a layer, [N], or with pairs their products, [N, N]."""
+    """The squared norms of a layer's per-example gradients, [N], or with pairs their products, [N,
+    N]."""
     N, diagonal = run.examples, layer.layout.role.matrix == "diagonal"
     if not diagonal and not is_embedding(layer) and _by_gradients(layer, run, pairs):
         parts = layer_gradients(layer, gradients, run)
@@ -431,22 +435,23 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) ->
 
 
 def _products_of_embedding(at: Tensor, g: Tensor, pairs: bool) -> Tensor:
-    """The same of an embedding, from the indices [N, T, 1] and the gradients of the rows there."""
+    """`_products` for an embedding, from the indices [N, T, 1] and the gradients of the rows
+    there."""
     if not pairs:
-        same = (at == at.mT) & (at >= 0)  # [N, T, T]: the same row of the table
+        same = (at == at.mT) & (at >= 0)  # [N, T, T]: one row of the table
         return ((g @ g.mT) * same).sum((1, 2))
     N, places, features = len(at), at.flatten(), g.flatten(0, 1)
     owner = torch.arange(N, device=at.device).repeat_interleave(g.shape[1])
-    seen, rows = places.unique(return_inverse=True)  # only rows of the table that are used
+    seen, rows = places.unique(return_inverse=True)  # only the rows of the table that are used
     table = features.new_zeros(N * len(seen), features.shape[1])
     table.index_add_(0, owner * len(seen) + rows, features * (places >= 0).unsqueeze(1))
     return _products_of_rows(table.view(N, -1), True)
 
 
 def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
-    """Whether the gradients of a layer are fewer numbers than the products of its positions.
+    """Whether a layer's gradients are fewer numbers than the products of its positions.
 
-    With T positions, T^2 > into out; for pairs, which need all products at once, N T^2.
+    With T positions, T^2 > into out; for pairs, which need all products at once, N T^2 > into out.
     """
     groups, out, into = layer.layout.sizes
     T = sum(call.rows for call in layer.calls) // run.examples
@@ -458,18 +463,19 @@ def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
 
 
 def _products_of_rows(rows: Tensor, pairs: bool) -> Tensor:
+    """The squared norms of rows, or with pairs their products."""
     if pairs:
         return rows @ rows.T
-    return torch.linalg.vector_norm(rows, dim=1).square()  # holds no squares
+    return torch.linalg.vector_norm(rows, dim=1).square()  # without a tensor of squares
 
 
 class NoiseScale(NamedTuple):
     """The noise of gradients.
 
     Attributes:
-        scale: tr S / |g|^2: of batches much smaller, gradients are mostly noise.
-        variance: tr S, the sum of the variances of the gradient of one example.
-        square: |g|^2, of the gradient of the loss over all examples of the distribution.
+        scale: tr S / |g|^2. In much smaller batches gradients are mostly noise.
+        variance: tr S, the summed variances of the gradient of one example.
+        square: |g|^2, with g the gradient of the expected loss.
     """
 
     scale: Tensor
@@ -482,11 +488,11 @@ def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
 
         B = tr S / |g|^2        tr S = sum_n |g_n - m|^2 / (N - 1)        |g|^2 = |m|^2 - tr S / N
 
-    with the gradients g_n of examples and their mean m; both parts are unbiased. |g|^2 may come out
-    negative where N is far too small, and so may B.
+    with the gradients g_n of examples and their mean m; both parts are unbiased. If N is far too small,
+    |g|^2 may come out negative, and so may B.
 
     Args:
-        loss: The function ``loss(params, batch)``, of a mean over examples.
+        loss: The function ``loss(params, batch)``, a mean over examples.
         params: Where the gradients are taken; any pytree of floating-point tensors.
         data: A batch, or a DataLoader or another re-iterable of batches.
     Returns:
@@ -514,7 +520,7 @@ def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
         for rows in gradient_rows(loss, params, moved_batch, weights):
             part = rows.double()
             own = part.mean(0)
-            # two sets of examples together, by Chan's formula
+            # Merge two sets of examples by Chan's formula.
             total = count + len(part)
             spread += (part - own).square().sum()
             spread += (own - mean).square().sum() * (count * len(part) / total)
@@ -522,7 +528,7 @@ def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
             count = total
     if count < 2:
         raise errors.ArgumentValueError(f"data: expected at least two examples, got {count}.")
-    scale = (count / weight) ** 2  # of the squares, in units of the mean weight of an example
+    scale = (count / weight) ** 2  # squares in units of the mean weight of an example
     variance = scale * spread / (count - 1)
     square = scale * mean.square().sum() - variance / count
     return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
@@ -549,51 +555,52 @@ def influence(
 
         s_nq = d loss(params(e), query q) / d e  at e = 0
              = -grad loss(query q)^T (G + damping I)^-1 grad loss(example n)
-        s_ntq, the same of the loss of token t alone        s_nq = sum_t s_ntq
+        s_ntq: for the loss of token t of the example alone        s_nq = sum_t s_ntq
 
-    where params(e) minimizes the mean loss of the training data plus e loss(example n), with its weight
-    in that mean as `hoglib.per_example_gradients` has it, plus
-    damping/2 |params|^2, and G is the Gauss-Newton matrix of the training data. A positive score: more
-    weight on the example raises the loss of the query. To leave an example out is e = -1/N, so that the
-    loss of the query changes by about -s_nq / N.
+    params(e) minimizes the mean loss of the training data, plus e loss(example n), plus
+    damping/2 |params|^2. The loss of the example has the example's weight in the mean, as in
+    `hoglib.per_example_gradients`. G is the Gauss-Newton matrix of the training data. A positive score
+    means that more weight on the example raises the loss of the query. To leave the example out is
+    e = -1/N: the loss of the query changes by about -s_nq / N.
 
-    Where params are DTensors, train is the part of each process, whose rows it gets, and query the same
-    in all; ``out`` and query=None are refused. Each holds params, and the gradients of queries, whole.
+    If params are DTensors, each process gives its part of train, and gets the rows of this part; query
+    must be equal in all processes. ``out`` and query=None are then refused. Each process holds whole
+    params and whole gradients of queries.
 
     Args:
         loss: From `hoglib.functional_loss`.
         params: The parameters as they were trained, a dict of tensors by name.
         train: The training data: a batch, or a DataLoader or another re-iterable of batches, in a fixed
             order.
-        query: The queries, as train. None for the training examples themselves: the self-influence
-            s_nn of each, at most 0, without the other scores.
-        solver: How the inverse is applied: "cg", exactly, by conjugate gradients; "kfac" or "ekfac", by
-            a `hoglib.KFACOperator`, with corrected eigenvalues, for deep networks; or such an operator,
-            of the training data, whose factors are computed once for many calls.
+        query: The queries, in the forms of train. None for the self-influence s_nn of each training
+            example, at most 0, without any other score.
+        solver: How the inverse is applied. "cg": exactly, by conjugate gradients. "kfac", "ekfac": by a
+            `hoglib.KFACOperator`, without or with corrected eigenvalues, for deep networks. Or a
+            KFACOperator of the training data: its factors are computed once for many calls.
         damping: As above: the weight decay that the parameters were trained with, or more.
-        per_token: Whether the scores are those of the tokens of language models (of the positions of
-            any cross-entropy that has some), at the place of the logits that predict them; 0 where the
-            target is ignored. For each query it takes a Jacobian-vector product of the logits, which
-            exist as a whole. All batches have one length.
-        out: The path of a ``.npy`` file for the scores, which are then a memory map, of float32 at
-            least. Rows are written in order, and the same call goes on after those that an earlier one
-            wrote, in batches of any size; beside the file, ``<out>.call`` tells the same call (by
-            hashes of params, data and queries), and keeps the factors. Of a given operator keep its
-            ``state_dict()``, because factors that are drawn again are other ones. Needs NumPy.
-        tol: Of "cg", as of `LinearOperator.solve`.
-        **options: Of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by default
-            the factors of wide outputs are drawn) and progress=True, which counts batches, too; of a
-            given operator progress alone.
+        per_token: Return the scores of the tokens of language models (of the positions of any
+            cross-entropy), at the places of the logits that predict the tokens; 0 for an ignored
+            target. Each query takes a Jacobian-vector product of the logits, all of which are in
+            memory. All batches must have one length.
+        out: The path of a ``.npy`` file for the scores, which are returned as a memory map, in float32
+            at least. Rows are written in order. If the call is repeated, it goes on after the rows in
+            the file, in batches of any size. The file ``<out>.call`` beside it identifies the call (by
+            hashes of params, data and queries), and keeps the factors. Of an operator that you pass,
+            keep the ``state_dict()``: factors that are drawn again differ. Needs NumPy.
+        tol: The tolerance of "cg", as in `LinearOperator.solve`.
+        **options: Options of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by
+            default the factors of wide outputs are drawn) and progress=True, which also counts batches;
+            with an operator that you pass only progress.
     Returns:
         The scores [train, query], with per_token [train, tokens, query], or [train] for query=None, in
         the order of the data.
     Raises:
         ArgumentTypeError: for an option that the operator does not have.
-        ArgumentValueError: for a DataLoader that shuffles, whose order nobody knows afterwards, for
-            batch norm in train mode, tol with another solver than "cg", an operator on other
-            parameters, an `out` of another call, and with per_token losses without tokens.
+        ArgumentValueError: for a DataLoader that shuffles (nobody would know which row is whose), batch
+            norm in train mode, tol with another solver than "cg", an operator on other parameters, an
+            `out` of another call, and with per_token a loss without tokens.
         OutputError: for an `out` that cannot be written, before anything is computed.
-        NonFiniteError: for an example whose gradient is not finite.
+        NonFiniteError: for an example with a gradient that is not finite.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
         Grosse et al., Studying Large Language Model Generalization with Influence Functions, 2023,
@@ -694,12 +701,13 @@ def influence(
                 parts = queries.parts(own.loss, space, bar, lambda batch, weights: rows(batch))
                 for at, g in parts:
                     D[at] = g
-            # conjugate gradients of many columns share the passes over the data
+            # Columns of conjugate gradients share the passes over the data.
             for d in D.split(len(D) if method == "cg" else max(1, ROWS_AT_ONCE // space.size)):
                 d.copy_(solve(d.T).T)
         rows = partial(_token_slopes, own.loss, space, D) if per_token else rows
         for at, g in examples.parts(own.loss, space, bar, rows, file.done if file else 0):
-            if queries is None:  # as a query an example has no weight
+            # Both factors have the weight of the example; as a query it has none.
+            if queries is None:
                 slopes = (g * solve(g.T).T).sum(1) / w.where(w > 0, 1)[at].to(g)
             else:
                 slopes = g if per_token else g @ D.T
@@ -713,7 +721,8 @@ def influence(
 
 
 def _solve_whole(shared: Space, solve: Callable[[Tensor], Tensor], columns: Tensor) -> Tensor:
-    """The solution for whole columns [P, k], the same in all processes, by that for their parts."""
+    """Solve for whole columns [P, k], equal in all processes, by a solver of this process's
+    parts."""
     parts = shared.add_rows(columns.T * shared.placement.weight)
     return shared.whole_rows(solve(parts.T).T).T
 
@@ -721,13 +730,14 @@ def _solve_whole(shared: Space, solve: Callable[[Tensor], Tensor], columns: Tens
 class Examples(NamedTuple):
     """Training examples or queries, counted in a pass over the data."""
 
-    name: str
-    data: Iterable[Any]  # batches
-    weights: Tensor  # in the mean, [N]
-    digest: str  # the same in batches of any size
+    name: str  # "train" or "query", for messages
+    data: Iterable[Any]  # the batches
+    weights: Tensor  # what each example adds to the denominator of a mean, [N]
+    digest: str  # a hash of the examples, equal for batches of any size
 
     @classmethod
     def of(cls, name: str, loss: Any, data: Any, hashed: bool) -> "Examples":
+        """Count the examples in a pass; hashed: whether to hash them."""
         batches, weights, found = [data] if is_batch(data) else data, [], []
         for batch in map(as_dict, batches):
             count, counts = number_of_examples(batch), example_counts(loss, batch)
@@ -742,7 +752,8 @@ class Examples(NamedTuple):
     def parts(
         self, loss: object, space: Space, bar: ProgressBar, compute: Any, done: int = 0
     ) -> Iterator[tuple[slice, Tensor]]:
-        """compute(batch, weights=) of the examples from number `done` on, and their places."""
+        """Yields (places, compute(batch, weights=)) for the examples from number `done` on, in
+        chunks."""
         at = 0
         with bar.over(self.name, length_hint(self.data) or None):
             for number, batch in enumerate(map(as_dict, self.data)):
@@ -782,7 +793,7 @@ def _token_slopes(loss: Any, space: Space, D: Tensor, batch: Any, weights: Any) 
 
 
 def _check_same(K: KFACOperator, space: Space) -> None:
-    """Raise for a matrix on other parameters than a space."""
+    """Raise unless the operator is on the parameters of the space."""
     if not K.space.same(space):
         raise errors.ArgumentValueError(
             "solver: expected an operator on params, with the same names, shapes, dtypes and "
@@ -791,8 +802,8 @@ def _check_same(K: KFACOperator, space: Space) -> None:
 
 
 def _warn_of_other_values(K: KFACOperator, space: Space) -> None:
-    """Warn of a matrix at other values of the parameters."""
-    K.blocks()  # computed at the first use
+    """Warn if the operator was computed at other values of the parameters."""
+    K.blocks()  # at the first use this computes them
     if K.computed_at not in (None, sums_and_norms(space.leaves())):
         warn(
             "influence: expected factors that were computed at these values of params, got a "

@@ -37,17 +37,17 @@ class JacobianOperator(RectangularOperator):
         J @ v, J.T @ u        products with vectors on the parameters, and on the outputs
         J.T @ J               an operator on the parameters: the Gauss-Newton matrix of half the sum of
                               squares
-        J @ J.T               one on the outputs: the empirical neural tangent kernel
-        J @ S @ J.T           the covariance of linearised outputs, S that of the parameters
+        J @ J.T               an operator on the outputs: the empirical neural tangent kernel
+        J @ S @ J.T           the covariance of linearised outputs, for a covariance S of the parameters
 
-    Vectors on the parameters are flat [P] or like params, vectors on the outputs flat [M] or like the
-    outputs of all examples [N, ...], where the outputs of a batch are one tensor; of a product with a
-    flat vector the form is flat, too. J v is the derivative of J^T u by u, so that it takes two
-    backward passes; the graph of a single batch is kept between products.
+    Vectors on the parameters are flat [P] or like params. Vectors on the outputs are flat [M], or, if
+    the outputs of a batch are one tensor, like the outputs of all examples [N, ...]. The product with a
+    flat vector is flat. J v is the derivative of J^T u by u, and takes two backward passes; the graph
+    of a single batch is kept between products.
 
     Args:
-        func: A loss from `hoglib.functional_loss`, whose outputs are taken; a module, which is called
-            on each batch (a tuple is its arguments, a mapping its keywords); or a function
+        func: A loss from `hoglib.functional_loss`, for its outputs; a module, which is called on each
+            batch (a tuple is its arguments, a mapping its keywords); or a function
             ``func(params, batch)``. It returns a tensor or a pytree of tensors.
         params: Where the Jacobian is taken; any pytree of floating-point tensors. They are read at
             every product.
@@ -55,9 +55,9 @@ class JacobianOperator(RectangularOperator):
         **options: ``check_deterministic``, ``progress``, ``memory_limit``, ``stand_ins`` and ``remat``,
             of :class:`~hoglib.curvature.OperatorOptions`.
     Raises:
-        ArgumentTypeError: for a func that is none of these, and for options that it does not have.
+        ArgumentTypeError: for any other func, and for unknown options.
         ArgumentValueError: for no batches, and for a DataLoader that shuffles.
-        NoSecondDerivative: at J @ v, for a custom Function whose backward has lost its graph.
+        NoSecondDerivative: at J @ v, for a custom Function with a backward that has lost its graph.
         NondeterministicError: for outputs or batches that change from pass to pass.
         NonFiniteError: for outputs and products that are not finite.
     References:
@@ -89,7 +89,8 @@ class JacobianOperator(RectangularOperator):
 
     @cached_property
     def target(self) -> Space:
-        """The vector space of the outputs, whose sizes take a pass over the data at the first use."""
+        """The vector space of the outputs. The first use takes a pass over the data to find their
+        sizes."""
         found: list[Vector] = []
         nothing = torch.zeros(1, 0, dtype=self.dtype, device=self.device)
 
@@ -105,7 +106,8 @@ class JacobianOperator(RectangularOperator):
         every = [y for outputs in found for y in outputs]
         one_of_each = len(every) == len(found) and all(y.dim() for y in every)
         alike = one_of_each and len({y.shape[1:] for y in every}) == 1
-        whole = torch.cat(every if alike else [y.flatten() for y in every])  # without memory
+        # Meta tensors: no memory
+        whole = torch.cat(every if alike else [y.flatten() for y in every])
         like = torch.zeros((), dtype=whole.dtype, device=self.device)
         return Space(like.expand(whole.shape), of="outputs")
 
@@ -119,7 +121,7 @@ class JacobianOperator(RectangularOperator):
         validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
         start, sums = 0, self._sum
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
-        # a point that was kept for J^T u has no derivative of it by u, which J v is
+        # A point that was kept for J^T u lacks the derivative by u, which J v needs.
         if not (transposed or sums.kept is None or sums.kept.jacobian):
             sums.kept = None
         kept: _Point | None = None
@@ -131,7 +133,7 @@ class JacobianOperator(RectangularOperator):
                 sums.batches.weight_cancels and 0 < point.held_bytes() <= self._limit
             )
             kept = point if keep else None
-            # outputs of one batch follow those of another, so that batches need an order
+            # The outputs of one batch follow the outputs of another: batches need a fixed order.
             stop = start + sum(point.sizes)
             split = point.split if transposed else self.space.split_rows
             own = rows[:, start:stop] if transposed else rows
@@ -157,14 +159,15 @@ class JacobianOperator(RectangularOperator):
         return total
 
 
-# no lambda, which an operator could not be pickled with
+# A function, because operators are pickled, and a lambda cannot be.
 def _unit_weight(batch: object) -> float:
     return 1.0
 
 
 @final
 class _Outputs:
-    """Outputs as a loss, their mean square, by which passes over the data are compared."""
+    """A function as a loss: the mean square of its outputs, by which passes over the data are
+    compared."""
 
     def __init__(self, func: object) -> None:
         if isinstance(func, nn.Module):
@@ -183,7 +186,7 @@ class _Outputs:
 
 @final
 class _Point:
-    """The outputs at a batch, with their graph."""
+    """The outputs at a batch, with their graph. for_tangents: whether J v is asked for."""
 
     def __init__(self, term: Term, for_tangents: bool) -> None:
         self.term = term
@@ -193,22 +196,24 @@ class _Point:
             self._p = fresh_leaves(problem.leaves, False)
             self._outputs, self.value = self._composite.checked_outputs(self._p, for_tangents)
             self.sizes = [y.numel() for y in self._outputs]
-            # which products with u do not need, nor a backward that can be differentiated
+            # J v needs J^T u with a graph, and so a backward that can be differentiated; J^T u does
+            # not.
             self.jacobian: Any = for_tangents and TransposedJacobian(self._outputs, self._p, NAME)
-            # of the model during forward, for what backward recomputes
+            # the model's patches during forward, for recomputation in backward
             self.patches = patches.values()
 
     def held_bytes(self) -> int:
-        """Of the graph, while it is kept."""
+        """The bytes of the graph, if it is kept."""
         return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._outputs))
 
     def split(self, rows: Tensor) -> Vector:
-        """Rows [k, M] as vectors like the outputs."""
+        """Rows [k, M] as tensors [k, *shape] like the outputs."""
         parts = zip(rows.split(self.sizes, 1), self._outputs, strict=True)
         return [part.reshape(len(rows), *y.shape).to(y.dtype) for part, y in parts]
 
     def products(self, chunk: Chunk, count: int, transposed: bool, keep: bool) -> Vector:
-        """J v of `count` vectors, or J^T u."""
+        """J v for `count` vectors, or J^T u if transposed. chunk: (start, stop) -> these
+        vectors."""
         if count == 1:
             found = self._product([x[0].contiguous() for x in chunk(0, 1)], transposed, keep)
             return [x.unsqueeze(0) for x in found]

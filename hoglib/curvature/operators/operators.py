@@ -47,14 +47,14 @@ from hoglib.verification.precision import HalfWatch
 
 
 class DatasetOperator(LinearOperator):
-    """A kind of matrix, of a loss over data: the weighted mean, or the sum, of those of its batches.
+    """A matrix of a loss over data: the weighted mean, or the sum, of the matrices of its batches.
 
         A v = sum_b n_b A_b v / sum_b n_b        A v = sum_b A_b v
 
     `LinearOperator` describes products, algebra and algorithms.
     """
 
-    _adds_factors = False  # of all processes, instead of products
+    _adds_factors = False  # whether processes add up factors instead of products
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class DatasetOperator(LinearOperator):
         data: object,
         kind: CurvatureKind,
         options: Mapping[str, Any],
-        further: object = None,  # options of a subclass, which processes compare
+        further: object = None,  # options of a subclass; processes compare them
     ) -> None:
         name = type(self).__name__
         policy, of_data = split_options(name, options)
         kind.check_policy(policy)
         sharing = Processes(name, of_data.processes, data)
-        # the first process shows the bar for all
+        # The first process shows the bar for all.
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.placement.is_sharded:
-            # samples may differ between processes for factors, which are added up; not for products, of
-            # which processes hold copies
+            # Processes may draw different samples for factors, which they add up, but not for
+            # products, of which they hold copies.
             _check_sharded(policy, loss, kind.random and not self._adds_factors, of_data)
         policy.check_blocks(loss)
         at = Term(policy, loss, self.space, self._bar, self.space.placement)
@@ -110,7 +110,7 @@ class DatasetOperator(LinearOperator):
         if torch_internals.transforms_active():
             instead = "use the function hvp, ggn_vp or fisher_vp there."
             validation.refuse_transforms(str(self), instead)
-        # of several processes one may have no batch, and adds zeros
+        # With several processes, one may have no batch: it adds zeros.
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.space.dtype, device=self.space.device)
         kept: _KeptProduct | None = None
@@ -138,15 +138,15 @@ class DatasetOperator(LinearOperator):
     def _add_batch(
         self, rows: Tensor, total: Tensor, term: Term
     ) -> tuple[Tensor, "_KeptProduct | None"]:
-        """Add share times the products of the rows at one batch to total; return the loss there, and
-        what to keep."""
+        """Add share times the products of the rows at one batch to total; returns the loss there, and
+        the product to keep, or None."""
         kind = self._kind if self._kind.metric is None else self._kind.for_batch(term.piece.number)
         single = self._sum.batches.single and not term.placement.is_sharded
-        # before the stand-ins are on, which would see each shape
+        # Before the stand-ins are on: they would see the access to each shape.
         problem, context = term.problem(), term.ring(around_graph=True)
-        # a compiled map shows only afterwards what it holds
+        # A compiled map knows what it holds only after the product.
         several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
-        # the patch is that of the ring, and one of its own where a captured ring has none
+        # keep_swapped() joins the ring's patch; a captured ring has none, and it makes one.
         with context as blocks, keep_swapped() if single else nullcontext() as patches:
             problem = problem.entered(blocks)
             point = linearizer(kind, context.captures)(problem, several)
@@ -162,14 +162,14 @@ class DatasetOperator(LinearOperator):
         return self._sum.losses.before_keeping(term, value), kept
 
     def _half_precision(self) -> torch.dtype | None:
-        """The dtype of half precision that the loss or its gradient computes in, if any."""
+        """The half-precision dtype that the loss or its gradient computes in, if any."""
         with HalfWatch() as watch:
             self._sum.gradient()
         return watch.dtype
 
     def _products_in_double(self, rows: Tensor) -> Tensor | None:
-        """The products of rows at the first batch in float64, each at a graph of its own; None if there
-        are none."""
+        """The products of rows at the first batch in float64, each with its own graph; None if they
+        cannot be computed."""
         if not self._sum.whole:
             return None
         products = []
@@ -179,24 +179,25 @@ class DatasetOperator(LinearOperator):
             for row in rows:
                 with term.ring(around_graph=True) as blocks:
                     problem = term.problem().entered(blocks).in_double()
-                    # by its number, with the samples that the products in question had
+                    # for_batch(number) seeds: the float64 product has the samples of the product in
+                    # question.
                     point = self._kind.for_batch(term.piece.number).linearize(problem, True)
                     _, product = point.apply(to_double(self.space.split(row)), False)
                 products.append(torch.cat([x.detach().reshape(-1) for x in product]))
-        except Exception as error:  # of code that is bound to another dtype
+        except Exception as error:  # e.g. code that is bound to another dtype
             LOGGER.debug("%s: no products in float64: %s", type(self).__name__, error)
             return None
         return torch.stack(products)
 
     def _fits_in_memory(self, point: LinearMap) -> bool:
-        """Whether there is something to keep between products, and memory for it."""
+        """Whether the map holds something between products, and no more than the limit."""
         return 0 < point.held_bytes() <= self._memory_limit
 
     def _apply(self, point: LinearMap, rows: Tensor, total: Tensor, term: Term, keep: bool) -> Any:
-        """Add share times the products of the rows to total; the first ones are written instead. Return
-        the loss.
+        """Add share times the products of the rows to total, or at the first batch write them;
+        returns the loss.
 
-        keep: whether the graph is kept after the last one.
+        keep: whether to keep the graph after the last product.
         """
         value: Any = None
         if point.several is not None and len(rows) > 1:
@@ -206,11 +207,11 @@ class DatasetOperator(LinearOperator):
             term.advance(len(rows))
             return value
         row: Tensor | None = None
-        with without_functions_seen():  # modes would see each view
+        with without_functions_seen():  # modes would see every view
             pairs = [*zip(rows.unbind(), total.unbind(), strict=True)]
         for j, (given, sums) in enumerate(pairs):
             with without_functions_seen():
-                if not given.is_contiguous():  # matrix products with those take half as long again
+                if not given.is_contiguous():  # strided vectors: 1.5 times the time
                     row = torch.empty_like(given) if row is None else row
                     given = row.copy_(given)
                 vector = self.space.split(given)
@@ -222,7 +223,7 @@ class DatasetOperator(LinearOperator):
 
 
 def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedDataOptions) -> None:
-    """Raise for options that do not go with parameters which processes share."""
+    """Raise for options that do not work with parameters that processes share."""
     reasons = {
         "processes": (
             options.processes is not None,
@@ -235,7 +236,7 @@ def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedData
         ),
         "micro_batch": (options.micro_batch is not None, "pass smaller batches"),
         "compile": (policy.compiles, "gathers are not captured; leave it out"),
-        # tensor-parallel processes have the same batch, and of some parameters products of their own
+        # Tensor-parallel processes share a batch, and hold copies of some parameters' products.
         "kind": (random, "samples would differ between copies of a parameter; use 'exact'"),
     }
     for option, (given, reason) in reasons.items():
@@ -248,11 +249,11 @@ def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedData
 
 
 class _KeptProduct(NamedTuple):
-    """The matrix at the only batch, whose graph is kept between products."""
+    """The matrix at the only batch, with a graph that is kept between products."""
 
-    point: LinearMap
-    term: Term
-    patches: PatchState  # of the model during forward, for what backward recomputes
+    point: LinearMap  # the matrix
+    term: Term  # the loss at the batch
+    patches: PatchState  # of the model during forward, for recomputation in backward
 
 
 @final
@@ -262,32 +263,32 @@ class HessianOperator(DatasetOperator):
         H = sum_b n_b d^2 loss(params, batch_b) / d params^2 / sum_b n_b        reduction="mean"
         H = sum_b d^2 loss(params, batch_b) / d params^2                        reduction="sum"
 
-    with n_b the number of examples in a batch, so that a smaller last batch has its right weight.
+    with n_b the number of examples in a batch: a smaller last batch has a smaller weight.
     `LinearOperator` describes ``@``, the algebra of operators, and ``to_dense``, ``to_scipy``,
-    ``solve``, ``eigsh``, ``trace``, ``diagonal`` and ``spectral_density``. It also raises
-    what `hoglib.hvp` raises.
+    ``solve``, ``eigsh``, ``trace``, ``diagonal`` and ``spectral_density``. Products also raise the
+    errors of `hoglib.hvp`.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
             `hoglib.functional_loss`.
         params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
-            product, so that an optimizer's steps in between count.
+            product: steps of an optimizer in between count.
         data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
             iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
         mode: How H v is computed: "reverse-over-reverse", "forward-over-reverse", "auto" or
-            "finite-differences", which `hoglib.hvp` describes.
-        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            "finite-differences", as in `hoglib.hvp`.
+        **options: :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
             ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
             ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
             ``stand_ins``, ``remat`` and ``compile``.
     Raises:
-        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that contradicts
             processes.
         NonFiniteError: for losses and products that are not finite.
         NondeterministicError: for a loss that changes from pass to pass.
-        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
-            and where one of them failed.
+        DistributedError: in all processes, if vectors, parameters or buffers differ between them, or
+            one of them failed.
     Example:
         >>> H = hog.HessianOperator(lambda p, x: (x @ p).square().mean(), torch.ones(2), torch.eye(2))
         >>> H @ torch.tensor([1.0, 2.0])
@@ -317,32 +318,32 @@ class GGNOperator(DatasetOperator):
         G = sum_b J_b^T H_b J_b                        reduction="sum"
 
     with J_b the Jacobian of the outputs at a batch by params, H_b the Hessian of the criterion by the
-    outputs, and n_b the number of examples. It is positive semi-definite where the criterion is convex
-    in the outputs; for others (a Gaussian with a learned variance, mixtures, cosine) `FisherOperator`
-    with ``likelihood=`` is. `LinearOperator` describes ``@``, the algebra of operators and the
-    algorithms. It also raises what `hoglib.ggn_vp` raises.
+    outputs, and n_b the number of examples. G is positive semi-definite if the criterion is convex in
+    the outputs; for other criteria (a Gaussian with a learned variance, mixtures, cosine) take
+    `FisherOperator` with ``likelihood=``. `LinearOperator` describes ``@``, the algebra of operators
+    and the algorithms. Products also raise the errors of `hoglib.ggn_vp`.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
             ``criterion(outputs, batch)``.
         params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
-            product, so that an optimizer's steps in between count.
+            product: steps of an optimizer in between count.
         data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
             iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
         mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
-            or "finite-differences", which `hoglib.ggn_vp` describes.
-        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            or "finite-differences", as in `hoglib.ggn_vp`.
+        **options: :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
             ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
             ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
             ``stand_ins``, ``remat`` and ``compile``.
     Raises:
-        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that contradicts
             processes.
         NonFiniteError: for losses and products that are not finite.
         NondeterministicError: for a loss that changes from pass to pass.
-        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
-            and where one of them failed.
+        DistributedError: in all processes, if vectors, parameters or buffers differ between them, or
+            one of them failed.
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
@@ -372,39 +373,37 @@ class FisherOperator(DatasetOperator):
         F = sum_b F_b                        reduction="sum"
 
     with F_b the matrix of a batch, as `hoglib.fisher_vp` describes it, and n_b the number of examples.
-    `LinearOperator` describes ``@``, the algebra of operators and the algorithms. It also raises what
-    `hoglib.fisher_vp` raises.
+    `LinearOperator` describes ``@``, the algebra of operators and the algorithms. Products also raise
+    the errors of `hoglib.fisher_vp`.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
             ``criterion(outputs, batch)``.
         params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
-            product, so that an optimizer's steps in between count.
+            product: steps of an optimizer in between count.
         data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
             iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
         kind: "exact", "mc" (from samples of the likelihood) or "empirical" (from the targets).
         likelihood: The distribution that the outputs parametrise: a function from outputs to a
             `torch.distributions.Distribution`, or "categorical" (logits), "bernoulli" (logits),
-            "gaussian" (unit variance) or "poisson" (log rates). None takes the one that belongs to the
-            criterion.
-        num_samples: Samples for each example, of kind "mc".
-        generator: Of a seed for these samples, which is drawn once: every product has the same
-            samples. A batch has those of its number, in whatever process. None is torch's global
-            generator.
+            "gaussian" (unit variance) or "poisson" (log rates). None: the likelihood of the criterion.
+        num_samples: Samples for each example with kind="mc".
+        generator: Draws a seed for these samples, once: every product has equal samples. They depend on
+            the number of a batch, not on the process. None is torch's global generator.
         mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
-            or "finite-differences", which `hoglib.ggn_vp` describes.
-        **options: Those of :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
+            or "finite-differences", as in `hoglib.ggn_vp`.
+        **options: :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
             ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
             ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
             ``stand_ins``, ``remat`` and ``compile``.
     Raises:
-        ArgumentValueError: for no or empty batches, and for a DistributedSampler that does not go with
+        ArgumentValueError: for no or empty batches, and for a DistributedSampler that contradicts
             processes.
         NonFiniteError: for losses and products that are not finite.
         NondeterministicError: for a loss that changes from pass to pass.
-        DistributedError: in all processes, for vectors, parameters or buffers that differ between them,
-            and where one of them failed.
+        DistributedError: in all processes, if vectors, parameters or buffers differ between them, or
+            one of them failed.
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
@@ -441,8 +440,8 @@ class Spectrum(NamedTuple):
         largest: The k largest eigenvalues [k], ascending.
         trace: Estimate of the trace, and its standard error.
         negative: Estimate of the fraction of eigenvalues below ``below``, and its standard error.
-        below: Threshold for negative eigenvalues: minus a thousandth of the largest magnitude, which
-            is zero up to rounding.
+        below: Threshold for negative eigenvalues: minus a thousandth of the largest magnitude.
+            Anything closer to zero counts as zero.
         density: Density of all eigenvalues.
         products: Number of products with the Hessian that were computed.
     """
@@ -467,7 +466,7 @@ class Spectrum(NamedTuple):
         """Draw the density with one standard error, and the eigenvalues at both ends as ticks.
 
         Args:
-            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+            ax: Matplotlib axes. Default: the axes of a new pyplot figure.
         Returns:
             The axes.
         Raises:
@@ -512,26 +511,26 @@ def hessian_spectrum(
         H = d^2 loss(params, batch) / d params^2
 
     The k eigenvalues of each end come from :meth:`HessianOperator.eigsh`; the density of all
-    eigenvalues, and with it the trace and the negative fraction, from ``spectral_density``. Where
+    eigenvalues, and with it the trace and the negative fraction, from ``spectral_density``. If
     ``eigsh`` does not converge, a warning says so, and the ends are the outermost nodes of the density.
 
     Args:
         loss: Scalar function ``loss(params, batch)``.
         params: Parameters with P entries in total, a tree of tensors.
-        batch: Data of the loss: one batch or batches, as for :class:`HessianOperator`; None for a
-            loss that needs none, which is called as ``loss(params, None)``.
+        batch: Data of the loss: one batch or batches, as for :class:`HessianOperator`. None for a loss
+            without data; it is called as ``loss(params, None)``.
         k: Number of eigenvalues of each end, at most P / 2.
         num_samples: Number of random vectors for the density.
         steps: Lanczos steps for each random vector, of one product each.
         generator: Generator of the random vectors. Default: a new one, seeded with
             ``torch.initial_seed()``.
-        max_iter: Largest number of restarts of ``eigsh``. Default: that of ``eigsh``.
-        **options: Those of :class:`HessianOperator`, such as progress and processes.
+        max_iter: Largest number of restarts of ``eigsh``. Default: as for ``eigsh``.
+        **options: Options of :class:`HessianOperator`, such as progress and processes.
     Returns:
         A :class:`Spectrum`.
     Raises:
         ArgumentValueError: for k beyond P / 2.
-        ConvergenceError: where ``eigsh`` does not converge and the density has fewer than 2 k nodes.
+        ConvergenceError: if ``eigsh`` does not converge and the density has fewer than 2 k nodes.
     Example:
         >>> spectrum = hog.curvature.hessian_spectrum(
         ...     lambda p, _: (torch.tensor([1.0, 2.0, 3.0, 4.0]) * p.square()).sum() / 2,
@@ -549,7 +548,7 @@ def hessian_spectrum(
         raise ArgumentValueError(
             f"k: expected at most {size // 2}, half of the {size} parameters, got {k}; give fewer."
         )
-    # a new one: torch's own random numbers stay as they are
+    # A new generator: torch's own must not advance.
     generator = generator or torch.Generator().manual_seed(torch.initial_seed())
     failed: Exception | None = None
     try:
@@ -569,12 +568,13 @@ def hessian_spectrum(
 
 
 def without_batch(loss: Any, params: Any, _: tuple[()]) -> Tensor:
+    """A loss that needs no data, as a function of params and a batch."""
     return loss(params, None)
 
 
 def _outermost_nodes(density: SpectralDensity, k: int, failed: Exception) -> Tensor:
-    """The k outermost Lanczos nodes of each end, which lie inside the spectrum."""
-    # where a Krylov space ended, the rest of T is zero and gives nodes of no weight
+    """The k outermost Lanczos nodes at each end; they lie inside the spectrum."""
+    # Beyond the end of a Krylov space T is zero, which gives nodes without weight.
     real_nodes = density.weights > torch.finfo(density.weights.dtype).eps
     rows = [nodes[real] for nodes, real in zip(density.nodes, real_nodes, strict=True)]
     if min(map(len, rows)) < 2 * k:

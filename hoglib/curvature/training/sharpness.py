@@ -21,11 +21,12 @@ class CriticalSharpness(NamedTuple):
     """What `critical_sharpness` found.
 
     Attributes:
-        value: 2 / step; nan where no step was found.
-        step: The smallest step that raises the loss, up to the tolerance; else the last one tried.
+        value: 2 / step; nan if no step was found.
+        step: The smallest step that raises the loss, up to the tolerance; if not found, the last step
+            that was tried.
         passes: Evaluations of the loss.
-        found: Whether the loss falls at a shorter step, rises at a longer one, and both are within the
-            tolerance, by more than the rounding of the loss.
+        found: Whether the loss falls at a shorter step and rises at a longer one, both within the
+            tolerance, and by more than the rounding of the loss.
     """
 
     value: float
@@ -49,26 +50,26 @@ def critical_sharpness(
 
         2 / eta_c        eta_c = min {eta > 0 : loss(params - eta d) > loss(params)}
 
-    Where the loss is quadratic along d it is d^T H d / g^T d, with the gradient g and the Hessian H;
-    for d = g along an eigenvector its eigenvalue, and at most the largest one for any other. Gradient
-    descent with a learning rate above eta_c raises the loss in its next step.
+    If the loss is quadratic along d, the sharpness is d^T H d / g^T d, with the gradient g and the
+    Hessian H. For d = g this is at most the largest eigenvalue of H, and an eigenvalue if g is its
+    eigenvector. Gradient descent with a learning rate above eta_c raises the loss in its next step.
 
-    The search goes from the first step to what the parabola through it predicts, until the crossing is
-    enclosed: mostly four to eight evaluations. Where the loss crosses its value several times along d,
-    a crossing is found, not always the first.
+    The search goes from the first step to the crossing that a parabola predicts, until it is
+    enclosed: mostly four to eight evaluations. If the loss crosses its value several times along d, a
+    crossing is found, not always the first.
 
     Args:
         loss: Scalar function ``loss(params, batch)``.
         params: Where the sharpness is taken; any pytree of floating-point tensors.
-        batch: One batch or batches, as for :class:`hoglib.HessianOperator`; None for a loss that needs
-            none, which is called as ``loss(params, None)``.
+        batch: One batch or batches, as for :class:`hoglib.HessianOperator`. None for a loss without
+            data; it is called as ``loss(params, None)``.
         direction: d, in the structure of params: the step of an optimizer is ``-lr d``. Default: the
             gradient.
-        step: Where the search begins, such as the learning rate, or the last result. Default: four
-            times the loss by g^T d, right for a quadratic loss whose minimum is 0.
+        step: The first step to try, such as the learning rate, or the last result. Default: four times
+            the loss over g^T d, right for a quadratic loss with the minimum 0.
         tol: Relative width of the bracket of eta_c.
-        max_passes: Evaluations of the loss at most.
-        **options: Those of :class:`hoglib.HessianOperator`, such as micro_batch and processes.
+        max_passes: The most evaluations of the loss.
+        **options: Options of :class:`hoglib.HessianOperator`, such as micro_batch and processes.
     Returns:
         :class:`CriticalSharpness`.
     Raises:
@@ -105,6 +106,7 @@ def _search_critical(
     max_passes: int,
     options: Any,
 ) -> CriticalSharpness:
+    """`critical_sharpness` with checked options."""
     here = HessianOperator(loss, params, batch, **options)
     space, (value, gradient) = here.space, here.gradient()
     g, _ = space.rows(gradient)
@@ -120,11 +122,12 @@ def _search_critical(
             f"{slope:.3g}. Of an optimizer pass the parameters before its step minus those after it; "
             "where the gradient is zero, take `HessianOperator.eigsh`."
         )
-    before, along = float(here.value()), space.tree(d[0])  # which compares it with the first
+    before, along = float(here.value()), space.tree(d[0])  # compares two passes: dropout raises
     moved = pytree.map_tensors(lambda p: p.detach().clone(), params)
     there = HessianOperator(loss, moved, batch, **options)
     every = [pytree.leaves(tree) for tree in (moved, params, along)]
-    # of the mean slope (f(eta) - f) / eta, which is linear where the loss is quadratic
+    # A bracket of the zero of the mean slope (f(eta) - f) / eta, which is linear for a quadratic
+    # loss.
     low, at_low, high, at_high, side, passes = 0.0, -slope, inf, inf, 0, 1
     eta, growth = start or 4 * (abs(before) or 1.0) / slope, 1 + tol / 2
     while passes < max_passes and high > (1 + tol) * low:
@@ -132,9 +135,10 @@ def _search_critical(
             for x, p, u in zip(*every, strict=True):
                 x.copy_(p - eta * u)
         mean, passes = (finite_or_infinite(there) - before) / eta, passes + 1
-        # the Illinois rule: the root would come nearer from one side only
+        # The Illinois rule: halve the slope at an end that stays, or the bracket shrinks from one
+        # side only.
         if mean > 0:
-            side = max(side, 0) + 1  # how many in turn were too long, or -side too short
+            side = max(side, 0) + 1  # steps in a row that were too long; -side: too short
             high, at_high, at_low = eta, mean, at_low / (1 + (side > 1))
         else:
             side = min(side, 0) - 1
@@ -144,16 +148,16 @@ def _search_critical(
         if high == inf:
             root = low * slope / (slope + at_low) if slope + at_low > 0 else inf
             eta = min(max(aim * root, growth * low), 16 * low)
-            if aim * root < 16 * low:  # where the loss flattens, parabolas end just beyond low
+            if aim * root < 16 * low:  # a flat loss: parabolas end just beyond low
                 growth = min(growth**3, 16)
-        elif low > 0 and not by_model:  # far from a parabola
+        elif low > 0 and not by_model:  # far from a parabola: bisect
             eta = sqrt(low * high)
-        elif low == 0 and side > 3:  # far too long a start: the steps back grow
+        elif low == 0 and side > 3:  # the first step was far too long: go back faster
             eta = high / 16 ** (side - 3)
         else:
             root = low + (high - low) * at_low / (at_low - at_high)
             eta = min(max(aim * root, (1 + tol / 4) * low, high / 16), high / (1 + tol / 4))
-    # a rounding of the loss moves the crossing by this
+    # Rounding of the loss moves the crossing by this.
     rounding = 8 * torch.finfo(value.dtype).eps * abs(before) / slope
     found = high <= (1 + tol) * low and rounding <= tol * low
     eta = sqrt(low * high) if found else eta
