@@ -59,6 +59,7 @@ def compile(
     captured when the backward is first called. Inside ``torch.func`` transforms, and while another tool
     traces, ``fn`` itself runs. A graph only returns outputs: a call does not set attributes that ``fn``
     sets.
+
     Args:
         fn: A function of pytrees of tensors that returns pytrees of tensors. Numbers and strings among
             the arguments are constants of the graph. ``torch.func`` transforms,

@@ -169,9 +169,8 @@ def _inductor_settings(compact: bool) -> Iterator[None]:
     - Compiled code is for one number of threads and one vector instruction set. As settings both are in
       the keys of torch's caches; in some versions of torch they are not by themselves.
     - With `compact`, a graph is one C++ program. Otherwise Python calls a program for each kernel,
-    which
-      is slower for small graphs. A program that calls an operator of torch.library with a list of
-      tensors crashes the process (torch 2.13).
+      which is slower for small graphs. A program that calls an operator of torch.library with a list
+      of tensors crashes the process (torch 2.13).
     """
     config = private("torch._inductor.config")
     pick_vec_isa = private("torch._inductor.cpu_vec_isa.pick_vec_isa")

@@ -285,7 +285,7 @@ class InputRef:
 
     where: For an argument, the index among the arguments that require grad. For another tensor that the
         function reaches, the tensor; ``trace`` replaces it by its index among the lifted.
-    is_argument: Which of the two it is.
+    is_argument: True for an argument.
     """
 
     def __init__(self, where: Tensor | int, is_argument: bool) -> None:

@@ -45,7 +45,7 @@ class Reference(NamedTuple):
     label: The last part of a path, for messages: "weight", "[0]", ".weight".
     how: A verb for messages, "closes over"; "" for a part that only continues the holder's path.
     name: Of an attribute.
-    if_read: For an attribute of a class or function, which fewer scopes follow if no code reads it.
+    if_read: For an attribute of a class or function: followed if code reads it, or by Scope.methods.
     """
 
     value: Any
@@ -124,7 +124,7 @@ def held(value: object) -> Iterator[Capture]:
 
 
 def held_tensors(value: object) -> list[Tensor]:
-    """The tensors that an object other than a tensor holds, with the tensors of modules in it."""
+    """The tensors that an object holds, also in its modules; none for a tensor itself."""
     if is_plain(value) or isinstance(value, Tensor | torch.Generator):
         return []
     if isinstance(value, list | tuple | dict):

@@ -417,7 +417,7 @@ class _SavedModule:
         attributes: Its ``__dict__``, as before.
         converted: The parameters that it has in a run; None before the first run.
         copied: The names of attributes that each run gets in copies: all but those of every nn.Module.
-        internal: (dict or set, its saved contents) of every nn.Module: hooks, submodules, tensors.
+        internal: (dict or set, its saved contents) of attributes that every nn.Module has, as hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:

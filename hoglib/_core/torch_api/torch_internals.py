@@ -517,8 +517,8 @@ _LOCK = threading.RLock()
 @contextmanager
 def watching_constructors(handle: Callable[..., Any]) -> Iterator[None]:
     """Call handle(make, types, args, kwargs) instead of `Variable(...)`, `nn.Parameter(...)` and
-    `torch.autograd.backward(...)` in this thread: no TorchFunctionMode sees them. `make(*args,
-    **kwargs)` is the original call, with its `__name__`."""
+    `torch.autograd.backward(...)` in this thread: no TorchFunctionMode sees them. `make` makes the
+    original call, and has its `__name__`."""
     watch = (threading.get_ident(), handle)
     with _LOCK:
         if not _CONSTRUCTOR_WATCHES:
