@@ -39,7 +39,7 @@ def explain_call_error(
     if reason is None and isinstance(error, TypeError):
         reason = binding_error(target, args, keywords)
         code = getattr(inspect.unwrap(target), "__code__", None)
-        # the traceback has a frame of the function: the arguments did bind
+        # a frame of the function in the traceback: it was entered, and the error is its own
         if any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
             return
     if reason is not None:
