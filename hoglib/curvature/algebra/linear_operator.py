@@ -833,6 +833,7 @@ class LinearOperator(RectangularOperator):
         P = self.shape[0]
         with self._algorithm("logdet", num_samples * min(steps, P), (num_samples, steps)):
             found = estimates.spectral_density(self, num_samples, steps, None, generator)
+        # nodes without weight are no eigenvalues
         present = found.weights > torch.finfo(found.weights.dtype).eps
         lowest = float(found.nodes[present].min())
         if lowest <= 0:
@@ -1055,6 +1056,7 @@ class ScaledSum(RectangularOperator):
         super().__init__(terms[0][1].space)
         self._terms: Terms = []
         self._damping = damping
+        # nested sums become one
         for factor, term in terms:
             if isinstance(term, ScaledSum):
                 self._terms += [(factor * c, inner) for c, inner in term._terms]

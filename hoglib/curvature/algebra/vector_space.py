@@ -426,6 +426,7 @@ def _random_rows(
             part = layout.part_of(whole.view(layout.shape)).reshape(-1)
             row[start : start + len(part)] = part
             start += len(part)
+    # Generators that differ show in the last number.
     placement.check_same("random vectors", ("random numbers",), [numbers.last], space.device)
     return rows
 

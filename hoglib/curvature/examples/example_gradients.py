@@ -113,7 +113,7 @@ def per_example_gradients(
     counts = example_counts(loss, batch)
     if counts is None:
         return values, gradients
-    factors = counts / counts.mean()
+    factors = counts / counts.mean()  # N d_n / D
     return scaled(values, factors), pytree.map_tensors(lambda g: scaled(g, factors), gradients)
 
 
@@ -305,6 +305,7 @@ def _layer_by_layer(
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
     own = as_dict(batch)
     count = number_of_examples(own)
+    # Layers need the logits as outputs; records belong to the loss that the user passed.
     owner, loss = loss, loss.with_logits() if hasattr(loss, "with_logits") else loss
     if not (hasattr(loss, "outputs") and isinstance(params, dict)):
         return None
@@ -351,6 +352,7 @@ class _Compared:
         key = CALLER, problem.structure, *shapes, *(module.training for module in modules)
         known = found_once(loss, key, _Compared) or _Compared()
         known.calls += 1
+        # calls 1, 2, 4, 8, ...: compare again
         if not known.calls & (known.calls - 1):
             known.order, known.is_mean = None, False
         return known
@@ -400,6 +402,7 @@ def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> 
         moved = [x + next(left) if pytree.is_float(x) else x for x in parts]
         return loss.criterion(pytree.unflatten(moved, form), example)
 
+    # The gradient by a shift of zero is the gradient by the outputs.
     zeros = [torch.zeros_like(y[:1]) for y in pytree.leaves(outputs) if pytree.is_float(y)]
     _, gradients = _of_single_examples(criterion, zeros, (outputs, batch))
     rows = [g.squeeze(1) for g in gradients]
@@ -423,6 +426,7 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) ->
     if is_embedding(layer) and layer.layout.weight is not None:
         return _products_of_embedding(a[0], g[0], pairs)
     a, with_bias = a.to(run.dtype), layer.layout.bias is not None
+    # a bias is an input of 1, which adds 1 to each inner product of inputs
     if pairs:
         a, g = a.flatten(1, 2), g.flatten(1, 2)
         found = ((a @ a.mT).add_(with_bias) * (g @ g.mT)).sum(0)
@@ -663,6 +667,7 @@ def influence(
         space = shared if own is problem else Space(own.params(own.leaves))
         shape = [len(w), *([] if queries is None else [len(queries.weights)])]
         if per_token:
+            # The first batch tells how many positions the logits have.
             zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
             first = to_device(as_dict(next(iter(examples.data))), space.device)
             (slopes,) = _token_slopes(own.loss, space, zero, first, None)
@@ -677,6 +682,7 @@ def influence(
                 "solver": digest(pytree.leaves(fitted.state_dict())) if fitted else method,
                 "options": {**kept, "tol": tol, "progress": None},
             })  # fmt: skip
+            # an earlier call has written all rows
             if file.done == len(w):
                 return file.scores
         scores = file.scores if file else torch.empty(shape, dtype=space.dtype, device=space.device)
@@ -743,6 +749,7 @@ class Examples(NamedTuple):
             count, counts = number_of_examples(batch), example_counts(loss, batch)
             ones = torch.ones(count, dtype=torch.float64, device="cpu")
             weights.append(ones if counts is None else counts)
+            # by example, so that the hash does not depend on the size of batches
             rows = (pytree.rows(batch, count, n, n + 1) for n in range(count if hashed else 0))
             found += [digest(pytree.tensors(row)) for row in rows]
         if not weights:
@@ -761,7 +768,7 @@ class Examples(NamedTuple):
                 first = min(max(done - at, 0), count)
                 at += first
                 bar.advance(first / count)
-                if first == count:
+                if first == count:  # all of its rows are in the file
                     continue
                 own = to_device(pytree.rows(batch, count, first, count), space.device)
                 check_apart(loss, space.params, own, "influence")

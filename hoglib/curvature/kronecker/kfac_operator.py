@@ -76,7 +76,7 @@ class KFACError(_Distances):
         """Draw the distances with one standard error, of the whole matrix and of each layer.
 
         Args:
-            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+            ax: Matplotlib axes. Default: the axes of a new pyplot figure.
         Returns:
             The axes.
         Raises:

@@ -119,6 +119,7 @@ class FisherMetric(OutputMetric):
 
     def at(self, composite: CompositeLoss, outputs: Vector) -> MetricMap:
         validation.refuse_transforms(composite.policy.caller, LOOP)
+        # a loss may have its own Fisher matrix, as of language models
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:
             self._check_closed_form(composite.policy.caller)
@@ -282,6 +283,7 @@ def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
     count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
     given = any(x.shape == shape for x in pytree.tensors(targets))
     joint = p.event_shape or isinstance(p, D.Independent)
+    # one coordinate, other targets, joint or discrete distributions: nothing to warn of
     if count < 2 or not given or joint or getattr(p.support, "is_discrete", False):
         return True
     # A mean over coordinates is the mean of its halves; a sum is not.
@@ -330,7 +332,7 @@ def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outpu
         product = torch.autograd.grad(used, own, along, retain_graph=True, allow_unused=True)
         return materialize_grads(list(product), own)
 
-    if not value_checks_on():
+    if not value_checks_on():  # captured: no values to check
         return metric
     # Some errors come only with the second derivative
     with likelihoods.translate_divergence_errors(q):
@@ -479,6 +481,7 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
         return
     if metric.kind != "exact":
         scores, weight, _ = metric.scores(composite, values)
+        # squares of columns sum to M: the square root of the weight
         factor = weight.sqrt() if isinstance(weight, Tensor) else sqrt(weight)
         for draw in range(len(scores[0])):
             yield [factor * part[draw] for part in scores]
@@ -552,6 +555,7 @@ def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) 
     totals = [y.new_zeros((draws, *y.shape)) for y in ys]
     for column in _dense_columns(metric, composite, ys):
         bits = torch.randint(2, (draws, examples), generator=random, device=device)
+        # Bits are drawn on the generator's device: equal signs on every device.
         signs = (2 * bits - 1).to(ys[0].device) / sqrt(draws)
         for total, part in zip(totals, column, strict=True):
             shape = [examples, *[1] * part.dim()][: part.dim()]
@@ -617,6 +621,7 @@ class _Blocks:
         for i in range(total):
             unit = wide.new_zeros((examples, total))
             unit[:, i] = 1
+            # One product gives column i of all blocks.
             self._blocks[:, :, i] = self._product(unit)
         self.eigenvalues, self.Q = symmetric_eigen(self._blocks)
 
@@ -653,6 +658,7 @@ class _Blocks:
             rule, sizes = DIGITS, [self._size_of_terms(u)]
         elif dtype in HALF_DTYPES:
             rule = Rule(10)
+        # If M couples examples, its product with all of them differs from the products of the blocks.
         whole, apart = self._product(u), (self._blocks @ u.unsqueeze(-1)).squeeze(-1)
         coupled = len(u) > 1 and not agree(whole, apart, rule, dtype=dtype, terms=sizes)
         if coupled and bool(whole.isfinite().all()):

@@ -242,8 +242,8 @@ class CompositeLoss:
         return self.with_value(lambda: (self.checked(self.outputs(p), twice),))
 
     def checked(self, outputs: Vector, twice: bool = True) -> Vector:
-        """The outputs; raises if their graph lacks a second derivative, or the derivative by given
-        leaves.
+        """The outputs; raises if their graph lacks a second derivative, or leads to the parameters
+        besides p.
 
         twice: whether the outputs are differentiated twice.
         """
@@ -253,7 +253,8 @@ class CompositeLoss:
         if twice:
             check_custom_functions(graph, self.policy.caller)
         if not self.policy.create_graph:
-            # Other tensors of the model would silently leave the product without their part.
+            # A model that also uses its parameters directly would silently lose a part of the
+            # product.
             check_uses_given_params(graph, self.leaves, self.policy.caller)
         return outputs
 

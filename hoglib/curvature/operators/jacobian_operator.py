@@ -81,6 +81,7 @@ class JacobianOperator(RectangularOperator):
         super().__init__(Space(params), of_data.progress)
         outputs = _Outputs(func)
         policy.check_blocks(outputs)
+        # Outputs are stacked, not averaged: every batch has weight 1.
         summed = replace(of_data, reduction="sum", batch_size=_unit_weight)
         at = Term(policy, outputs, self.space, self._bar, self.space.placement)
         alone = Processes(NAME, None, data)
@@ -104,10 +105,12 @@ class JacobianOperator(RectangularOperator):
         with torch.inference_mode(False):
             self._sum.fold(visit, nothing, first_order=True)
         every = [y for outputs in found for y in outputs]
+        # One tensor holds all outputs if batches have one each, and differ only in their rows.
         one_of_each = len(every) == len(found) and all(y.dim() for y in every)
         alike = one_of_each and len({y.shape[1:] for y in every}) == 1
         # Meta tensors: no memory
         whole = torch.cat(every if alike else [y.flatten() for y in every])
+        # An expanded zero: the space needs shapes, not memory.
         like = torch.zeros((), dtype=whole.dtype, device=self.device)
         return Space(like.expand(whole.shape), of="outputs")
 

@@ -230,6 +230,7 @@ def _of_few_directions(
     few = 0 < x.numel() <= SMALL or (x.numel() and not options.keep)
     if options.mode != "auto" or not few or x.dim() < 2:
         return None
+    # The sum is read below, and transformed or traced tensors have no values.
     without = torch_internals.transforms_active() or torch_internals.tracing()
     if without:
         return None
@@ -317,6 +318,7 @@ def at_points(
     if not x.numel() or options.mode == "nested" or torch_internals.transforms_active():
         return None
     generators = GeneratorStates([x.device])
+    # A scalar is one point; a vector is rather one point than many scalars.
     for batched in {0: [False], 1: [False, True]}.get(x.dim(), [True, False]):
 
         def call(own: Tensor, batched: bool = batched) -> list[Tensor]:
@@ -481,6 +483,7 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
     D, diagonal = len(e), a.dim() <= 1 + batched
     if signs is None and a.dim() == 1:
         return Directions(e, a, True)
+    # A positive semi-definite a has real roots: D directions instead of 2 D.
     if signs is None and _is_nonnegative(a, diagonal):
         if diagonal:  # sqrt(a_i) e_i
             return Directions(e * a.sqrt().reshape(x.shape), 1.0, False)
@@ -711,7 +714,7 @@ def partial_derivative(
 
         def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
             vectors, orders, _ = path(batched)
-            algebra = MultiIndex(orders)
+            algebra = MultiIndex(orders)  # a variable of the jet for each coordinate
             parts: Parts = algebra.zeros()
             for i, vector in enumerate(vectors):
                 unit = tuple(int(i == j) for j in range(len(orders)))

@@ -45,7 +45,7 @@ from hoglib.verification.entry_points import examined_functions
 Visit = Callable[[Term], Tensor]  # adds one batch to a total; returns the loss
 Total = Tensor | Callable[[], Tensor]  # the total of a pass, or a function that allocates it later
 Watchers = Sequence[watchers.Watcher]
-MEMORY_LIMIT = 2 * 2**30
+MEMORY_LIMIT = 2 * 2**30  # bytes
 
 
 class DataOptions(TypedDict, total=False):
@@ -55,24 +55,24 @@ class DataOptions(TypedDict, total=False):
         reduction: "mean" or "sum" over the data, with n_b the number of examples of a batch. With
             "mean" a loss that sums over the examples of a batch is refused over several batches.
             Default: "mean".
-        batch_size: The weight n_b of a batch, as a function of it: the number that the criterion's
-            mean divides by. A batch of weight 0 contributes nothing. Default: that number, for the
-            criteria of torch whose likelihood `hoglib.fisher_vp` knows (the class weights of the labels
-            that are not ignored), else the leading dimension of the first tensor of the batch.
-        micro_batch: Split batches into pieces of so many examples, for memory. It is exact, and refused
-            where the loss mixes examples. Default: None, batches as they are.
-        check_deterministic: Compare the losses of each pass with those of the first, and raise where
-            they differ, naming dropout, shuffling or augmentation; and warn if the first two products
-            are not symmetric. Default: True.
+        batch_size: A function of a batch that returns its weight n_b: the number that the criterion's
+            mean divides by. A batch of weight 0 contributes nothing. Default: for torch's criteria with
+            a likelihood that `hoglib.fisher_vp` knows, the summed class weights of labels that are not
+            ignored; for other losses the leading dimension of the batch's first tensor.
+        micro_batch: Split batches into pieces of so many examples, for memory. The result is exact; a
+            loss that mixes examples raises. Default: None, no split.
+        check_deterministic: Compare the losses of each pass with the first pass, and raise if they
+            differ, naming dropout, shuffling or augmentation; warn if the first two products are not
+            symmetric. Default: True.
         progress: Show a bar that counts products (needs tqdm). Default: False.
-        processes: How the processes of torch.distributed share the data. Each sums over a part; one
-            all-reduce adds the sums up, and all have the product. None: this process alone. "shard":
-            all are given the same data, and each takes every n-th batch, or its rows of the only batch.
-            "sharded": each is given its own part, which may be empty, ``[]``. All have to make the
-            same products, with the same vectors. Default: None.
-        dtype: The dtype of flat vectors and of sums over the data: torch.float32 for parameters in half
-            precision, where a sum would round away what each batch adds. Default: the widest dtype
-            among the parameters.
+        processes: How the processes of torch.distributed share the data. Each sums over a part, and one
+            all-reduce adds up the sums: all processes have the product. None: this process alone.
+            "shard": every process is given all of the data, and takes every n-th batch, or its rows of
+            an only batch. "sharded": every process is given its own part, which may be empty, ``[]``.
+            All processes must make equal products, with equal vectors. Default: None.
+        dtype: The dtype of flat vectors and of sums over the data. Take torch.float32 for parameters in
+            half precision: sums in half precision round away the part of a batch. Default: the widest
+            dtype among the parameters.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -97,10 +97,10 @@ class OperatorOptions(DataOptions, Options, total=False):
     one more.
 
     Args:
-        memory_limit: The most bytes that a gradient graph may hold to be kept between products, which
-            then cost half; for data that is one batch. Estimated from the sizes of the operations'
-            results; 0 keeps none. With ``remat`` the graph holds the inputs of blocks only, with
-            ``compile`` what a product computes before the vector. Default: 2 GiB.
+        memory_limit: If the data is one batch, its gradient graph is kept between products, which then
+            cost half, unless the graph holds more bytes than this. Estimated from the sizes of the
+            operations' results; 0 keeps no graph. With ``remat`` the graph holds only the inputs of
+            blocks, with ``compile`` the results that do not depend on the vector. Default: 2 GiB.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -121,7 +121,8 @@ OPERATOR_OPTIONS = tuple(OperatorOptions.__annotations__)
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckedDataOptions:
-    """The values of :class:`DataOptions`, and memory_limit, checked; `Processes` checks processes."""
+    """The checked values of :class:`DataOptions`, and memory_limit. `Processes` checks
+    processes."""
 
     reduction: str = "mean"
     batch_size: BatchSize | None = None
@@ -200,7 +201,7 @@ class DatasetSum:
         micro_batch, sharded = options.micro_batch, at.placement.is_sharded
         given = data, space.device, size, micro_batch, processes
         self.at, self.batches = at, Batches(*given, mean=mean, sharded=sharded)
-        # what has to be the same in all processes, by the names of PassTotals
+        # Checksums of these must be equal in all processes; keys are fields of PassTotals.
         same_options = at.policy, options.reduction, space.dtype
         self._call = {"kind": kind, "options": same_options, "criterion": loss}
         single, shared = self.batches.single, self.batches.shared
@@ -429,8 +430,8 @@ class DatasetSum:
     def _add_up(
         self, total: Total, rows: Tensor | None, totals: PassTotals, error: Exception | None
     ) -> PassTotals:
-        """All-reduce the total of the pass, its PassTotals, and the flags of used parameters; raise in
-        all processes where one has an error."""
+        """All-reduce the total of the pass, its PassTotals, and the flags of used parameters; raise
+        in all processes if one has an error."""
         used = self.unused.used(totals.pieces)
         if error is None:
             vectors = 0.0 if rows is None else checksum_of_rows(rows)
@@ -444,8 +445,8 @@ class DatasetSum:
         return totals
 
     def _changed_elsewhere(self, rows: Tensor | None, changed: bool) -> bool:
-        """Whether the state has changed in any process that shares the parameters; raises in all where
-        their vectors differ."""
+        """Whether the state has changed in any process that shares the parameters; raises in all
+        processes if their vectors differ."""
         leaves = self.at.space.leaves()
         columns, vectors = 0, [leaf.new_zeros(0) for leaf in leaves]
         if rows is not None:

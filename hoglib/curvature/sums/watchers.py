@@ -114,7 +114,7 @@ class Losses(Watcher):
         return value
 
     def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
-        """What is read of a batch, in float64: its loss first."""
+        """The numbers to read of a batch, in float64: the loss first."""
         return [value.double()]
 
     def _arrived(self, read: DeviceRead, term: Term, value: Tensor) -> None:
@@ -131,7 +131,7 @@ class Losses(Watcher):
 
 @final
 class Determinism(Losses):
-    """Compares the losses and the batches of each pass with those of the first.
+    """Compares the losses and the batches of each pass with the first pass.
 
     fixed_batches: raise if batches change their order. shared: several processes share the data; total
     losses are then compared with the tolerance of the parameters' dtype.
@@ -179,7 +179,7 @@ class Determinism(Losses):
     def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
         first = len(self._now) + (self._pending is not None) >= len(self._first)
         found = [value.double()]
-        # later passes look at a batch where its loss is not that of the first pass, see `_arrived`
+        # Later passes look at a batch only if its loss differs from the first pass, see `_arrived`.
         if term.piece.known is None and (first or self._fixed_batches):
             found += [x.to(value.device) for x in numbers_of(term.piece.batch)]
         return found
@@ -213,6 +213,8 @@ class Determinism(Losses):
             )
 
     def _cause_in_data(self) -> str:
+        """What differs from pass to pass in the data, and what to do, by the records of two
+        passes."""
         model = getattr(self.at.loss, "model", None)
         random = random_modules(model)
         if random:  # shuffled batches differ too, but eval mode may be all that is missing
@@ -365,6 +367,7 @@ class Denominators(Watcher):
     def saw(self, term: Term, value: Tensor) -> None:
         number, batch = self._seen, term.batch
         self._seen += 1
+        # A comparison runs the loss on both halves: only at batches 0, 1, 2, 4, 8, ...
         if number & (number - 1) or likelihoods.example_counts(term.loss, batch) is not None:
             return
 
@@ -392,7 +395,7 @@ class Denominators(Watcher):
             )
 
 
-# what a loss is that is no mean over examples, and what to do
+# A loss that is no mean over examples, by its relation to its halves: what it is, and what to do.
 NO_MEANS = {
     "sum": "their sum. Pass `reduction='sum'` for the sum over the data, or divide the loss by "
     "`len(batch[0])`",
@@ -452,6 +455,7 @@ class ListOfTensors(Watcher):
         alike = len({(x.shape, x.dtype) for x in batch}) == 1 and batch[0].is_floating_point()
         if len(batch) != 2 or not alike or targets is None or targets(batch) is batch:
             return
+        # the list is ambiguous if the loss also takes one tensor as a batch
         try:
             with preserve_random_state():
                 term.of(batch[0]).value()
@@ -593,7 +597,7 @@ class UnusedLeaves(Watcher):
                 f"{', '.join(names[i] for i in sorted(self._unused))}; these rows and columns are "
                 "zero, and the matrix is singular. Leave them out of params."
             )
-            self._unused = frozenset()
+            self._unused = frozenset()  # once
 
 
 @final
@@ -624,7 +628,7 @@ class Draws(Watcher):
 
 @final
 class Agreement(Watcher):
-    """Sends checksums to the other processes; `Processes.all_reduce` raises where they differ."""
+    """Sends checksums to the other processes; `Processes.all_reduce` raises if they differ."""
 
     def __init__(self, at: Term, batches: Batches, seed: int, call: Mapping[str, object]) -> None:
         super().__init__(at)

@@ -1,5 +1,5 @@
-"""Optimizers that are given batches, not gradients: Newton steps with the Gauss-Newton matrix, and
-steps by the inverse of a Kronecker-factored one."""
+"""Optimizers that take batches, not gradients: Newton steps with the Gauss-Newton matrix, and steps
+by the inverse of a Kronecker-factored matrix."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -34,16 +34,16 @@ from hoglib.verification.entry_points import examined_functions
 
 
 class BatchOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer of torch whose steps compute the loss at a batch; `.grad` is not used.
+    """A torch optimizer with steps that compute the loss at a batch; `.grad` is not used.
 
     Args:
         loss: From `hoglib.functional_loss`.
-        params: A dict of tensors by name; by default all trainable ones of the loss's model.
-        defaults: The options, which ``state_dict()`` contains.
-        options: Of the operator of a step.
+        params: A dict of tensors by name; by default all trainable parameters of the loss's model.
+        defaults: The options that ``state_dict()`` contains.
+        options: The options of the operators that a step makes.
     """
 
-    info: Any = None  # about the last step
+    info: Any = None  # what the last step did
 
     def __init__(
         self,
@@ -56,11 +56,12 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         self._loss = GaussNewtonKind().check_loss(loss)
         self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
         check_named(self._params)
+        # a step moves all parameters: they must require gradients from now on
         self._trained = [name for name, p in self._params.items() if p.requires_grad]
         super().__init__(list(self._params.items()), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise for a second group: a step is a step of all parameters.
+        """Raise for a second group: a step moves all parameters together.
 
         Args:
             param_group: The group.
@@ -73,7 +74,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; raise for that of another optimizer, or of other parameters.
+        """Load a state; raise for the state of another optimizer, or of other parameters.
 
         Args:
             state_dict: From ``state_dict()``.
@@ -99,9 +100,9 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         super().load_state_dict(state_dict)
 
     def _batch(self, closure: Any) -> Any:
-        """The batch that a step is given, as it is or by a function."""
+        """The batch of a step, which is given as it is or by a function."""
         frozen = [name for name in self._trained if not self._params[name].requires_grad]
-        if frozen:  # a step would move them all the same
+        if frozen:  # a step would move them anyway
             raise errors.ArgumentValueError(
                 f"params: expected parameters that require gradients, as they did at first, got "
                 f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
@@ -117,24 +118,26 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         return batch
 
     def _data_options(self) -> dict[str, Any]:
-        """The options that another operator over the same data takes."""
+        """The options that further operators over the data take."""
         return {name: value for name, value in self._options.items() if name in DATA_OPTIONS}
 
     def _seeded(self, seed: int) -> torch.Generator:
-        """A generator, of the CPU so that no device is waited for; other numbers at each step."""
+        """A generator with other numbers at each step; on the CPU, so that nothing waits for a
+        device."""
         return torch.Generator().manual_seed(seed + self.param_groups[0]["steps"])
 
     def _keep_direction(self, direction: dict[str, Tensor]) -> None:
+        """Keep the direction of a step in the state."""
         for name, part in direction.items():
             self.state[self._params[name]]["direction"] = part.clone()
 
     def _last_direction(self, operator: LinearOperator) -> Tensor | None:
-        """The direction that was kept, as a flat vector; None before the first step."""
+        """The kept direction as a flat vector; None before the first step."""
         last = {name: self.state[p].get("direction") for name, p in self._params.items()}
         return None if any(part is None for part in last.values()) else operator.ravel(last)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: that of torch leaves out the attributes of subclasses."""
+        """For copies: torch's method leaves out the attributes of subclasses."""
         return {**vars(self), **super().__getstate__()}
 
     @abstractmethod
@@ -147,6 +150,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
 
 
 def positive_damping(damping: Any) -> float:
+    """The damping as a number; raises unless it is positive and finite."""
     if not 0 < validation.number("damping", damping) < inf:
         text = f"damping: expected a number greater than 0, got {damping}; 1 is usual."
         raise errors.ArgumentValueError(text)
@@ -154,10 +158,10 @@ def positive_damping(damping: Any) -> float:
 
 
 def finite_or_infinite(A: DatasetOperator) -> float:
-    """The loss, or infinity where it overflows, because the step is too long."""
+    """The loss, or infinity if it overflows because the step is too long."""
     try:
         A.value()
-        return A._sum.number()  # reading the value would stop a device
+        return A._sum.number()  # on the CPU already: no wait for a device
     except (errors.NonFiniteError, errors.DistributedError) as error:
         if "NonFiniteError" in f"{type(error).__name__} {error}":  # in this process, or in another
             return inf
@@ -165,8 +169,8 @@ def finite_or_infinite(A: DatasetOperator) -> float:
 
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping (Martens, 2010, section 4.1)
-FARTHEST = 1e8  # by which the damping may differ from the first, either way
-ENOUGH = 1e-2  # of the decrease that the slope predicts
+FARTHEST = 1e8  # bound of damping / first damping, and of its inverse
+ENOUGH = 1e-2  # part of the decrease predicted by the slope that a length must reach
 HALVINGS = 20
 NEWTON_OPTIONS = ("mode", *OPERATOR_OPTIONS)
 
@@ -175,13 +179,14 @@ class NewtonStep(NamedTuple):
     """What a step of `NewtonCG` did.
 
     Attributes:
-        loss: Before the step.
-        loss_after: After it.
-        ratio: Of the decrease to that of the quadratic model; nan where rounding hides it.
-        damping: With which the step was computed.
-        length: The factor of the direction; 0 where no length lowered the loss.
-        iterations: Of conjugate gradients.
-        products: Of the Gauss-Newton matrix with a vector.
+        loss: The loss before the step.
+        loss_after: The loss after the step.
+        ratio: The decrease of the loss over the decrease of the quadratic model; nan if rounding hides
+            it.
+        damping: The damping with which the step was computed.
+        length: The factor of the direction; 0 if no length lowered the loss.
+        iterations: Iterations of conjugate gradients.
+        products: Products of the Gauss-Newton matrix with one vector.
         values: Evaluations of the loss without a gradient; the gradient was computed once.
     """
 
@@ -201,34 +206,35 @@ class NewtonCG(BatchOptimizer):
 
         (G + damping I) d = -g        params <- params + a d
         m(d) = g^T d + d^T G d / 2        ratio = (f(params + d) - f(params)) / m(d)
-        damping <- 2/3 damping  where ratio > 3/4,  3/2 damping  where ratio < 1/4
+        damping <- 2/3 damping  if ratio > 3/4,  3/2 damping  if ratio < 1/4
 
     with the loss f at a batch, its gradient g and G as in `hoglib.ggn_vp`. a is the first of lr, lr/2,
-    ... with f(params + a d) <= f + 0.01 a g^T d, at most 20 halvings; where there is none, the
-    parameters stay and the damping rises. The damping stays within a factor of 1e8 of its first value.
+    ... with f(params + a d) <= f + 0.01 a g^T d, at most 20 halvings; without such an a, the parameters
+    stay and the damping rises. The damping stays within a factor of 1e8 of its first value.
 
-    Batches should be large, because a step goes far by what one batch says. The loss must be the same
-    at each evaluation: dropout raises. `.grad` is neither read nor written. ``info`` is the
-    `NewtonStep` of the last step; the state, direction and damping, is in ``state_dict()``.
+    Batches should be large, because each step goes far on the evidence of one batch. The loss must be
+    deterministic: dropout raises. `.grad` is neither read nor written. ``info`` is the `NewtonStep` of
+    the last step; ``state_dict()`` has the direction and the damping.
 
     Args:
         loss: From `hoglib.functional_loss`.
-        params: The parameters to optimize, a dict of tensors by name; by default all that
-            `hoglib.trainable_params` of the loss's model returns.
+        params: The parameters to optimize, a dict of tensors by name; by default
+            `hoglib.trainable_params` of the loss's model.
         lr: The largest length a of a step.
         damping: The first damping.
-        max_iter: Iterations of `LinearOperator.solve`, at most.
-        stagnation_tol: End these where the quadratic model hardly falls any more; that of
+        max_iter: The most iterations of conjugate gradients.
+        stagnation_tol: End the iterations once the quadratic model hardly falls, as in
             `LinearOperator.solve`.
-        warm_start: The part of the last direction from which conjugate gradients start; 0 for none.
-        preconditioner: Of conjugate gradients: "kfac", the damped inverse of a
-            `hoglib.KFACOperator` of the step's batch, kind="mc"; or a function (G, damping) of the
-            matrix that returns one, as `LinearOperator.solve` takes it. Default: none.
-        preconditioner_every: Steps from one preconditioner to the next; a run that is resumed begins
-            with a new one.
-        **options: Of `hoglib.GGNOperator`, such as micro_batch, compile, processes and progress.
+        warm_start: Conjugate gradients start from so much of the last direction; 0: from zero.
+        preconditioner: For conjugate gradients. "kfac": the damped inverse of a `hoglib.KFACOperator`
+            (kind="mc") of the step's batch. Or a function (G, damping) that returns a preconditioner
+            for `LinearOperator.solve`. Default: none.
+        preconditioner_every: Make a new preconditioner after so many steps. A resumed run begins with a
+            new one.
+        **options: Options of `hoglib.GGNOperator`, such as micro_batch, compile, processes and
+            progress.
     Raises:
-        NotPositiveDefiniteError: for a G that is not positive definite with the largest damping.
+        NotPositiveDefiniteError: for a G that is not positive definite even with the largest damping.
         ArgumentValueError: for a second parameter group.
     References:
         Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.
@@ -276,8 +282,8 @@ class NewtonCG(BatchOptimizer):
             validation.function("preconditioner", preconditioner)
         self._preconditioner = preconditioner
         self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
-        self._last: tuple[int, Any] | None = None  # the step of the last preconditioner, and that
-        self._row_order: RowOrder | None = None  # found at the first step
+        self._last: tuple[int, Any] | None = None  # step and preconditioner, when last made
+        self._row_order: RowOrder | None = None  # how KFAC reads layers, from the first step
         super().__init__(loss, params, defaults, options)
 
     def step(self, closure: object = None, curvature: object = None) -> Tensor:  # type: ignore[override]
@@ -286,7 +292,7 @@ class NewtonCG(BatchOptimizer):
         Args:
             closure: A batch, or a re-iterable of batches (all of the data), or a function without
                 arguments that returns one, as Lightning's manual optimization passes it.
-            curvature: The batch that G is computed on; the same by default. A part of it makes steps
+            curvature: The batch to compute G on; by default the step's batch. A part of it makes steps
                 cheaper.
         Returns:
             The loss before the step.
@@ -299,14 +305,14 @@ class NewtonCG(BatchOptimizer):
         G = self._matrix(batch)
         model = G if curvature is None else self._matrix(curvature)
         precondition = self._prepared(model, batch if curvature is None else curvature)
-        with G._algorithm("step"):  # as a whole, because a device is waited for less often
+        with G._algorithm("step"):  # one algorithm for all: fewer waits for a device
             value, gradient = G.gradient()
-            before = G._sum.number()  # reading the value would stop a device
+            before = G._sum.number()  # on the CPU already: no wait for a device
             g = G.ravel(gradient)
             start = self._last_direction(G)
             if start is not None:
                 start = group["warm_start"] * start
-                start = start * (_dot_product(G, g, start) < 0)  # where it descends
+                start = start * (_dot_product(G, g, start) < 0)  # only if it descends
             d, along, dGd, iterations = self._direction(model, g, start, precondition)
         if G.space.true_in_all(not along and not bool(d.any())):
             self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
@@ -327,7 +333,7 @@ class NewtonCG(BatchOptimizer):
         return GGNOperator(self._loss, self._params, batch, **self._options)
 
     def _prepared(self, G: GGNOperator, batch: object) -> Any:
-        """The preconditioner of this step: a new one, or one of the last steps."""
+        """The preconditioner of this step: a new one, or the last one."""
         make, steps = self._preconditioner, self.param_groups[0]["steps"]
         if make is None:
             return None
@@ -360,12 +366,13 @@ class NewtonCG(BatchOptimizer):
                     return_info=True,
                 )
             except errors.NotPositiveDefiniteError:
+                # Try again with more damping, up to the bound.
                 if not self._damp(10):
                     raise
                 continue
             iterations += info.iterations
             slope, dGd = _read_numbers(_dot_product(G, g, d), _dot_product(G, d, G @ d))
-            # a distant start and few iterations may give worse than a start from zero
+            # A distant start and few iterations may end worse than zero: then start from zero.
             if start is None or slope + dGd / 2 < 0:
                 return d, slope, dGd, iterations
             start = None
@@ -373,11 +380,12 @@ class NewtonCG(BatchOptimizer):
     def _search(
         self, G: GGNOperator, value: float, d: Tensor, slope: float, dGd: float
     ) -> tuple[float, float, float, int]:
-        """Search along d; the loss found, the ratio at the first length, the length, evaluations."""
+        """Search along d; returns the loss found, the ratio at the first length, the length, and the
+        number of evaluations."""
         before = G.ravel(self._params).clone()
         length: float = self.param_groups[0]["lr"]
         model = length * slope + length**2 * dGd / 2
-        # smaller differences of losses are rounding
+        # Smaller differences of losses are rounding.
         rounding = 10 * torch.finfo(G.dtype).eps * abs(value)
         ratio = nan
         for tried in range(1, HALVINGS + 2):
@@ -398,7 +406,7 @@ class NewtonCG(BatchOptimizer):
             self._params[name].copy_(part)
 
     def _damp(self, factor: float) -> bool:
-        """Multiply the damping by a factor; whether that changed it."""
+        """Multiply the damping by a factor, within its bounds; returns whether it changed."""
         group = self.param_groups[0]
         first = group["first_damping"]
         damping = min(max(factor * group["damping"], first / FARTHEST), first * FARTHEST)
@@ -411,14 +419,15 @@ def _dot_product(G: GGNOperator, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _read_numbers(*scalars: Tensor) -> list[float]:
-    """Their values, in one read."""
+    """The values of scalars, in one read from the device."""
     return torch.stack([x.double() for x in scalars]).tolist()
 
 
 OF_FACTORS = ("approximation", "joint_bias", "likelihood", "num_samples", "unsupported")
 KFAC_OPTIONS = (*OF_FACTORS, *(name for name in DATA_OPTIONS if name != "check_deterministic"))
-FACTORS = ("A", "G")
+FACTORS = ("A", "G")  # the moving averages of a block, in the state
 ADAPT_EVERY, ADAPTED = 5, 0.95**5  # Martens and Grosse, 2015, section 6.5
+# the damped inverse of a block, in the state
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")
 
 
@@ -426,14 +435,15 @@ class KFACStep(NamedTuple):
     """What a step of `KFAC` did.
 
     Attributes:
-        loss: Before the step.
+        loss: The loss before the step.
         slope: g^T d, the change of the loss to first order along the direction d; negative.
-        length: |v|, of the change of the parameters.
-        damping: After the step.
-        ratio: Of the decrease to that of the quadratic model; nan where it was not computed.
-        products: Of the Gauss-Newton matrix with a vector.
+        length: |v|, with the change v of the parameters.
+        damping: The damping after the step.
+        ratio: The decrease of the loss over the decrease of the quadratic model; nan if it was not
+            computed.
+        products: Products of the Gauss-Newton matrix with one vector.
         values: Evaluations of the loss without a gradient; the gradient was computed once.
-        factor_batches: Batches whose factors were computed, 1 or 0.
+        factor_batches: For how many batches factors were computed, 1 or 0.
     """
 
     loss: float
@@ -450,41 +460,45 @@ class KFACStep(NamedTuple):
 class KFAC(BatchOptimizer):
     r"""Steps by the damped inverse of a Kronecker-factored Gauss-Newton or Fisher matrix.
 
-        A <- decay A + (1 - decay) A_batch, also G                each factors_every steps
-        d = -(G ⊗ A + damping I)^-1 (g + weight_decay params)     the inverse, each inverse_every steps
+        A <- decay A + (1 - decay) A_batch, also G                every factors_every steps
+        d = -(G ⊗ A + damping I)^-1 (g + weight_decay params)     the inverse, every inverse_every steps
         v <- lr (a d + b v)               params <- params + v
 
-    with the gradient g of the loss at a batch and the factors of `hoglib.KFACOperator`. a and b
-    minimize the quadratic model g^T v + v^T (G + damping I) v / 2 of the batch, by two products of its
-    Gauss-Newton matrix G; each five steps the damping is multiplied by 0.95^5 where the loss fell by
-    more than 3/4 of what the model says, and divided by it for less than 1/4. With ``rescale=False``
-    v <- momentum v + lr nu d, nu = min(1, sqrt(kl_clip / (lr^2 |g^T d|))), at a fixed damping.
+    with the gradient g of the loss at a batch, and the factors A and G of `hoglib.KFACOperator`.
+
+    - rescale=True: a and b minimize the quadratic model g^T v + v^T (M + damping I) v / 2 of the batch,
+      by two products with its Gauss-Newton matrix M. Every five steps the damping is multiplied by
+      0.95^5 if the loss fell by more than 3/4 of what the model predicts, and divided by it if by less
+      than 1/4.
+    - rescale=False: v <- momentum v + lr nu d, nu = min(1, sqrt(kl_clip / (lr^2 |g^T d|))), with a
+      fixed damping.
 
     The moving averages are divided by 1 - decay^t, and so start with the first batch. The loss must not
-    mix examples: batch norm has to be in eval mode. `.grad` is not used. ``info`` is the `KFACStep` of
-    the last step; ``state_dict()`` has factors, inverses and v, so that a resumed run is the same run.
+    mix examples: batch norm must be in eval mode. `.grad` is not used. ``info`` is the `KFACStep` of
+    the last step. ``state_dict()`` has factors, inverses and v: a resumed run makes equal steps.
 
     Args:
         loss: From `hoglib.functional_loss`.
         params: The parameters to optimize, a dict of tensors by name; by default all trainable ones.
         lr: As above.
-        damping: The first damping, which adapts by a factor of 0.77 in five steps at most: try powers
-            of ten.
+        damping: The first damping. It adapts by a factor of at most 0.77 in five steps: try powers of
+            ten.
         rescale: Choose the step by the quadratic model, as above.
-        momentum: As above, without rescaling.
-        decay: Of the factors.
+        momentum: As above, for rescale=False.
+        decay: The decay of the moving averages of the factors.
         weight_decay: The factor of the parameters in the gradient.
-        kl_clip: Bound of lr^2 g^T K^-1 g without rescaling, which is twice the change of the outputs'
+        kl_clip: For rescale=False, the bound of lr^2 g^T K^-1 g, twice the change of the outputs'
             distribution to second order; None for no bound.
-        method: "exact", "pi" or "factors", as of ``KFACOperator.inverse``.
-        factors_every: Steps from one update of the factors to the next.
-        inverse_every: Steps from one inverse to the next.
-        kind: As of `hoglib.KFACOperator`; "mc" takes one backward pass for the factors.
-        seed: Of the draws of kind="mc".
-        **options: Of `hoglib.KFACOperator`, such as approximation, joint_bias, unsupported, processes.
+        method: "exact", "pi" or "factors", as in ``KFACOperator.inverse``.
+        factors_every: Update the factors after so many steps.
+        inverse_every: Compute the inverse after so many steps.
+        kind: As for `hoglib.KFACOperator`; "mc" takes one backward pass for the factors.
+        seed: Seeds the draws of kind="mc".
+        **options: Options of `hoglib.KFACOperator`, such as approximation, joint_bias, unsupported,
+            processes.
     Raises:
-        ArgumentTypeError: for an option that there is not.
-        UnsupportedError: for parameters of other layers, as `hoglib.KFACOperator`.
+        ArgumentTypeError: for an unknown option.
+        UnsupportedError: for parameters of layers that `hoglib.KFACOperator` refuses.
     References:
         Martens and Grosse, Optimizing Neural Networks with Kronecker-factored Approximate Curvature,
         2015, sections 6.4, 6.5 and 7. Ba, Grosse and Martens, Distributed Second-order Optimization
@@ -534,10 +548,10 @@ class KFAC(BatchOptimizer):
             "inverse_every": validation.at_least("inverse_every", inverse_every, 1),
             "seed": validation.at_least("seed", seed, 0),
             "steps": 0,
-            "averaged": 0,  # batches in the moving averages
+            "averaged": 0,  # number of batches in the moving averages
             "layouts": [],
         }
-        self._row_order: RowOrder | None = None  # found at the first step
+        self._row_order: RowOrder | None = None  # how layers are read; found at the first step
         super().__init__(loss, params, defaults, {**options, "kind": kind})
         instead = "precondition the gradients of a torch optimizer by `KFACOperator.precondition_`"
         refuse_sharded("KFAC", self._params.values(), instead=instead)
@@ -565,7 +579,7 @@ class KFAC(BatchOptimizer):
             new_factors, before = group["steps"] % group["factors_every"] == 0, group["layouts"]
             if new_factors:
                 self._average(K)
-            # layouts are there from the first step on
+            # The first step has set the layouts.
             layouts = [layout_of(one, list(self._params)) for one in group["layouts"]]
             if group["steps"] % group["inverse_every"] == 0 or group["layouts"] != before:
                 self._invert(K, layouts)
@@ -578,9 +592,8 @@ class KFAC(BatchOptimizer):
         before, slope, expected, length = _read_numbers(value, along, model, step.norm())
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
-            # an operator reads the parameters at each call: this is the loss behind the step
+            # K reads the parameters at each call: this is the loss after the step.
             ratio = (finite_or_infinite(K) - before) / expected
-            # by how much of the expected decrease there was
             if ratio > 0.75:
                 group["damping"] *= ADAPTED
             elif ratio < 0.25:
@@ -594,8 +607,8 @@ class KFAC(BatchOptimizer):
     def _average(self, K: KFACOperator) -> None:
         """Add the factors of a batch to the moving averages.
 
-        A layer that the batch does not call has G = 0 in it, and no A, a mean over no rows: its average
-        stays.
+        A layer that the batch does not call has G = 0, and no A, which is a mean over no rows: its
+        average A stays.
         """
         group = self.param_groups[0]
         decay, names, count = group["decay"], pytree.paths(K.space.params), group["averaged"]
@@ -604,13 +617,14 @@ class KFAC(BatchOptimizer):
         for layout in [one for one in blocks if one not in known]:
             rows = [one for one in known if any(one.overlaps(region) for region in layout.regions)]
             if rows and layout not in K.called:
-                del blocks[layout]  # zeros in the place of layers that earlier batches have called
+                del blocks[layout]  # zeros that stand for layers which earlier batches called
             elif any(one.role.name != EXACT_DIAGONAL or self._has_average(one) for one in rows):
                 raise errors.ArgumentValueError(
                     "step: expected the layers of the first step, got others: the model calls other "
                     "layers, or parts of their weights, from batch to batch. Give only those that it "
                     "always calls."
                 )
+            # The first batch that calls a layer replaces the zeros that stood for it.
             for one in rows if layout in blocks else ():
                 known.pop(one)
                 store, prefix = self._place(one)
@@ -624,9 +638,10 @@ class KFAC(BatchOptimizer):
                 before = store.get(prefix + name)
                 mean = name == "A" and layout.role.matrix == "kronecker"
                 old, new = decay, 1 - decay
-                if mean and before is None:  # as if it had been the average so far
+                if mean and before is None:  # as if all batches so far had had this A
                     new = 1 - decay ** (count + 1)
                 elif mean and layout not in K.called:
+                    # Cancels the larger divisor: the corrected average stays.
                     old = (1 - decay ** (count + 1)) / (1 - decay**count)
                 total = 0.0 if before is None else old * before
                 if layout in K.called or before is None:
@@ -635,7 +650,7 @@ class KFAC(BatchOptimizer):
         group["averaged"] += 1
 
     def _has_average(self, layout: BlockLayout) -> bool:
-        """Whether a diagonal is not zero."""
+        """Whether a diagonal has a number other than zero."""
         store, prefix = self._place(layout)
         return bool(store[prefix + "A"].any())
 
@@ -650,21 +665,23 @@ class KFAC(BatchOptimizer):
                     store[prefix + name] = tensor
 
     def _average_of(self, layout: BlockLayout) -> KroneckerBlock:
+        """The block of moving averages, corrected for their start at zero."""
         group, (store, prefix) = self.param_groups[0], self._place(layout)
         correction = 1 - group["decay"] ** group["averaged"]
         A, G = (store[prefix + name] / correction for name in FACTORS)
         if layout.role.matrix != "kronecker":
-            G = torch.ones_like(G)  # no average, but a constant
+            G = torch.ones_like(G)  # a constant, not an average
         return KroneckerBlock(layout, A, G)
 
     def _inverse_of(self, layout: BlockLayout) -> KroneckerBlock:
+        """The block of the last damped inverse."""
         store, prefix = self._place(layout)
         A, G, values = (store.get(prefix + name) for name in INVERSE)
         return KroneckerBlock(layout, A, G, values)  # type: ignore[arg-type]  # from the first step on
 
     def _place(self, layout: BlockLayout) -> tuple[dict[str, Any], str]:
-        """The state of the parameter that a block begins with, and a prefix that tells apart the blocks
-        of rows of one parameter."""
+        """The state of the parameter that a block begins with, and a prefix for the rows of the
+        block."""
         region = layout.first
         store = self.state[list(self._params.values())[region.leaf]]
         return store, f"{region.start}:{region.stop} "
@@ -672,7 +689,8 @@ class KFAC(BatchOptimizer):
     def _move(
         self, K: KFACOperator, batch: object, inverse: KroneckerMatrix, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """The change of the parameters, the slope along d, what the model expects, and products."""
+        """The change of the parameters, the slope along d, the change that the model expects, and the
+        number of products."""
         group = self.param_groups[0]
         if group["weight_decay"]:
             g = g + group["weight_decay"] * K.ravel(self._params)
@@ -696,7 +714,7 @@ class KFAC(BatchOptimizer):
         shift = group["damping"] + group["weight_decay"]
         M = (V.T @ (G @ V) + shift * V.T @ V).double()
         b = -(V.T @ g).double()
-        # columns of any lengths, which may be parallel
+        # Columns may have any lengths, and be parallel: scale them, and take the pseudoinverse.
         sizes = M.diagonal().clamp(min=torch.finfo(M.dtype).tiny).sqrt()
         scaled = M / sizes / sizes[:, None]
         c = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-6) @ (b / sizes) / sizes
