@@ -256,6 +256,9 @@ class Basis:
     T is small, in float64 on the CPU. Its rows from m on are the components of products outside the
     first m vectors; they give the residuals of Ritz vectors. Every product is orthogonalised against
     all of V, which keeps V orthonormal to rounding.
+
+    start: the first vectors. most: how many vectors may be multiplied before a restart. draw: makes
+    random vectors. space: for inner products of sharded vectors.
     """
 
     def __init__(self, start: Tensor, most: int, draw: Draw, space: Space) -> None:

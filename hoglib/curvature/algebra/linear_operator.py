@@ -101,6 +101,7 @@ class RectangularOperator(ABC):
     def __init__(self, space: Space, progress: bool = False) -> None:
         self.space = space
         self.count = 0  # products with one vector so far
+        # operators made of this one share its bar
         self._bar = ProgressBar(type(self).__name__, validation.boolean("progress", progress))
 
     @contextmanager
@@ -226,7 +227,7 @@ class RectangularOperator(ABC):
         return sum_of((-1.0, self))
 
     def matvec(self, v: Tree) -> Any:
-        """A @ v, by the name that SciPy has for it.
+        """A @ v, under SciPy's name for it.
 
         Args:
             v: A vector or a block.
@@ -967,7 +968,7 @@ def _transpose_chain(chain: Chain) -> Chain:
 
 
 class Product(RectangularOperator):
-    """A product of operators, some of them transposed."""
+    """A product of operators, some of them transposed: the factors of `chain`."""
 
     def __init__(self, chain: Chain) -> None:
         last, transposed = chain[-1]
@@ -996,7 +997,7 @@ class SymmetricProduct(LinearOperator, Product):
 
 @final
 class GivenOperator(LinearOperator):
-    """A matrix given by a function of rows."""
+    """A matrix given by a function of rows. check: whether the first use checks for symmetry."""
 
     def __init__(self, space: Space, given: Callable[[Tensor], Tensor], check: bool) -> None:
         super().__init__(space)
@@ -1032,7 +1033,7 @@ class GivenOperator(LinearOperator):
 
 @final
 class Submatrix(LinearOperator):
-    """The rows and columns of an operator that belong to some parameters."""
+    """The rows and columns of an operator that belong to the parameters `names`."""
 
     def __init__(self, operator: LinearOperator, names: list[str]) -> None:
         params = operator.params
@@ -1054,7 +1055,7 @@ class ScaledSum(RectangularOperator):
 
     def __init__(self, terms: Terms, damping: float = 0.0) -> None:
         super().__init__(terms[0][1].space)
-        self._terms: Terms = []
+        self._terms: Terms = []  # (c_i, A_i), none of them a sum
         self._damping = damping
         # nested sums become one
         for factor, term in terms:

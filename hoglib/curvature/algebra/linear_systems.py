@@ -169,7 +169,11 @@ def _iterate_cg(
 
 @final
 class _Stagnation:
-    """Whether q(x) = x^T A x / 2 - b^T x hardly falls any more, for each row."""
+    """Whether q(x) = x^T A x / 2 - b^T x hardly falls any more, for each row.
+
+    tol: stagnation is a smaller relative fall in an iteration; 0 for never. look_back: the least
+    number of iterations to measure over.
+    """
 
     def __init__(self, tol: float, look_back: int) -> None:
         self._tol, self._look_back = tol, look_back

@@ -80,13 +80,15 @@ class Space:
     `norms` are about whole vectors, by one all-reduce each, and return the same numbers in all
     processes.
 
+    of: the name of params in messages.
+
     Attributes:
         params: The parameters.
         placement: How processes share the parameters.
         size: P.
         length: How many of the P entries this process holds; P unless params are DTensors.
         device: The device of all parameters.
-        precision: The widest dtype of params, in which products are computed.
+        precision: The widest dtype of params, the dtype of products.
         dtype: The dtype of flat vectors, and of sums of products over data.
     """
 
@@ -118,8 +120,8 @@ class Space:
                 f"dtype: expected one as wide as that of the parameters, {self.precision}, got {dtype}."
             )
         held = self.placement.local(leaves)
-        self._like = [(leaf.shape, leaf.dtype) for leaf in held]  # of each leaf that is held
-        self._sizes = [leaf.numel() for leaf in held]
+        self._like = [(leaf.shape, leaf.dtype) for leaf in held]  # of each leaf of this process
+        self._sizes = [leaf.numel() for leaf in held]  # numbers in each leaf
         self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)  # no leaf needs a cast
         self.length = pytree.size(held)
         # The weight of each entry in an inner product: 1 / the number of processes that hold a copy
@@ -441,9 +443,9 @@ class _RandomNumbers:
     """
 
     def __init__(self, draw: Draw, total: int, device: torch.device) -> None:
-        self._draw, self._left = draw, total
+        self._draw, self._left = draw, total  # _left: how many are not drawn yet
         self._at_once = DRAWN_AT_ONCE if device.type == "cpu" else total
-        self._drawn = torch.empty(0, device="cpu")
+        self._drawn = torch.empty(0, device="cpu")  # drawn, but not taken yet
         self.last = 0.0  # the last number taken, to compare processes by
 
     def take(self, count: int) -> Tensor:

@@ -45,11 +45,11 @@ class PassTotals(NamedTuple):
     whole: float = 0.0  # the loss of that batch as a whole
     # checksums, which must be equal in all processes
     kind: float = 0.0  # the operator's class and kind
-    options: float = 0.0
+    options: float = 0.0  # policy, reduction, dtype
     criterion: float = 0.0  # the loss function
     shapes: float = 0.0  # of parameters and vectors
     seed: float = 0.0  # of Monte-Carlo samples
-    params: float = 0.0
+    params: float = 0.0  # the values of the parameters
     model: float = 0.0  # buffers, and parameters outside of params
     vectors: float = 0.0  # the vectors that are multiplied
     data: float = 0.0  # data that was given to all processes
@@ -94,8 +94,8 @@ def gathered(value: object) -> list[Any]:
 class Processes:
     """The processes that share the data: this one alone, or all of the default group.
 
-    how: None: this process alone. "shard": each process takes its part of the data that all are given.
-        "sharded": each process is given its own part.
+    name: the caller, for messages. how: None: this process alone. "shard": each process takes its
+    part of the data that all are given. "sharded": each process is given its own part.
     """
 
     def __init__(self, name: str, how: str | None, data: object) -> None:
@@ -109,8 +109,8 @@ class Processes:
                 f"{os.environ['WORLD_SIZE']} and no group; call torch.distributed.init_process_group() "
                 "first."
             )
-        self.world = dist.get_world_size() if group else 1
-        self.rank = dist.get_rank() if group else 0
+        self.world = dist.get_world_size() if group else 1  # number of processes
+        self.rank = dist.get_rank() if group else 0  # number of this one
         if self.world > 1:
             self._check_sampler(how, data)
         if how is None:
@@ -249,7 +249,7 @@ BatchSize = Callable[[Any], float]
 class Piece(NamedTuple):
     """A batch, or a part of one, that goes through the model at once."""
 
-    batch: Any
+    batch: Any  # the batch, or the part
     weight: float  # n_b, its number of examples or batch_size(batch)
     number: int  # counted over the pieces of all batches, in all processes
     fraction: float = 1.0  # of a pass, for the progress bar
@@ -264,6 +264,14 @@ class Batches:
     A tensor, a mapping, a tuple, a list with a tensor in it, and an object that cannot be iterated is
     one batch; any other re-iterable yields batches. If several processes are given all of the data,
     each takes every n-th batch, or every n-th piece of the only batch.
+
+    Attributes:
+        listed: Whether data is a list of tensors only: the user may have meant a batch each.
+        processes: The processes that share the data.
+        device: Where batches are moved.
+        mean: Whether the loss over the data is a mean.
+        shared: Whether processes take pieces of the only batch.
+        checksum: Of data that was given to all processes, after an iteration.
     """
 
     def __init__(
@@ -277,16 +285,14 @@ class Batches:
         mean: bool = True,
         sharded: bool = False,
     ) -> None:
-        self._one = is_batch(data)
-        # whether data is a list of tensors only: the user may have meant a batch each
+        self._one = is_batch(data)  # whether data is one batch
         self.listed = isinstance(data, list) and self._one and all(map(torch.is_tensor, data))
         self._data: Iterable[Any] = [data] if self._one else data
         self.processes, self.device, self.mean, self._sharded = processes, device, mean, sharded
         self._batch_size = leading_dimension if batch_size is None else batch_size
         self._micro_batch = micro_batch
-        # Whether processes take pieces of the only batch
         self.shared = self._one and processes.splitting
-        self.checksum = 0.0  # of data that was given to all processes
+        self.checksum = 0.0
 
     @property
     def single(self) -> bool:

@@ -338,7 +338,7 @@ class _Compared:
     """What earlier calls of a loss found, at batches of some shapes. Found again at the first call,
     the second, the fourth, and so on, and if the data leads to other operations."""
 
-    calls: int = 0
+    calls: int = 0  # number of calls so far
     order: RowOrder | None = None  # how to read the layers, once compared with autograd
     operations: tuple[str, ...] = ()  # the operations of the run that was compared
     is_mean: bool = False  # examples' gradients by outputs are N times the batch's

@@ -226,8 +226,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         self._loss, self._data, self._given = loss, data, options
         joint_bias = validation.boolean("joint_bias", joint_bias)
         validation.choice("unsupported", unsupported, ("raise", "diagonal"))
+        # options of the factors
         self._factors = FactorOptions(metric, approximation, joint_bias, unsupported)
-        self._corrected = validation.boolean("eigenvalue_corrected", eigenvalue_corrected)
+        self._corrected = validation.boolean("eigenvalue_corrected", eigenvalue_corrected)  # EKFAC
         # whether the rows of layers must be assigned to examples
         self.by_example = self._corrected or approximation == "reduce" or unsupported != "raise"
         # how to read the calls of layers; None until they are compared with autograd
@@ -235,8 +236,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         # leaves_out: give parameters that no batch uses zeros instead of an error (KFAC's experts
         # without examples). called: the blocks that some batch used.
         self.leaves_out, self.called = False, frozenset[BlockLayout]()
-        self._blocks: list[KroneckerBlock] | None = None
-        self._error: KFACError | None = None
+        self._blocks: list[KroneckerBlock] | None = None  # None until the first use
+        self._error: KFACError | None = None  # the last result of error(), for print(K)
         self.computed_at: Numbers | None = None  # fingerprint of the parameters at update()
         self._last: Any = None  # blocks, options and inverse of the last precondition_()
 

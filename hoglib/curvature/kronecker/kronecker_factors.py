@@ -48,7 +48,7 @@ class BlockSums(ABC):
     called: frozenset[BlockLayout] = frozenset()  # blocks of the layers that some batch called
 
     def __init__(self) -> None:
-        self.sums: dict[BlockLayout, dict[str, Tensor]] = {}
+        self.sums: dict[BlockLayout, dict[str, Tensor]] = {}  # block: name: sum
 
     @abstractmethod
     def add(self, run: ModelRun, share: float) -> None:

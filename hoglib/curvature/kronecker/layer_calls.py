@@ -37,8 +37,8 @@ class Region(NamedTuple):
     """Rows start to stop of a parameter."""
 
     leaf: int  # number of the parameter
-    start: int
-    stop: int
+    start: int  # first row
+    stop: int  # row after the last one
 
     @staticmethod
     def of_all(number: int, leaf: Tensor) -> "Region":
@@ -50,7 +50,7 @@ class Role(NamedTuple):
     """What a call does with its weight, a stack of `groups` matrices [out, into].
 
     Attributes:
-        name: The name of the function, for messages.
+        name: The name of the function. An "embedding" has indices as inputs.
         matrix: "kronecker"; "diagonal" for layers that scale and shift each feature; "elementwise" for
             layers with a weight that is a pointwise function of the parameter.
         groups, out, into: The sizes of the weight.
@@ -87,7 +87,7 @@ class LayerCall:
 
     role: Role  # what the call does with its weight
     weight: Region | None  # None if the call uses only a bias
-    bias: Region | None
+    bias: Region | None  # None without a bias
     x: Tensor  # the input, detached
     version: int  # version counter of the input at the call
     edge: GradientEdge  # of the output; holding the output itself would keep its memory alive
@@ -213,7 +213,7 @@ class LayerRecorder(TorchFunctionMode):
         self.examples = examples  # above 1: rows for an embedding of all examples, see record()
         self.expanded = False  # whether there was such an embedding
         self.selects = False  # whether rows were chosen or sorted, maybe by values of the batch
-        self.calls: list[LayerCall] = []
+        self.calls: list[LayerCall] = []  # in the order of the run
         self.other_uses: dict[int, str] = {}  # number of a leaf: the first other use of it
         # id of a tensor: how it follows from a leaf
         self._leaves = {id(x): Use(Region.of_all(i, x), x) for i, x in enumerate(leaves)}

@@ -62,7 +62,11 @@ class Layer(NamedTuple):
 
 @final
 class Gradients:
-    """The gradients of column . outputs by the output of each call, as rows."""
+    """The gradients of column . outputs by the output of each call, as rows.
+
+    found: these gradients, in the order of run.calls; None for an output that the column does not
+    reach.
+    """
 
     def __init__(self, run: "ModelRun", found: list[Tensor | None], column: Vector) -> None:
         self.column, self._dtype, self._device = column, run.dtype, run.device
@@ -226,7 +230,7 @@ class Recording:
     problem: Problem  # the loss at the batch
     composite: CompositeLoss  # the loss as outputs and criterion
     leaves: Vector  # the parameters, as leaves of this run's graph
-    outputs: Vector
+    outputs: Vector  # with their graph
     examples: int  # the number of examples in the batch
     patches: Any  # the swapped parameters, for a backward that calls the model again
     calls: Sequence[LayerCall]  # in the order of the run
@@ -285,7 +289,21 @@ def attempted(run: Callable[[], T]) -> T | None:
 
 @final
 class ModelRun:
-    """A recording, read as layers."""
+    """A recording, read as layers.
+
+    Attributes:
+        recording: What one run of the model showed.
+        space: The space of the parameters.
+        options: What the factors are of.
+        order: How to read the calls.
+        examples: The number of examples in the batch.
+        calls: The calls of the recording, without unexplained leaves and with their row order.
+        layers: The calls by block.
+        unexplained: For the number of each unexplained leaf its block, an exact diagonal.
+        separable: Whether examples may be run alone; False once their outputs differ from the batch's.
+        dtype: The dtype of the factors.
+        device: The device of the parameters.
+    """
 
     def __init__(
         self, recording: Recording, space: Space, options: FactorOptions, order: RowOrder
@@ -294,10 +312,8 @@ class ModelRun:
         self.examples, own = recording.examples, order.unexplained
         self.calls = _read(recording.calls, own, order.time_first)
         self.layers = layers_of(self.calls, options.joint_bias)
-        # number of an unexplained leaf: its block, an exact diagonal from single examples
         parts = ((i, recording.leaves[i]) for i in sorted(own))
         self.unexplained = {i: exact_diagonal(Region.of_all(i, p), p) for i, p in parts}
-        # whether examples may be run alone; False once their outputs differ from those in the batch
         self.separable = order.separable
         # Sums of squares: float32 at least.
         self.dtype, self.device = torch.promote_types(space.dtype, torch.float32), space.device

@@ -96,8 +96,8 @@ class Residuals:
     """The outputs of the graph that runs once at a point, and the inputs for which it ran."""
 
     def __init__(self) -> None:
-        self._inputs: list[Tensor] = []
-        self._outputs: list[Tensor] = []
+        self._inputs: list[Tensor] = []  # the point
+        self._outputs: list[Tensor] = []  # value and residuals there
 
     def of(self, inputs: list[Tensor], run_once: Run) -> list[Tensor]:
         """run_once(*inputs), computed again only for other tensors."""

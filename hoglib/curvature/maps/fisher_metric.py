@@ -210,7 +210,7 @@ class Scores(NamedTuple):
     """M = weight times the sum of s s^T over samples, and over examples if by_example."""
 
     scores: Vector  # [S, *leaf]
-    weight: Weight
+    weight: Weight  # the factor of the sum
     by_example: bool  # whether M has a block for each row of the outputs
 
 
@@ -612,9 +612,9 @@ class _Blocks:
     """The blocks of M at outputs, [N, n, n], with their eigenvalues and eigenvectors Q."""
 
     def __init__(self, chosen: OutputMetric, composite: CompositeLoss, ys: Vector) -> None:
-        self._at, self._ys = partial(chosen.at, composite), ys
+        self._at, self._ys = partial(chosen.at, composite), ys  # M at any outputs; these outputs
         examples, wide = examples_of(composite, ys), upcast_half(ys[0])
-        self._sizes = [y.numel() // max(examples, 1) for y in ys]
+        self._sizes = [y.numel() // max(examples, 1) for y in ys]  # numbers of one example
         total = sum(self._sizes)
         self._product = self._product_at(ys)
         self._blocks = wide.new_empty((examples, total, total))

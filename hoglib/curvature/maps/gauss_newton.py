@@ -123,7 +123,7 @@ class CriterionHessian(OutputMetric):
 @final
 @dataclass(frozen=True)
 class GaussNewtonKind(CurvatureKind):
-    """J^T M J, with the metric M on the outputs."""
+    """J^T M J, with the metric M on the outputs. mode: how J v is computed."""
 
     mode: str = "auto"
     metric: OutputMetric = CriterionHessian()
@@ -174,7 +174,10 @@ class GaussNewtonKind(CurvatureKind):
 
 
 class CompositeLoss:
-    """A loss as criterion(outputs(leaves)) at one batch, with the metric M on the outputs."""
+    """A loss as criterion(outputs(leaves)) at one batch, with the metric M on the outputs.
+
+    problem: the loss at the batch, with policy and leaves. mode: how J v is computed.
+    """
 
     def __init__(self, problem: Problem, metric: OutputMetric, mode: str) -> None:
         self.problem, self.mode, self.metric = problem, mode, metric

@@ -295,7 +295,14 @@ def by_reverse(
 
 @final
 class TransposedJacobian:
-    """J^T u with a graph by the cotangents u: its derivative by u along v is J v."""
+    """J^T u with a graph by the cotangents u: its derivative by u along v is J v.
+
+    outputs: with a graph by the leaves p. caller: for messages.
+
+    Attributes:
+        unused: The numbers of the leaves that no output uses.
+        parts: J^T u for each other leaf.
+    """
 
     def __init__(
         self, outputs: Vector, p: Vector, caller: str, *, create_graph: bool = False
@@ -309,7 +316,6 @@ class TransposedJacobian:
             by_u = vjp(ys, p, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
             raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
-        # numbers of the leaves that no output uses, and of the others; J^T u for the others
         self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
         self._used = [i for i, part in enumerate(by_u) if part is not None]
         self.parts = [part for part in by_u if part is not None]

@@ -114,7 +114,7 @@ SQUARED_ERROR = Family(lambda f: _normal(f, 0.5**0.5), lambda f, u: 2 * u, lambd
 class Likelihood(NamedTuple):
     """The distribution of the targets, given the outputs."""
 
-    distribution: Callable[[Tree], D.Distribution]
+    distribution: Callable[[Tree], D.Distribution]  # of the targets, from the outputs
     family: Family | None = None  # the closed form, if there is one
     counted: Tensor | None = None  # whether each term counts; None: all do
 
@@ -123,7 +123,7 @@ class Criterion(NamedTuple):
     """A criterion of torch or hoglib that is a negative log-likelihood."""
 
     name: str  # the name of torch's function
-    family: Family
+    family: Family  # of the targets' distribution
     functions: tuple[Callable[..., Tensor], ...]  # the functions that compute the criterion
     modules: tuple[type[nn.Module], ...]  # the modules that do
     required: Mapping[str, Any] = {}  # option: the only value that makes a likelihood

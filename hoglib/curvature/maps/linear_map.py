@@ -160,7 +160,7 @@ HESSIAN_MODES = get_args(HessianMode)
 @final
 @dataclass(frozen=True)
 class HessianKind(CurvatureKind):
-    """The Hessian of a loss."""
+    """The Hessian of a loss. mode: as in `hoglib.hvp`."""
 
     mode: str = "auto"
 

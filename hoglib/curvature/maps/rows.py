@@ -39,7 +39,7 @@ ALONE = 2**21  # a CPU gains nothing if one vector takes more bytes
 class _Known:
     """What earlier calls have found out about a map."""
 
-    calls: int = 0
+    calls: int = 0  # number of calls so far
     side_by_side: bool = True  # whether vmap works, and is right
     bytes: int = 0  # of intermediate values, for one vector
 

@@ -86,7 +86,7 @@ class JacobianOperator(RectangularOperator):
         at = Term(policy, outputs, self.space, self._bar, self.space.placement)
         alone = Processes(NAME, None, data)
         self._sum = DatasetSum(at, data, summed, alone, fixed_batches=True)
-        self._limit = of_data.memory_limit
+        self._limit = of_data.memory_limit  # of the kept graph, in bytes
 
     @cached_property
     def target(self) -> Space:
@@ -176,7 +176,7 @@ class _Outputs:
         if isinstance(func, nn.Module):
             func = functional_loss(func)
         func = func.with_logits() if hasattr(func, "with_logits") else func
-        self.model = getattr(func, "model", None)
+        self.model = getattr(func, "model", None)  # for checks of its modes and buffers
         self.outputs = validation.function("func", getattr(func, "outputs", func))
 
     def __call__(self, params: Tree, batch: object) -> Tensor:
@@ -196,9 +196,9 @@ class _Point:
         with term.ring(around_graph=True) as blocks, keep_swapped() as patches:
             problem = term.problem().entered(blocks)
             self._composite = CompositeLoss(problem, CriterionHessian(), "reverse")
-            self._p = fresh_leaves(problem.leaves, False)
+            self._p = fresh_leaves(problem.leaves, False)  # the leaves of this graph
             self._outputs, self.value = self._composite.checked_outputs(self._p, for_tangents)
-            self.sizes = [y.numel() for y in self._outputs]
+            self.sizes = [y.numel() for y in self._outputs]  # numbers in each output
             # J v needs J^T u with a graph, and so a backward that can be differentiated; J^T u does
             # not.
             self.jacobian: Any = for_tangents and TransposedJacobian(self._outputs, self._p, NAME)

@@ -80,7 +80,7 @@ class DatasetOperator(LinearOperator):
         at = Term(policy, loss, self.space, self._bar, self.space.placement)
         wide = self.space.precision in (torch.float64, torch.float32)
         compared = of_data.check_deterministic and wide
-        self._symmetry = Symmetry(at) if compared else None
+        self._symmetry = Symmetry(at) if compared else None  # None: not checked
         self._sum = DatasetSum(
             at,
             data,

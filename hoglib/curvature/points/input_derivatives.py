@@ -270,9 +270,10 @@ class _MixingCheck:
     """
 
     def __init__(self, func: Callable[..., Any]) -> None:
-        self._owner = owner_of(func)
+        self._owner = owner_of(func)  # what results are kept with
         reached = func, *torch_internals.closed_over(func)
         held = [x for x in reached if isinstance(x, nn.Module)]
+        # the modules that func reaches, and their modes: part of the key
         self._modules = tuple((id(module), module.training) for module in held)
 
     def __call__(self, value: Tensor, points: Tensor) -> None:

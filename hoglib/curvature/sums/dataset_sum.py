@@ -207,8 +207,8 @@ class DatasetSum:
         single, shared = self.batches.single, self.batches.shared
         data_now = self.batches.current if single else list
         fingerprint = StateFingerprint(loss, space.leaves, data_now)
-        self.state = ComparedState(at.policy.caller, fingerprint)
-        self.losses = watchers.Losses(at)
+        self.state = ComparedState(at.policy.caller, fingerprint)  # of parameters, model and data
+        self.losses = watchers.Losses(at)  # records the losses of a pass
         if options.check_deterministic:
             self.losses = watchers.Determinism(at, fixed_batches, not processes.alone)
         self.unused = watchers.UnusedLeaves(at)

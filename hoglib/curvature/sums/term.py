@@ -22,12 +22,12 @@ class Term(NamedTuple):
     `DatasetSum.terms` makes one for each batch. Operators and watchers have one without a batch, `at`.
     """
 
-    policy: Policy
+    policy: Policy  # the options of the caller
     loss: Any
-    space: Space
+    space: Space  # of the parameters
     bar: ProgressBar
     placement: Placement  # with this process's part in the weight of the batch
-    piece: Piece = Piece(None, 1.0, 0)
+    piece: Piece = Piece(None, 1.0, 0)  # the batch, or a part of it
     share: float = 1.0  # its factor in the sum over the data
     first: bool = True  # the first of this process in a pass, which may overwrite the total
 

@@ -252,7 +252,7 @@ class Symmetry(Watcher):
     products, once, and warns once for each loss. Operators call `compare` after each product.
     """
 
-    _first: Sequence[tuple[Tensor, Tensor]] = ()
+    _first: Sequence[tuple[Tensor, Tensor]] = ()  # the first vector and its product
     _done = False
 
     def before(self, changed: bool) -> None:

@@ -281,6 +281,7 @@ class NewtonCG(BatchOptimizer):
         elif preconditioner is not None:
             validation.function("preconditioner", preconditioner)
         self._preconditioner = preconditioner
+        # steps from one preconditioner to the next
         self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
         self._last: tuple[int, Any] | None = None  # step and preconditioner, when last made
         self._row_order: RowOrder | None = None  # how KFAC reads layers, from the first step
