@@ -115,9 +115,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     - a_n, the mean of a_r, and g_n, the sum of g_r, over the rows of example n;
     - dW_n = sum of g_r a_r^T over the rows of example n, its gradient by the weights.
 
-    G also sums over the columns; batches weigh as in `GGNOperator`. A is a mean over all rows of the
-    data. For one example without shared weights, and for linear networks with a squared error, K equals
-    the diagonal blocks of the Gauss-Newton matrix.
+    G also sums over the columns; batches weigh as in `GGNOperator`. A is a mean over the rows, or the
+    examples, of all data. For one example without shared weights, and for linear networks with a
+    squared error, K equals the diagonal blocks of the Gauss-Newton matrix.
 
     `LinearOperator` describes ``@``, the algebra of operators and the algorithms; ``inverse``,
     ``solve``, ``damped``, ``sqrt``, ``map``, ``eigenvalues``, ``logdet``, ``trace`` and ``diagonal``
@@ -143,8 +143,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     Any other use of a parameter raises an error that names it. With ``unsupported="diagonal"`` the
     parameter gets its exact diagonal instead (LSTM and GRU, tied embeddings, parametrized weights,
     custom Functions; ``print(K)`` names them). For each column the examples are run alone, by
-    `torch.func.vmap` if possible; if an example's outputs depend on its batch, each takes a backward
-    pass of the batch.
+    `torch.func.vmap` if possible; if an example's outputs depend on its batch, each example takes a
+    backward pass of the batch.
 
     Args:
         loss: From `hoglib.functional_loss`, or any object with ``outputs(params, batch)`` and
