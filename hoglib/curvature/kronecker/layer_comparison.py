@@ -261,7 +261,7 @@ def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun
 def _halves(run: ModelRun) -> list[Tensor]:
     """Masks [N]: for each bit of an example's number, the examples with the bit at 0 and at 1. Every
     two examples differ in some bit."""
-    # One halving is not enough: with it, rows behind a class token's attention were assigned to other
+    # One halving is not enough: with it, rows of a class token after attention were assigned to other
     # examples.
     numbers = torch.arange(run.examples, device=run.device)
     bits = range((run.examples - 1).bit_length())
