@@ -1,7 +1,8 @@
-"""Where a replay keeps the states of a training: in memory, or in files of a directory.
+"""The states of a training that a replay keeps: in memory, or in the files of a directory.
 
-A file is written beside its place and moved there (os.replace), so a killed process leaves whole files
-only; any subset of them is enough to go on, since a training can be run again from any earlier state.
+A file is first written beside its final place and then moved there (os.replace), so a killed process
+leaves whole files only. Any subset of the files is enough to resume, because a training can run again
+from any earlier state.
 """
 
 import io
@@ -25,51 +26,52 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-MANIFEST, BACKWARD, LOCK = "manifest.json", "backward.pt", "lock"
-FORMAT = 1
+MANIFEST, BACKWARD, LOCK = "manifest.json", "backward.pt", "lock"  # names of files
+FORMAT = 1  # version of the file format
 
 
 class State(NamedTuple):
-    """Parameters and state of the rule after some steps, and the generators' states there."""
+    """The state of a training after some steps."""
 
-    leaves: list[Any]  # tensors and Python numbers
-    generators: list[Tensor]
+    leaves: list[Any]  # of (parameters, state of the rule): tensors and Python numbers
+    generators: list[Tensor]  # states of the random number generators
 
 
 @final
 class InMemory:
-    """States in memory, by the number of steps before them."""
+    """Keeps states in memory. A state is named by the number of steps before it."""
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
 
     def positions(self) -> list[int]:
-        """The steps that a state is kept of, ascending."""
+        """The numbers of all kept states, ascending."""
         return sorted(self._states)
 
     def save(self, step: int, state: State, losses: list[Tensor]) -> None:
-        """Keep a state, with the losses of all steps before it."""
+        """Keep a state. losses: of all steps before it."""
         self._states[step] = state
 
     def load(self, step: int) -> State | None:
-        """A state that is kept; None for a file that cannot be read, which is then removed."""
+        """The kept state; an unreadable file is removed, and gives None."""
         return self._states.get(step)
 
     def drop(self, step: int) -> None:
-        """Keep this state no longer."""
+        """Forget this state."""
         self._states.pop(step, None)
 
 
 @final
 class OnDisk:
-    """States, as of `InMemory`, in the files of a directory, which belong to one call.
+    """Keeps states in the files of a directory, with the methods of `InMemory`. A directory belongs to
+    one call.
 
     Args:
         directory: The directory, which is created if necessary.
-        call: What the call is, by names: any difference to that in the directory is refused.
+        call: A description of the call, by names. The directory must hold no other description.
     Raises:
-        ArgumentValueError: for a directory that holds another call.
-        OutputError: for one that cannot be written to.
+        ArgumentValueError: for a directory that belongs to another call.
+        OutputError: for a directory without write permission or space.
     """
 
     def __init__(self, directory: Path, call: dict[str, Any]) -> None:
@@ -77,12 +79,12 @@ class OnDisk:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, the directory is that of the call, and no other process works in it."""
+        """A context: inside, the directory belongs to this call, and no other process works in it."""
         with self._explained("the manifest"):
             self.directory.mkdir(parents=True, exist_ok=True)
         known = LOCK, f"{MANIFEST}.tmp"
         others = [path.name for path in self.directory.iterdir() if path.name not in known]
-        # before there is a lock in a directory of somebody else's
+        # check this before creating a lock: the directory may hold unrelated files
         if others and not (self.directory / MANIFEST).exists():
             raise ArgumentValueError(
                 f"directory: expected an empty directory or one of an earlier memory='disk', got "
@@ -103,15 +105,15 @@ class OnDisk:
             yield
 
     def _open(self) -> None:
-        """Go on with the call of the directory, which has to be this one."""
+        """Check that the manifest describes this call, or write it."""
         manifest = self.directory / MANIFEST
         with self._explained("the manifest"):
-            for left in self.directory.glob("*.tmp"):  # of a process that was killed
+            for left in self.directory.glob("*.tmp"):  # left by a killed process
                 left.unlink(missing_ok=True)
             known: dict[str, Any] | None = {} if manifest.exists() else None
-            with suppress(FileNotFoundError, ValueError):  # a damaged one is that of no call
+            with suppress(FileNotFoundError, ValueError):  # a damaged manifest stays {}: no call's
                 known = json.loads(manifest.read_text())
-        # as JSON gives it back: tuples are lists
+        # through JSON, which turns tuples into lists
         wanted = json.loads(json.dumps(self._call))
         if known is not None:
             check_same_call("directory", self.directory, known, wanted)
@@ -134,7 +136,7 @@ class OnDisk:
         return State(content["leaves"], content["generators"])
 
     def losses(self, step: int) -> list[Tensor]:
-        """The losses that were saved with a state; none for a damaged file."""
+        """The losses saved with a state; empty for a damaged file."""
         content = self.get(_file_name(step))
         return [] if content is None else list(content["losses"])
 
@@ -142,7 +144,7 @@ class OnDisk:
         (self.directory / _file_name(step)).unlink(missing_ok=True)
 
     def first(self, name: str, content: object) -> Any:
-        """What the first process of a call gave by this name."""
+        """The value that the first process of a call stored by this name; stores `content` if none."""
         known = self.get(f"first-{name}.pt")
         if known is None:
             self.put(f"first-{name}.pt", {"value": content})
@@ -153,20 +155,20 @@ class OnDisk:
         """Write a file of tensors and plain values."""
         buffer = io.BytesIO()
         own = pytree.map_tensors(lambda x: x.detach().clone(), content)
-        torch.save(own, buffer)  # which writes the whole of a storage
+        torch.save(own, buffer)  # clones, because torch.save writes whole storages
         self._write(name, buffer.getbuffer())
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """The content of a file; None for one that is not there, or damaged.
+        """The content of a file; None if it is missing or damaged.
 
-        weights_only: a file of somebody else's cannot execute anything.
+        weights_only: a file from somebody else cannot execute code.
         """
         path = self.directory / name
         if not path.exists():
             return None
         try:
             content = torch.load(path, weights_only=True)
-        except Exception:  # torch raises many kinds; each state can be computed again
+        except Exception:  # torch raises many kinds of errors; each state can be recomputed
             return None
         return content if isinstance(content, dict) else None
 
@@ -186,13 +188,13 @@ class OnDisk:
 def write_bytes(stream: IO[bytes], content: Any) -> None:
     """Write bytes to a file.
 
-    Not through to the disk: after a loss of power a file may be damaged, which `OnDisk.get` tells.
+    No fsync: after a loss of power a file may be damaged, which `OnDisk.get` notices.
     """
     stream.write(content)
 
 
 def check_directory(memory: str, directory: object) -> Path | None:
-    """The directory of memory="disk", which needs one, as no other does."""
+    """The directory as a path. memory="disk" needs one, and all other values refuse one."""
     if (memory == "disk") != (directory is not None):
         got = f"with {directory}; leave it out, or use memory='disk'"
         got = "without; name where its files go" if directory is None else got

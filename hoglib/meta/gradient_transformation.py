@@ -1,8 +1,8 @@
-"""Update rules as pure functions of pytrees: the step that all of them share, leaves and options.
+"""Update rules as pure functions of pytrees: the step common to all rules, leaves and options.
 
-An option (a learning rate, a decay, an average) is a Python number, which is a constant, or a
-tensor, which may require grad, be mapped over by vmap or carry a tangent. A tensor is taken as it
-is: nothing here looks at its values.
+An option (a learning rate, a decay, an average) is a constant if it is a Python number. As a tensor it
+may require grad, be mapped over by vmap, or carry a tangent; nothing here looks at the values of a
+tensor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +20,11 @@ from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 
 Tree = Any
-Option = float | Tensor
+Option = float | Tensor  # an option of a rule
 Params = Any  # a pytree of tensors
 State = Any  # a pytree of tensors and Python numbers
 
-# (u, memory') of g and memory, all of one leaf
+# (g, memory) -> (u, memory'), for one leaf
 Direction = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 
@@ -56,13 +56,13 @@ def transformation(
     *,
     decoupled: bool = False,
 ) -> GradientTransformation:
-    """The rule whose direction in the t-th step, counted from 1, is direction_at(t).
+    """The rule with direction_at(t) as its direction in step t = 1, 2, ...
 
         g <- g + lambda theta        u, memory' = direction(g, memory)        theta' = theta - lr u
 
-    decoupled takes the decay from theta: theta' = (1 - lr lambda) theta - lr u. slots name what a
-    direction keeps from step to step, a tree like params each. A rate that is a function of the step
-    has a count of its own, "at". A rule without either has no state.
+    decoupled: subtract the decay from theta: theta' = (1 - lr lambda) theta - lr u. slots: names of the
+    trees like params that a direction keeps from step to step. If lr is a function of the step, the
+    state has a count "at" for it. A rule without slots and such a function has an empty state.
     """
     schedule = lr if callable(lr) and not isinstance(lr, Tensor) else None
     lr = check_rates("lr", lr) if schedule is None else lr
@@ -74,7 +74,7 @@ def transformation(
         return {**counts, **{slot: pytree.map(torch.zeros_like, params) for slot in slots}}
 
     def update(params: Params, grads: Params, state: State) -> tuple[Params, State]:
-        with without_stand_ins():  # nothing here needs one, and to look each call up takes time
+        with without_stand_ins():  # no call here needs one, and each look-up takes time
             if entries and (not isinstance(state, dict) or state.keys() != entries):
                 raise ArgumentValueError(
                     f"state: expected a dict of {', '.join(sorted(entries))}, got "
@@ -90,11 +90,11 @@ def transformation(
             gs, lrs = leaves.matching_real("grads", grads), option_of_each("lr", rates, leaves)
             decays = option_of_each("weight_decay", weight_decay, leaves)
             kinds = [leaves.matching_real(f"state[{slot!r}]", state[slot]) for slot in slots]
-            # options may repeat without end
+            # strict=False: an option may be an endless `repeat`
             rows = zip(leaves.real, gs, lrs, decays, *kinds, strict=False)
             for p, g, rate, decay, *memory in rows:
                 if isinstance(decay, Tensor) or decay != 0:
-                    # as torch.optim.AdamW, from theta before the step
+                    # from theta before the step, like torch.optim.AdamW
                     if decoupled:
                         p = p * (1 - rate * decay)
                     else:
@@ -113,7 +113,7 @@ def transformation(
 
 def plus(x: Tensor, a: Option, y: Tensor) -> Tensor:
     """x + a y."""
-    # alpha= takes Python numbers alone, addcmul has a derivative by the factor too
+    # torch.add takes alpha as a Python number only; addcmul also has a derivative by the factor
     return torch.addcmul(x, y, a) if isinstance(a, Tensor) else torch.add(x, y, alpha=a)
 
 
@@ -122,17 +122,18 @@ def minus(x: Tensor, a: Option, y: Tensor) -> Tensor:
     return torch.addcmul(x, y, a, value=-1) if isinstance(a, Tensor) else torch.add(x, y, alpha=-a)
 
 
+# The smallest normal number of each dtype.
 _SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
 
 
 def root(v: Tensor) -> Tensor:
-    """sqrt(v), with derivative 0 at 0 by convention; 0 for a v that rounding made negative.
+    """sqrt(v) with derivative 0 at v = 0, and 0 for a v that rounding made negative.
 
-    The derivative of torch.sqrt at 0 is infinite, and NaN once it is multiplied by a zero. Here v
-    is no less than the smallest normal number, whose root, 1e-19 in float32 and 1e-154 in float64,
-    is negligible compared to any eps; `clamp` has derivative 0 below it, and an exact zero from two
-    `where` takes three more operations. float16, whose smallest number has a root of 2e-4, is
-    computed in float32.
+    The derivative of torch.sqrt at 0 is infinite, and becomes NaN when multiplied by zero. So v is
+    clamped to the smallest normal number. Its root, 1e-19 in float32 and 1e-154 in float64, is
+    negligible beside any eps, and the derivative of `clamp` below it is 0. (An exact zero by two
+    `where` would take three more operations.) For float16 this root would be 2e-4: float16 is computed
+    in float32.
     """
     if v.dtype is torch.float16:
         return root(v.float()).half()
@@ -140,16 +141,16 @@ def root(v: Tensor) -> Tensor:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, [..., 2]; a real one as it is."""
+    """A complex tensor as pairs of real numbers, [..., 2]; a real tensor unchanged."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 @final
 class Leaves:
-    """The leaves of params in order, complex ones as pairs of real numbers, as torch.optim has them.
+    """The leaves of params in order; complex leaves as pairs of real numbers, as in torch.optim.
 
-    A dict of tensors, by far the most common tree, is handled apart: torch's pytrees take longer
-    for it than a step of gradient descent.
+    A dict of tensors, by far the most common tree, has a path of its own: torch's pytree functions
+    take longer for it than a step of gradient descent.
     """
 
     __slots__ = ("_complex", "_flat", "original", "params", "real")
@@ -162,7 +163,7 @@ class Leaves:
         self.real = [as_real(p) for p in self.original] if self._complex else self.original
 
     def matching(self, what: str, tree: Tree) -> list[Any]:
-        """The leaves of a tree with the structure of params, in the order of those of params."""
+        """The leaves of a tree with the structure of params, in the order of params' leaves."""
         if self._flat and type(tree) is dict and tree.keys() == self.params.keys():
             return [tree[name] for name in self.params]
         found: list[Any] = []
@@ -173,7 +174,7 @@ class Leaves:
         return found
 
     def matching_real(self, what: str, tree: Tree) -> list[Tensor]:
-        """The leaves of a tree of tensors in the shapes of params, complex ones as pairs of numbers."""
+        """As `matching`, for tensors in the shapes of params; complex ones as pairs of numbers."""
         found = self.matching(what, tree)
         for i, (leaf, p) in enumerate(zip(found, self.original, strict=True)):
             if not isinstance(leaf, Tensor) or leaf.shape != p.shape:
@@ -184,11 +185,11 @@ class Leaves:
         return [as_real(leaf) for leaf in found] if any(map(torch.is_complex, found)) else found
 
     def named(self, what: str, index: int) -> str:
-        """The name of a leaf of such a tree in a message."""
+        """The name of leaf `index` of the tree `what`, for messages."""
         return validation.leaf_name(what, pytree.paths(self.params)[index])
 
     def tree(self, leaves: list[Tensor]) -> Tree:
-        """The tree of params with other leaves, which are complex where those of params are."""
+        """The tree of params with other leaves, given as real tensors."""
         made = leaves
         if self._complex:
             pairs = zip(leaves, self.original, strict=True)
@@ -199,7 +200,7 @@ class Leaves:
 
 
 def check_number(what: str, value: object, *, below: float = inf) -> Option:
-    """A number of at least 0 and less than `below`, or a real tensor with one number."""
+    """Check a number of at least 0 and less than `below`, or a real tensor with one number."""
     if isinstance(value, Tensor):
         return _with_one_number(what, validation.real(what, value), "")
     found = _number(what, value, "a number or a tensor with one")
@@ -213,7 +214,7 @@ def check_number(what: str, value: object, *, below: float = inf) -> Option:
 
 
 def check_pair(what: str, value: object, *, below: float) -> tuple[Option, Option]:
-    """Two such numbers or tensors."""
+    """Check a pair of numbers, each as by `check_number`."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ArgumentTypeError(
             f"{what}: expected a pair of numbers or tensors, got {validation.describe(value)}; pass "
@@ -224,8 +225,8 @@ def check_pair(what: str, value: object, *, below: float) -> tuple[Option, Optio
 
 
 def check_rates(what: str, value: object, *, zero: bool = False) -> Any:
-    """A positive number (with `zero` also 0), a real tensor, or a tree of such."""
-    if type(value) is float or type(value) is int:  # most are, and names of leaves take time
+    """Check a positive number (with `zero` also 0), a real tensor, or a tree of these."""
+    if type(value) is float or type(value) is int:  # the usual case: leaf names below take time
         return _rate(what, value, zero)
     leaves, structure = pytree.flatten(value)
     pairs = zip(pytree.paths(value), leaves, strict=True)
@@ -234,7 +235,7 @@ def check_rates(what: str, value: object, *, zero: bool = False) -> Any:
 
 
 def option_of_each(what: str, value: object, leaves: Leaves) -> Iterable[Option]:
-    """The rate of each leaf of params; none changes the shape or the dtype of what it multiplies."""
+    """The option for each leaf of params. It keeps the dtype and shape of the leaf."""
     if isinstance(value, float):
         return repeat(value)
     if isinstance(value, Tensor) and not isinstance(leaves.params, Tensor):
@@ -248,14 +249,14 @@ def option_of_each(what: str, value: object, leaves: Leaves) -> Iterable[Option]
 
 
 def to_leaf(value: Option, leaf: Tensor) -> Option:
-    """An option in the dtype and on the device of the real tensor that it meets."""
+    """An option in the dtype and on the device of a leaf."""
     if not isinstance(value, Tensor) or (value.dtype is leaf.dtype and value.device == leaf.device):
         return value
     return value.to(device=leaf.device, dtype=leaf.dtype)
 
 
 def without_dims(value: Option) -> Option:
-    """An option without dimensions. Called where it is used: a view made under no_grad has no graph."""
+    """An option as a 0-dim tensor. Call this at each use: a view made under no_grad has no graph."""
     return value.reshape(()) if isinstance(value, Tensor) and value.dim() else value
 
 

@@ -1,5 +1,5 @@
-"""Gradients of a validation loss with respect to what an inner training was set up with, and a check
-whether those by weights of examples predict what a training without some of them gives."""
+"""Gradients of a validation loss with respect to the hyperparameters of an inner training, and a check
+of gradients by example weights: do they predict the result of a training without some examples?"""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -32,18 +32,19 @@ from hoglib.ring import ring
 Method = Literal["unrolled", "cg", "neumann"]
 TrainingMemory = Literal["store", "remat", "checkpoint", "disk", "mixed"]
 Schedule = Literal["sqrt", "log"]
-TOO_MUCH = 1e-5  # of the outer loss: what rounding of the parameters may move it by
-EXACT_EPS = 1e-12  # rounding of float64, which amplified likewise does no harm
+# relative change of the outer loss by rounding of the parameters, above which to warn
+TOO_MUCH = 1e-5
+EXACT_EPS = 1e-12  # float64 rounds less than this, and needs no warning
 
 
 @validation.short_repr
 class Hypergradient(NamedTuple):
     """The result of `hypergradient`."""
 
-    value: Tensor  # outer after the inner training
-    gradient: Any  # its gradient, in the structure of hyper
+    value: Tensor  # the outer loss after the inner training
+    gradient: Any  # gradient of value, in the structure of hyper
     params: Any  # after the inner training
-    residual: Residual | None  # of an implicit method
+    residual: Residual | None  # only from an implicit method
 
 
 def hypergradient(
@@ -64,70 +65,70 @@ def hypergradient(
     create_graph: bool = False,
     **options: Unpack[TrainingOptions],
 ) -> Hypergradient:
-    r"""Differentiate a loss after a training with respect to whatever the training was set up with.
+    r"""Differentiate a loss after a training with respect to any hyperparameters of the training.
 
         gradient = d outer(theta*(hyper), hyper) / d hyper
         theta_0 = params        theta_{i+1} = rule(theta_i, d inner(theta_i, hyper) / d theta)
         theta* = theta_steps
 
     Gradients flow where hyper is an argument; tensors that the functions close over are constants.
-    Method "unrolled" differentiates the steps themselves, exactly. "cg" and "neumann" take theta*
-    for a minimum of inner, whatever led there, and differentiate it by the implicit function
-    theorem:
+    Method "unrolled" differentiates the steps themselves, exactly. "cg" and "neumann" take theta* for a
+    minimum of inner, regardless of the steps, and differentiate it by the implicit function theorem:
 
         d outer / d hyper - (d^2 inner / d hyper d theta) (H + damping I)^-1 d outer / d theta
 
-    with H the Hessian of inner at theta*. The rule and the initial point have no influence then. It
-    works under no_grad and in inference mode. Nothing is written to `.grad`.
+    with H the Hessian of inner at theta*. The rule and the initial point then have no influence.
+    Works under no_grad and in inference mode. Nothing is written to `.grad`.
 
-    A warning tells where rounding of the parameters in all steps moves the outer loss by more than 1e-5
-    of its value, to first order: sqrt(sum (d outer / d theta_i theta_i eps)^2). It is not measured with
-    memory="store", nor in float64.
+    There is a warning if rounding of the parameters in all steps moves the outer loss by more than 1e-5
+    of its value, to first order: sqrt(sum (d outer / d theta_i theta_i eps)^2). This is not measured
+    with memory="store", nor in float64.
 
     Args:
-        outer: The loss that is differentiated, ``outer(params, hyper)``, a scalar.
+        outer: The loss to differentiate, ``outer(params, hyper)``, a scalar.
         inner: The loss of the training, ``inner(params, hyper)``, or ``inner(params, hyper,
-            batches[i])`` where there are batches.
-        params: Where the training starts: a pytree of tensors, or a function of hyper that returns
-            one.
+            batches[i])`` if there are batches.
+        params: The initial parameters: a pytree of tensors, or a function of hyper that returns such a
+            pytree.
         hyper: Any pytree of floating-point tensors: weights of examples, strengths of a
             regulariser, data, learning rates, an initial point.
         method: "unrolled", "cg" (conjugate gradients) or "neumann" (the Neumann series).
-        memory: What "unrolled" keeps for backward: "store" the graph of every step; "remat" the
-            parameters (with the state of the rule) after every step; "mixed" the same, with gradients
-            differentiated forward over reverse, which holds less of a step; "checkpoint" those of a few
-            steps, by the schedule; "disk" the same in files of the directory. All but "store" hold
-            the graph of one step at a time, and compare each step that is run again with the training,
-            bit for bit; on a device to rounding, unless `torch.use_deterministic_algorithms(True)`.
-        schedule: What "checkpoint" and "disk" keep: "sqrt" the parameters after every sqrt(steps)-th
-            step and, while these are run again, those of sqrt(steps) steps; each step is run three
-            times. "log" those after log2(steps) steps; each is run log2(steps) / 2 + 2 times.
-        directory: Where "disk" keeps its files. The same call goes on there after an interruption, and
-            returns its result at once after its end; another call is refused.
-        truncate: With "unrolled", differentiate through the last so many steps only. Default: all.
+        memory: The tensors that "unrolled" keeps for backward. "store": the graph of every step.
+            "remat": the parameters (with the state of the rule) after every step. "mixed": as "remat",
+            with gradients differentiated forward over reverse, which takes less memory for a step.
+            "checkpoint": the parameters after a few steps, by the schedule. "disk": as "checkpoint", in
+            files of the directory. All but "store" hold the graph of one step at a time, and compare
+            each repeated step with the training, bit for bit; on a GPU up to rounding, unless
+            `torch.use_deterministic_algorithms(True)`.
+        schedule: The steps kept by "checkpoint" and "disk". "sqrt": every sqrt(steps)-th step and,
+            during backward, the sqrt(steps) steps of one segment; each step runs three times. "log":
+            log2(steps) steps; each step runs log2(steps) / 2 + 2 times.
+        directory: The directory for the files of "disk". After an interruption an equal call resumes
+            there, and after the end it returns the result at once; any other call is refused.
+        truncate: With "unrolled", differentiate only through this many last steps. Default: all.
         iterations: The iterations of the linear solver. Default: until tol for "cg", 100 for
             "neumann".
-        damping: A number that is added to the diagonal of H, 0 or more.
-        tol: The relative tolerance of conjugate gradients. Default: that of `LinearOperator.solve`.
+        damping: A number added to the diagonal of H, 0 or more.
+        tol: The relative tolerance of conjugate gradients. Default: as for `LinearOperator.solve`.
         step_size: The step size of the Neumann series, below 2 over the largest eigenvalue of H.
         create_graph: Give value, gradient and params of an implicit method a graph to hyper, for
-            derivatives of any order. Each linear system is solved as the first; damping is then that of
-            a minimum of inner + damping |theta - theta*|^2 / 2, with a constant theta*. A warning tells
-            where theta* is no minimum by more than 1e-3.
-        **options: Those of :class:`hoglib.meta.TrainingOptions`: ``rule``, ``steps``, ``batches``,
+            derivatives of any order. Each linear system is solved like the first one; damping then
+            means a minimum of inner + damping |theta - theta*|^2 / 2, with a constant theta*. There is
+            a warning if theta* misses the minimum by more than 1e-3.
+        **options: Options of :class:`hoglib.meta.TrainingOptions`: ``rule``, ``steps``, ``batches``,
             ``progress`` and ``stand_ins``.
 
     Returns:
         A `Hypergradient`: ``value``, ``gradient`` in the structure of hyper, ``params`` (theta*) and,
-        of an implicit method, ``residual``.
+        for an implicit method, ``residual``.
 
     Raises:
         NoSecondDerivative: for functions that do not depend on hyper as given.
         ArgumentValueError: for a missing rule or missing steps.
-        NonFiniteError: for an inner or outer loss that is not finite, naming the step.
-        NotPositiveDefiniteError: for "cg" at a theta* that is not a minimum of inner.
-        NondeterministicError: for a training that is not the same when it is run again.
-        OutputError: for a directory that cannot be written to, and for a full disk.
+        NonFiniteError: for an infinite or NaN inner or outer loss, naming the step.
+        NotPositiveDefiniteError: for "cg" if theta* is no minimum of inner.
+        NondeterministicError: for a training that differs when a step runs again.
+        OutputError: for a directory without write permission, and for a full disk.
         UnsupportedError: for create_graph=True with method "unrolled", inside `torch.func`, and with
             memory="mixed" for an operation without a forward mode.
 
@@ -172,8 +173,8 @@ def hypergradient(
             found = _unrolled(training, at)
         else:
             at_every_step = memory in ("remat", "mixed")
-            # one for each training: it learns from the first steps what torch needs for forward
-            # mode
+            # a new object for each training: it learns from the first steps if forward mode needs
+            # gradients enabled
             replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
             found = _replayed(replayed, at, "remat" if at_every_step else schedule, where)
         leaves, form = pytree.flatten(at)
@@ -199,7 +200,7 @@ def _unrolled(training: Training, hyper: Tree) -> Hypergradient:
 
 
 def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None) -> Hypergradient:
-    """The gradient through a replay of the steps, from the last to the first."""
+    """The gradient by a replay of the steps, from last to first."""
     given, own, at = _own_leaves(hyper)
     bar = ProgressBar("hypergradient", training.progress, unit="step")
     params = training.initial(at)
@@ -210,7 +211,7 @@ def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None)
     with nullcontext() if files is None else files.held(), bar.over("steps, forward and backward"):
         if files is not None:
             training.batches.begin(files)
-        # one evaluation before a training of hours: whether inner reads hyper from its argument
+        # before a training that may take hours: check on one evaluation that inner uses hyper
         if any(leaf.requires_grad for leaf in given):
             with preserve_random_state(*training.generators()):
                 first = training.value(params, at, training.batches.at(0))
@@ -223,7 +224,7 @@ def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None)
         value = training.outer_value(pytree.unflatten(final, form), at)
         training.check_finite(losses, value)
         slopes = _outer_grads(value, [*final, *own], given)
-        # the outer loss reads the parameters at the end, and nothing of the rule's state
+        # the outer loss depends on the final parameters, but not on the state of the rule
         end = pytree.unflatten(slopes[: len(final)], form), pytree.map(lambda _: None, state)
         pulled = replay.pull(end, slopes[len(final) :])
         _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
@@ -233,13 +234,14 @@ def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None)
 
 
 def _outer_grads(value: Tensor, inputs: list[Tensor], given: list[Tensor]) -> list[Tensor | None]:
-    """d value / d inputs, of an outer loss; given: the leaves of hyper, which it must not use."""
+    """d value / d inputs for an outer loss. given: the original leaves of hyper, which the loss must
+    not use, because it gets copies as its argument."""
     autograd.check_uses_given_params(graph_summary(value), given, "hypergradient")
     return autograd.vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
 
 
 def _described(training: Training, schedule: str, start: Tree, hyper: Tree) -> dict[str, Any]:
-    """What tells a call from another one, by names for messages."""
+    """The properties that tell calls apart, with names for messages."""
     tensors = pytree.tensors(start)
     return {
         "function": "hypergradient", "steps": training.count, "schedule": schedule,
@@ -254,7 +256,7 @@ def _described(training: Training, schedule: str, start: Tree, hyper: Tree) -> d
 
 
 def _own_leaves(hyper: Tree) -> tuple[autograd.Vector, autograd.Vector, Any]:
-    """The leaves of hyper, leaves of a graph in their place, and these in the structure of hyper."""
+    """The leaves of hyper; copies of them that require grad; and hyper made of the copies."""
     given, structure = pytree.flatten(hyper)
     own = [leaf.detach().requires_grad_() for leaf in given]
     return given, own, pytree.unflatten(own, structure)
@@ -266,10 +268,10 @@ def _gradient(grads: Sequence[Tensor | None], own: autograd.Vector, hyper: Tree)
 
 
 def _implicit(training: Training, hyper: Tree, solver: Solver, graph: bool) -> Hypergradient:
-    """The gradient through the minimum that the training ends at."""
+    """The gradient through the minimum at the end of the training."""
     with torch.no_grad():
         params, losses = training.unrolled(detached(hyper))
-    # the minimum is of one loss: that of the last batch
+    # the minimum of a single loss: the loss on the last batch
     params, batch = detached(params), training.batches.last(training.count)
     inner = partial(training.value, batch=batch)
     given = training.outer_value, inner, params, hyper, solver
@@ -282,7 +284,7 @@ def _implicit(training: Training, hyper: Tree, solver: Solver, graph: bool) -> H
 
 
 def _check_together(memory: str, schedule: str, method: str, training: Training) -> None:
-    """Raise for options that do not go with how steps are differentiated."""
+    """Raise for options that do not fit the method and memory."""
     replayed = memory != "store" and method == "unrolled"
     if memory == "mixed":
         check_mixed("hypergradient", training.policy)
@@ -305,10 +307,11 @@ def _check_together(memory: str, schedule: str, method: str, training: Training)
 
 
 def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> None:
-    """Warn where rounding of the parameters on the way decides the outer loss.
+    """Warn if rounding of the parameters during the training decides the outer loss.
 
     change: sqrt(sum (u theta eps)^2) over steps and parameters, with u the gradient of the loss by the
-    parameters there: its standard deviation, to first order, if each rounding error were random.
+    parameters of a step. To first order, this is the standard deviation of the loss for random rounding
+    errors.
     """
     eps = max(torch.finfo(x.dtype).eps for x in params)
     size = float(change) / max(float(value.abs()), torch.finfo(torch.float32).tiny)
@@ -328,14 +331,14 @@ class LeaveKOut(NamedTuple):
 
     predicted: Tensor  # changes of the outer loss by the gradient, one for each subset
     actual: Tensor  # changes after a training without the subset
-    subsets: Tensor  # [subsets, k]: which weights were changed
-    correlation: float  # Spearman's, of the ranks of predicted and actual changes
+    subsets: Tensor  # [subsets, k]: indices of the changed weights
+    correlation: float  # Spearman's rank correlation of predicted and actual changes
 
     def plot(self, ax: object = None) -> Any:
         """Draw the predicted against the actual changes.
 
         Args:
-            ax: Axes of matplotlib. Default: those of a new figure of pyplot.
+            ax: Axes of matplotlib. Default: axes of a new figure of pyplot.
         Returns:
             The axes.
         Raises:
@@ -366,34 +369,34 @@ def leave_k_out(
     generator: torch.Generator | None = None,
     **options: Unpack[TrainingOptions],
 ) -> LeaveKOut:
-    r"""Train without random subsets of examples, and compare with what a hypergradient predicts.
+    r"""Train without random subsets of examples, and compare with the prediction by a hypergradient.
 
         predicted_S = (factor - 1) sum_{i in S} w_i d outer / d w_i        S a random subset of size k
         actual_S = outer after a training with w_i <- factor w_i for i in S, minus found.value
 
-    The rank correlation of both, the linear datamodelling score, says how much the values of examples
-    are worth. It is low where the training is not smooth: for high learning rates, ReLU, or subsets so
-    large that the loss is not linear in them.
+    The rank correlation of both, the linear datamodelling score, tells how far the values of examples
+    can be trusted. It is low if the training is not smooth: for high learning rates, ReLU, or subsets
+    so large that the loss is not linear in their weights.
 
     Args:
         found: The result of `hypergradient` for the same arguments.
-        outer, inner, params, hyper: Those of `hypergradient`.
+        outer, inner, params, hyper: The arguments of `hypergradient`.
         k: The size of a subset.
-        subsets: The number of subsets, each of which is a training; at least 3.
+        subsets: The number of subsets, at least 3; there is one training for each.
         weights: The leaf of hyper with the weights, by its name ("weights", "data[0]"). Default: hyper
             is a tensor itself.
-        factor: What the weights of a subset are multiplied by: 0 leaves the examples out, 1 + 1e-3
+        factor: The weights of a subset are multiplied by this: 0 leaves the examples out, 1 + 1e-3
             stays in the range where the gradient is exact.
         generator: Draws the subsets. Default: torch's own.
-        **options: Those of :class:`hoglib.meta.TrainingOptions`, as `hypergradient` was given them:
+        **options: Options of :class:`hoglib.meta.TrainingOptions`, as given to `hypergradient`:
             ``rule``, ``steps``, ``batches``, ``progress`` and ``stand_ins``.
 
     Returns:
         A `LeaveKOut`.
 
     Raises:
-        ArgumentValueError: for a k that is larger than the number of weights, and for a leaf that hyper
-            does not have.
+        ArgumentValueError: for a k larger than the number of weights, and for a leaf that hyper does
+            not have.
 
     References:
         Park et al., TRAK: Attributing Model Behavior at Scale, 2023 (linear datamodelling score); Ilyas
@@ -431,7 +434,7 @@ def leave_k_out(
         at = detached(autograd.clone_inference_tensors(hyper))
         before = RandomState(training.generators())
         for subset in chosen:
-            # the same random numbers in each training, so that only the subset makes a difference
+            # equal random numbers in each training, so that only the subset makes a difference
             before.restore()
             changed = _with_scaled_weights(at, place, subset, factor)
             trained, losses = training.unrolled(changed)
@@ -444,7 +447,7 @@ def leave_k_out(
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
-    """The correlation of the ranks of two vectors; equal numbers share the mean of their ranks.
+    """The rank correlation of two vectors; equal numbers share the mean of their ranks.
 
     References:
         Spearman, The proof and measurement of association between two things, 1904.
@@ -453,13 +456,13 @@ def spearman(a: Tensor, b: Tensor) -> float:
 
 
 def _ranks(values: Tensor) -> Tensor:
-    # equal numbers share the mean of the ranks that they take up together
+    # equal numbers get the mean of their ranks
     _, which, counts = values.double().unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0).double() - (counts - 1) / 2)[which]
 
 
 def _weights_index(hyper: Tree, weights: str | None) -> int:
-    """The place of the leaf with the weights."""
+    """The index of the leaf with the weights."""
     paths = pytree.paths(hyper)
     name = "" if weights is None else weights
     if name not in paths:

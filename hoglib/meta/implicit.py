@@ -1,5 +1,5 @@
-"""Gradients through a minimum, or another solution of an equation, by the implicit function theorem;
-no inner loop is differentiated."""
+"""Gradients through a minimum, or through another solution of an equation, by the implicit function
+theorem; the steps of the solver are not differentiated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,31 +34,31 @@ from hoglib.curvature.algebra.linear_systems import RTOL
 from hoglib.curvature.operators.operators import HessianOperator
 from hoglib.ring import ring
 
-Scalar = Callable[[Any, Any], Tensor]  # of params and hyper
+Scalar = Callable[[Any, Any], Tensor]  # (params, hyper)
 SolverName = Literal["cg", "neumann"]
-DEPTHS = {"anderson": 5, "iteration": 0}  # images that are combined with the last one
-NEUMANN_TERMS = 100  # where iterations is None
-DIVERGED = 1e6  # times the right-hand side, which no term of a converging series reaches
-ACCURACY = 1e-3  # of the size of its terms: an error of a gradient that its derivatives share
+DEPTHS = {"anderson": 5, "iteration": 0}  # number of earlier images to combine with the last one
+NEUMANN_TERMS = 100  # terms of the Neumann series if iterations is None
+DIVERGED = 1e6  # no term of a converging series exceeds the right-hand side by this factor
+ACCURACY = 1e-3  # relative error of a stationary point; derivatives have this error, too
 
 
 class Residual(NamedTuple):
-    """How far the two assumptions of the implicit function theorem are from being true."""
+    """The errors in the two assumptions of the implicit function theorem."""
 
-    system: Tensor  # |v - (H + damping) x| / |v|, of the linear system
+    system: Tensor  # |v - (H + damping) x| / |v|, relative residual of the linear system
     stationarity: Tensor  # |d inner / d params|, which is 0 at a minimum
 
 
 @dataclass(frozen=True)
 class Solver:
-    """How (H + damping I) x = v is solved, checked when it is made."""
+    """A solver of (H + damping I) x = v; its options are checked."""
 
-    name: str
+    name: str  # "cg" or "neumann"
     iterations: int | None = None
     damping: float = 0.0
-    tol: float | None = None
+    tol: float | None = None  # relative tolerance of "cg"
     step_size: float | None = None  # of the Neumann series
-    at_negative_curvature: str = "raise"  # or "warn", and use what was found before it
+    at_negative_curvature: str = "raise"  # or "warn", and use the iterate before it
 
     def __post_init__(self) -> None:
         validation.choice("solver", self.name, get_args(SolverName))
@@ -76,13 +76,13 @@ class Solver:
 
 
 class _Equation(NamedTuple):
-    """How an equation is evaluated, and what messages call it."""
+    """The settings of an equation F(z, h) = 0, and words for its messages."""
 
     policy: Policy
-    function: str
-    inputs: str
-    advice: str
-    warns: bool = False  # of what is no solution, instead of an error
+    function: str  # the user's name for F
+    inputs: str  # the user's name for h
+    advice: str  # if z is no solution
+    warns: bool = False  # if z is no solution, warn instead of raising
 
 
 _ALLOW = "or allow it by accuracy=, with derivatives as wrong."
@@ -92,11 +92,11 @@ _FIXED_POINT = _Equation(Policy("fixed_point"), "f", "inputs (f may be a module)
 
 
 class _Flat:
-    """A tree of tensors as one vector, of the widest dtype."""
+    """A tree of tensors as one vector, in the widest dtype."""
 
     def __init__(self, tree: Tree) -> None:
         self._parts, self._form = pytree.flatten(tree)
-        self.value = self.join(tree).detach()
+        self.value = self.join(tree).detach()  # the vector of the given tree
 
     def join(self, tree: Tree) -> Tensor:
         return torch.cat([x.reshape(-1) for x in pytree.leaves(tree)])
@@ -114,8 +114,8 @@ def implicit_gradient(
         v = d outer / d params        (H + damping I) x = v        H = d^2 inner / d params^2
         d outer / d hyper (total) = d outer / d hyper - (d^2 inner / d hyper d params) x
 
-    Called where autograd records. params is taken for a minimum; the residual says how far it is from
-    one. "cg": conjugate gradients; "neumann": x = step_size sum_k (I - step_size (H + damping I))^k v.
+    Grad mode must be on. params is taken for a minimum; the residual measures how far it is from one.
+    "cg": conjugate gradients; "neumann": x = step_size sum_k (I - step_size (H + damping I))^k v.
 
     References:
         Bengio, Gradient-based optimization of hyperparameters, 2000; Rajeswaran et al., iMAML,
@@ -146,10 +146,11 @@ def implicit_gradient(
 def implicit_graph(
     outer: Scalar, inner: Scalar, params: Tree, hyper: Tree, solver: Solver, policy: Policy
 ) -> tuple[Tensor, Any, Residual, Any]:
-    """`implicit_gradient` and params, with a graph to hyper, each linear system solved as the first.
+    """`implicit_gradient` and params, with a graph to hyper. Backward solves its systems like the
+    first.
 
-    params is the root of d inner / d params + damping (params - theta*), with a constant theta*; the
-    second term is 0 there, and of its derivatives only damping I in the systems is not.
+    params is the root of d inner / d params + damping (params - theta*), with a constant theta*. The
+    second term is 0 at theta*; its derivative adds damping I to each linear system.
     """
     form, (leaves, of_hyper) = pytree.flatten(params)[1], pytree.flatten(hyper)
     systems: list[Tensor] = []
@@ -173,13 +174,13 @@ def implicit_graph(
     value = outer(theta, pytree.unflatten(own, of_hyper))
     total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)
     check_used(total, implicit=True)
-    # no system of an outer loss that does not depend on params
+    # if the outer loss does not depend on params, there was no system
     residual = Residual(systems[0] if systems else 0 * stationarity, stationarity)
     return value, pytree.unflatten(materialize_grads(total, own), of_hyper), residual, theta
 
 
 def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> None:
-    """Raise where nothing depends on hyper: zeros would look like an optimum."""
+    """Raise if nothing depends on hyper: zero gradients would look like an optimum."""
     of_minimum = " A minimum does not depend on rule and start: for those use method='unrolled'."
     if all(grad is None for grad in grads):
         raise errors.NoSecondDerivative(
@@ -190,17 +191,17 @@ def check_used(grads: Sequence[Tensor | None], *, implicit: bool = False) -> Non
 
 
 def _solve(inner: Scalar, params: Any, hyper: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]:
-    """x, leaf by leaf, and |v - A x| / |v|."""
+    """The leaves of x with A x = v, A = H + damping I, and |v - A x| / |v|."""
     fixed = pytree.map_tensors(Tensor.detach, hyper)
     point = pytree.map_tensors(Tensor.detach, params)
     leaf = pytree.leaves(point)[0]
     loss = lambda params, _: inner(params, fixed)  # noqa: E731
-    # the caller's ring stands around the products already
+    # the caller's ring is already active around the products
     options: Any = {"check_deterministic": False, "stand_ins": False}
     operator: Any = HessianOperator(loss, point, leaf.new_zeros(1), **options)
     if solver.damping:
         operator = operator.damped(solver.damping)
-    # nothing to solve for, and a residual would be relative to 0
+    # nothing to solve, and the relative residual would be 0 / 0
     if not bool(pytree.norm(v) > 0):
         return pytree.leaves(v), leaf.new_zeros(())
     solve = _solve_by_cg if solver.name == "cg" else _sum_neumann
@@ -245,9 +246,9 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
         if solver.at_negative_curvature == "raise":
             raise errors.NotPositiveDefiniteError(why) from error
         warn(f"{why} The solution found before that direction is used; see `residual`.")
-        # again, up to the last direction of positive curvature
+        # run again, and stop after the last direction of positive curvature
         x, solution = solve(error.iterations - 1)
-    # as many iterations as were asked for are no failure
+    # a given number of iterations need not converge
     if solver.iterations is None and not bool(solution.converged):
         warn(
             "the implicit gradient: its linear system was solved to a relative residual of "
@@ -266,30 +267,30 @@ def root(
     tol: float | None = None,
     accuracy: float | None = None,
 ) -> Any:
-    r"""A solution of an equation as a function of what the equation depends on, to any order.
+    r"""A solution of an equation as a differentiable function of the equation's inputs, to any order.
 
         F(z, h) = 0        dz = -(dF/dz)^-1 (dF/dh) dh
 
-    z is found by any solver, whose steps are not differentiated. The backward pass solves
-    (dF/dz)^T u = g by GMRES, which needs products with the matrix only and holds two vectors for
-    each, and returns -(dF/dh)^T u. u is the root of (dF/dz)^T u - g, so that derivatives of every
-    order follow by the same theorem. An equilibrium z = f(z, h) has the residual z - f(z, h), a
-    minimum of a loss the gradient of the loss.
+    Any solver may find z; its steps are not differentiated. The backward pass solves (dF/dz)^T u = g by
+    GMRES, which needs only products with the matrix and holds two vectors for each, and returns
+    -(dF/dh)^T u. u is the root of (dF/dz)^T u - g, so derivatives of every order follow by the same
+    theorem. For an equilibrium z = f(z, h) the residual is z - f(z, h); for a minimum of a loss it is
+    the gradient of the loss.
 
     Args:
-        residual: F, a function ``residual(z, inputs)`` whose result has as many numbers as z. It takes
-            all that requires grad from its arguments.
-        solution: z, a pytree of tensors; it is taken as it is, without its graph.
+        residual: F, a function ``residual(z, inputs)`` with as many numbers in its result as in z. All
+            tensors that require grad must come from its arguments.
+        solution: z, a pytree of tensors; only its values are used, not its graph.
         inputs: h, any pytree of floating-point tensors: parameters, data, strengths of a regulariser.
         tol: The relative tolerance of the linear systems. Default: 1e-8, in float32 1e-5.
-        accuracy: How large |F| may be, as a share of what F would change by, to first order, if z or h
-            were doubled. Default: 100 tol.
+        accuracy: The allowed |F|, relative to the first-order change of F if z or h were doubled.
+            Default: 100 tol.
     Returns:
         z, in the structure of solution, with a graph to the inputs that require grad.
     Raises:
         NondeterministicError: for a residual that draws random numbers.
-        ConvergenceError: for a solution whose residual is not zero; in the backward pass for a linear
-            system that was not solved, as where dF/dz is singular.
+        ConvergenceError: for a solution with a nonzero residual; in the backward pass for a linear
+            system without convergence, for example if dF/dz is singular.
         NoSecondDerivative: for a residual that uses other tensors that require grad.
         UnsupportedError: inside transforms of `torch.func`.
     References:
@@ -319,33 +320,32 @@ def fixed_point(
     tol: float | None = None,
     accuracy: float | None = None,
 ) -> Any:
-    r"""A fixed point of a function, as a function of all that it depends on, to any order: the layer of
-    a deep equilibrium model.
+    r"""A fixed point of a function, as a differentiable function of all its inputs, to any order: the
+    layer of a deep equilibrium model.
 
         z = f(z, x)        dz = (I - df/dz)^-1 (df/dx) dx
 
     z is found without a graph, from z0 on, and is the `root` of z - f(z, x). "anderson" combines the
-    last images f(z_k) with the weights by which their residuals f(z_k) - z_k come closest to cancel;
+    last images f(z_k), with the weights that minimise the combination of their residuals f(z_k) - z_k;
     "iteration" is z_{k+1} = f(z_k).
 
     Args:
-        f: A function ``f(z, *inputs)`` that returns what is like z. Or a module, whose trainable
-            parameters count as inputs and whose buffers stay as they are.
-        z0: Where to start, a pytree of tensors; derivatives do not depend on it.
+        f: A function ``f(z, *inputs)`` with a result like z. Or a module: its trainable parameters
+            count as inputs, and its buffers stay unchanged.
+        z0: The initial point, a pytree of tensors; derivatives do not depend on it.
         *inputs: x, any pytrees; derivatives are by their floating-point tensors.
         solver: "anderson", "iteration", or a function ``solver(f, z0)`` that returns z, with f a
             function of z alone.
-        max_iter: The calls of f by "anderson" or "iteration", at most.
+        max_iter: The largest number of calls of f by "anderson" or "iteration".
         tol: The relative tolerance, |f(z) - z| <= tol |f(z)|, also of the linear systems. Default:
             1e-8, in float32 1e-5.
-        accuracy: How far z may be from a fixed point, as of `root`. Default: 100 tol.
+        accuracy: The allowed distance of z from a fixed point, as for `root`. Default: 100 tol.
     Returns:
         z, in the structure of z0, with a graph to the inputs and parameters that require grad.
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an f whose value is not like z0.
-        ConvergenceError: where no fixed point was found; in the backward pass where I - df/dz is
-            singular.
-        NondeterministicError, NoSecondDerivative, UnsupportedError: as of `root`.
+        ArgumentTypeError, ArgumentValueError: for an f with a result unlike z0.
+        ConvergenceError: if no fixed point was found; in the backward pass if I - df/dz is singular.
+        NondeterministicError, NoSecondDerivative, UnsupportedError: as for `root`.
     References:
         Bai, Kolter and Koltun, Deep Equilibrium Models, 2019; Walker and Ni, Anderson Acceleration for
         Fixed-Point Iterations, 2011.
@@ -379,7 +379,7 @@ def fixed_point(
 
     constants = [x.detach() for x in leaves]
 
-    def step(z: object) -> Any:  # which a solver may differentiate
+    def step(z: object) -> Any:  # a user's solver may differentiate it
         with ring(_FIXED_POINT.policy, f, examine=False):
             return image(z, constants)
 
@@ -390,11 +390,11 @@ def fixed_point(
 
 
 def _anderson(f: Any, z0: Tree, tol: float | None, max_iter: int, depth: int) -> Any:
-    """z with |f(z) - z| <= tol |f(z)|; or where max_iter calls end, or what is not finite.
+    """z with |f(z) - z| <= tol |f(z)|; stops after max_iter calls, or at infinite or NaN values.
 
     z_{k+1} = f(z_k) - c dF        c = argmin |r_k - c dR|        r_k = f(z_k) - z_k
 
-    dF, dR: the last differences of images f(z_k), and those of residuals.
+    dF, dR: the last differences of images f(z_k), and of residuals r_k.
     """
     flat = _Flat(z0)
     z, tol = flat.value, _tolerance(flat.value, tol)
@@ -402,14 +402,14 @@ def _anderson(f: Any, z0: Tree, tol: float | None, max_iter: int, depth: int) ->
     for _ in range(max_iter):
         image = flat.join(f(flat.split(z)))
         r = image - z
-        # not `<=`, so that NaN ends the iteration too
+        # `not >` instead of `<=`, so that NaN ends the iteration too
         if not r.norm() > tol * image.norm():
             break
         F, R = (torch.cat([M, x[None]])[-depth - 1 :] for M, x in ((F, image), (R, r)))
         dF, dR = F.diff(dim=0), R.diff(dim=0)
-        # in float64, as a Gram matrix has the square of the condition number
+        # float64: a Gram matrix squares the condition number
         gram = (dR @ dR.T).double()
-        # singular where differences are multiples of each other, or 0
+        # regularise: the matrix is singular if differences are zero or multiples of each other
         rounding = 10 * torch.finfo(z.dtype).eps * gram.trace()
         gram.diagonal().add_(rounding + torch.finfo(z.dtype).tiny)
         c = torch.linalg.solve_ex(gram, (dR @ r).double())[0]
@@ -431,9 +431,9 @@ def _root(
     accuracy: float | None = None,
     solve: object = None,
 ) -> tuple[Any, Tensor]:
-    """The root of residual(z, leaves), which calls owner, a function of the user's; and |F| there.
+    """The root of residual(z, leaves), and |F| there. owner: the user's function inside residual.
 
-    solve: u of A u = b, of A as a function and b. Default: GMRES.
+    solve: (A, b) -> u with A u = b, for A as a function. Default: GMRES.
     """
     for x in (*pytree.leaves(solution), *leaves):
         validation.real("solution and inputs", x)
@@ -465,10 +465,10 @@ def _root(
 def _check_root(
     spec: _Equation, owner: Any, F: Callable[..., Tensor], own: Vector
 ) -> tuple[Tensor, Tensor]:
-    """F at own = (z, *h), and what it would change by, to first order, if z or h were doubled.
+    """F at own = (z, *h), and the size of its first-order change if z or h were doubled.
 
-    Raises where F is no function of its arguments; warns where autograd has other derivatives than
-    differences, once for each code and shape.
+    Raises if F depends on more than its arguments. Warns if autograd and differences disagree on
+    derivatives; this is checked once for each code and shape.
     """
     before, given = generator_state(own[0].device), {id(x) for x in own}
     value = F(*own)
@@ -491,7 +491,8 @@ def _check_root(
     changes = _changes(F, own, value, 1e-3)
     key = spec.function, *(x.shape for x in own)
     found_once(owner_of(owner), key, partial(_check_derivatives, spec, F, own, value, changes))
-    if graph.functions:  # a wrong one is reported at the end, if it was differentiated
+    # differentiate once, so that the examination on exit judges custom Functions
+    if graph.functions:
         vjp([value], own, [torch.ones_like(value)], spec.policy.caller, create_graph=True)
     return value.detach(), changes.norm(dim=1).max()
 
@@ -507,14 +508,15 @@ def _changes(F: Callable[..., Tensor], own: Vector, value: Tensor, step: float) 
 def _check_derivatives(
     spec: _Equation, F: Callable[..., Tensor], own: Vector, value: Tensor, changes: Tensor
 ) -> bool:
-    """Warn where autograd has other changes than differences, along the larger one, w."""
+    """Warn if autograd and differences disagree on (dF/dz) z or (dF/dh) h, projected on the larger of
+    these two vectors, w."""
     size, largest = changes.norm(dim=1).max(0)
     w = changes[largest] / size
     slopes = materialize_grads(vjp([value], own, [w], spec.policy.caller, True), own)
     of_z, *of_h = [(slope * x).sum().detach() for slope, x in zip(slopes, own, strict=True)]
     by_autograd = torch.stack([of_z, sum(of_h, torch.zeros_like(of_z))])
     off = (changes @ w - by_autograd).abs().max()
-    # where F is curved, has a kink, or differences have few digits
+    # differences are uncertain if F is curved or has a kink, or if few digits are left
     uncertain = ((_changes(F, own, value, 2e-3) - changes) @ w).abs().max()
     if bool((off > 0.05 * size) & (uncertain < 0.2 * off)):
         warn(
@@ -550,7 +552,7 @@ class _Root(torch.autograd.Function):
             own = fresh_leaves([z, *h], again)
             y = ctx.F(*own)
             u = ctx.solve(transposed, g.detach())
-            if again:  # u is the root of (dF/dz)^T u - g, by u, and what that depends on
+            if again:  # u itself is a root: (dF/dz)^T u - g = 0, a function of u, z, g and h
                 u = apply(_Root, adjoint, ctx.solve, u, z, g, *h)
             return None, None, None, *vjp([y], own[1:], [-u], "root", create_graph=again)
 
@@ -559,10 +561,11 @@ class _Root(torch.autograd.Function):
 def _gmres(
     A: Callable[[Tensor], Tensor], b: Tensor, tol: float, size: Tensor | None = None
 ) -> Tensor:
-    """x of A x = b, with the smallest |b - A x| over Krylov spaces: by directions p whose images
-    q = A p are orthonormal.
+    """x with A x = b and the smallest |b - A x| over Krylov spaces, by directions p with orthonormal
+    images q = A p.
 
-    size: |g|, where b is what an earlier solution left of g. Default: |b|.
+    size: |g| for the original right-hand side g, if b is the rest g - A x of an earlier solution.
+    Default: |b|.
     """
     size = b.norm() if size is None else size
     x, r, p, P, Q = torch.zeros_like(b), b, b, b.new_empty(0, len(b)), b.new_empty(0, len(b))
@@ -570,17 +573,18 @@ def _gmres(
     while left > target and len(P) < min(2 * len(b), 1000):
         p = p / p.norm()
         q = A(p)
-        for _ in range(2):  # once is not enough in floating point
+        for _ in range(2):  # orthogonalise twice, against rounding
             c = Q @ q
             p, q = p - c @ P, q - c @ Q
         p, q = p / q.norm(), q / q.norm()
         P, Q = torch.cat([P, p[None]]), torch.cat([Q, q[None]])
         x, r, before = x + (q @ r) * p, r - (q @ r) * q, left
         left = r.norm()
-        p = r if left < 0.9 * before else q  # which is no less where r stays
+        p = r if left < 0.9 * before else q  # q continues the Krylov space if r stagnates
     rest = b - A(x)
     left = rest.norm()
-    if 10 * target < left < 0.1 * b.norm():  # rounding of the recurrence
+    # the recurrence for r has lost digits: solve for the rest
+    if 10 * target < left < 0.1 * b.norm():
         return x + _gmres(A, rest, tol, size)
     if not left <= 10 * target:
         raise errors.ConvergenceError(

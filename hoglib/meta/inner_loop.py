@@ -1,9 +1,9 @@
-"""The inner loop: gradient steps on one task, as a function that can be differentiated.
+"""The inner loop: gradient steps on one task, as a differentiable function.
 
     g = grad loss(theta)        theta', state' = rule.update(theta, g, state)
 
-`InnerSteps.step` is this step. `unroll` takes many, whose graph is kept or recomputed in backward;
-`hoglib.meta.training` goes through them backwards, one at a time.
+`InnerSteps.step` is this step. `unroll` takes many steps; their graph is kept, or recomputed in
+backward. `hoglib.meta.training` differentiates the steps in reverse, one at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,8 @@ from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.ring import ring
 
-Loss = Callable[[Params, Any], Tensor]
-LossWithNotes = Callable[[Params], tuple[Tensor, Any]]
+Loss = Callable[[Params, Any], Tensor]  # (params, batch)
+LossWithNotes = Callable[[Params], tuple[Tensor, Any]]  # params -> (loss, notes)
 Memory = Literal["store", "remat", "checkpoint", "mixed"]
 RECOMPUTES = (
     "expected a model whose graph keeps its tensors, got one with saved-tensor hooks, as "
@@ -59,7 +59,7 @@ def inner_step(
     Args:
         loss: The loss, a function ``loss(params, batch)`` with a scalar value.
         params: The parameters theta, a pytree of tensors.
-        batch: What the loss is computed on, handed to it as it is.
+        batch: The second argument of loss, passed unchanged.
         rule: The update rule, for instance ``hog.meta.sgd(0.1)``.
         state: The state of the rule; ``rule.init(params)`` before the first step.
 
@@ -67,8 +67,8 @@ def inner_step(
         The new parameters and the new state of the rule, ``(theta', state')``.
 
     Raises:
-        NoSecondDerivative: for a loss that does not depend on params, and for a custom Function
-            that is ``@once_differentiable``.
+        NoSecondDerivative: for a loss that does not depend on params, and for a
+            ``@once_differentiable`` custom Function.
 
     Example:
         >>> rule = hog.meta.sgd(0.1)
@@ -100,35 +100,35 @@ def adapt(
 
         theta_0 = params        theta_{i+1} = inner_step(theta_i)        returns theta_steps
 
-    Gradients flow to params, to tensors of the batch, to those of the rule and, if loss is a
+    Gradients flow to params, to tensors of the batch and of the rule and, if loss is a
     :func:`hoglib.functional_loss`, to the model's other parameters.
 
     Args:
         loss: The loss, a function ``loss(params, batch)`` with a scalar value.
         params: The initial parameters, a pytree of tensors.
-        batch: What the loss is computed on, handed to it as it is.
+        batch: The second argument of loss, passed unchanged.
         rule: The update rule, for instance ``hog.meta.sgd(0.1)``.
         steps: The number of steps, 0 or more.
         first_order: Treat the gradient of every step as a constant.
-        truncate: Differentiate through the last so many steps only; the gradients of those before
-            are constants. Default: all steps.
-        memory: What is kept for backward. "store": the graph of every step. "remat": the parameters
-            after every step, which is run again in backward. "checkpoint": the parameters after
-            every sqrt(steps)-th step and, during backward, the graphs of as many steps, which needs
-            least where parameters outweigh activations. "mixed": the parameters after every step, whose
-            gradient is differentiated forward over reverse, as MAML's; it runs inside
-            `hoglib.second_order()`. Longer trainings are for `hypergradient`.
+        truncate: Differentiate only through this many last steps; the gradients of earlier steps are
+            constants. Default: all steps.
+        memory: The tensors kept for backward. "store": the graph of every step. "remat": the parameters
+            after every step; backward runs each step again. "checkpoint": the parameters after every
+            sqrt(steps)-th step and, during backward, the graphs of as many steps, which needs least if
+            parameters outweigh activations. "mixed": the parameters after every step, as with MAML: the
+            step's gradient is differentiated forward over reverse, inside `hoglib.second_order()`. For
+            longer trainings see `hypergradient`.
 
     Returns:
         The parameters after the last step, in the structure of params.
 
     Raises:
-        NoSecondDerivative: for a loss that does not depend on params, and for a custom Function
-            that is ``@once_differentiable``.
+        NoSecondDerivative: for a loss that does not depend on params, and for a
+            ``@once_differentiable`` custom Function.
         ArgumentValueError: for another ``memory`` than "store" with a loss or rule that closes over
             tensors, since their gradients would be lost.
         UnsupportedError: with "mixed", for an operation without a forward mode.
-        NondeterministicError: with "mixed", for a loss that is another one when it is run again.
+        NondeterministicError: with "mixed", for a loss with another value when it runs again.
 
     References:
         Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017; Shaban et al., Truncated
@@ -155,16 +155,17 @@ def adapt(
 
 
 def _ring(caller: str, stand_ins: bool = False, first_order: bool = False) -> ring:
-    """Stand-ins and grad mode are those of the caller, since the result has the caller's graph.
+    """The ring of a function that returns a graph to its caller: grad mode and stand-ins stay as they
+    are, because the caller differentiates the graph.
 
-    stand_ins: on, for a graph of Functions that run the loss again in forward mode.
+    stand_ins: enter them for memory="mixed", which runs the loss again in forward mode.
     """
     policy, around = Policy(caller, stand_ins=stand_ins), autograd.outside_inference_mode
     return ring(policy, first_order=first_order, gradients=around)
 
 
 def _value_of(loss: Loss) -> Callable[[int, Params, Any], tuple[Tensor, Any]]:
-    """The loss as that of `InnerSteps`, of constants (batch, the model's other parameters, ...)."""
+    """The loss in the form of `InnerSteps.loss`, for constants (batch, other parameters)."""
 
     def loss_at(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
         batch, rest, *_ = constants
@@ -175,30 +176,31 @@ def _value_of(loss: Loss) -> Callable[[int, Params, Any], tuple[Tensor, Any]]:
 
 
 class Unrolled(NamedTuple):
-    """What an inner loop computes."""
+    """The result of an inner loop."""
 
-    params: Params
-    outer: Tensor | None  # the sum of the outer losses after steps
+    params: Params  # after the last step
+    outer: Tensor | None  # the weighted sum of outer losses after earlier steps
     losses: list[Tensor]  # the inner loss of each step, without a graph
-    notes: list[Any]  # what the loss returned besides, in each step
+    notes: list[Any]  # the notes that the loss returned in each step
 
 
 class InnerSteps(NamedTuple):
-    """The steps of an inner loop, by their number i.
+    """The steps of an inner loop; each function below takes the number i of the step.
 
-    ``constants`` is all that the steps depend on besides parameters and state, so that gradients
-    reach it.
+    ``constants`` holds everything that the steps depend on besides parameters and state, so that it
+    gets gradients.
     """
 
     loss: Callable[[int, Params, Any], tuple[Tensor, Any]]  # (i, params, constants) -> loss, notes
     rule: Callable[[int, Any], GradientTransformation]  # (i, constants)
-    # whether the gradient of step i is a constant
+    # whether the gradient of step i is treated as a constant
     constant: Callable[[int], bool] = lambda _: False
-    # (i, params, constants): the weighted outer loss after step i, if it has one
+    # (i, params, constants) -> the weighted outer loss after step i, or None
     outer: Callable[[int, Params, Any], Tensor | None] | None = None
-    mixed: ByTangents | None = None  # how the gradients of steps are differentiated
-    modes_of: Sequence[nn.Module] = ()  # modules whose train or eval mode a recomputation restores
-    generators: Sequence[torch.Generator] = ()  # whose numbers it draws again
+    mixed: ByTangents | None = None  # differentiate the steps' gradients forward over reverse
+    # modules with a train or eval mode that recomputations restore
+    modes_of: Sequence[nn.Module] = ()
+    generators: Sequence[torch.Generator] = ()  # generators that recomputations reset
 
     def step(
         self,
@@ -210,45 +212,44 @@ class InnerSteps(NamedTuple):
         alone: bool = False,
         made: bool = False,
     ) -> tuple[Params, Any, tuple[Tensor, Any]]:
-        """The parameters and the state after step i; and the loss with its notes, without a graph.
+        """Step i: the new parameters and state; and the loss with its notes, without a graph.
 
             g = grad loss(theta)        theta', state' = rule.update(theta, g, state)
 
-        alone: the step is differentiated, if at all, before the model is run again. made: params are
-        the result of a step, which the loss has from its argument alone, so that they need no views to
-        differentiate by.
+        alone: a backward through this step, if any, comes before the model runs again. made: params are
+        the result of a previous step, distinct tensors with a graph, so the gradient can be taken by
+        them directly, without new views.
         """
 
         def loss(params: Params) -> tuple[Tensor, Any]:
             return self.loss(i, params, constants)
 
         if self.mixed is not None and not self.constant(i):
-            # a constant gradient is not differentiated, so that there is nothing to take forward
-            # over reverse
+            # forward over reverse differentiates the gradient: a constant one has no use for it
             loss, alone = partial(self._mixed_loss, i, constants), False
         grad = _grad_by_transform if torch_internals.transforms_active() else _grad
         constant = self.constant(i)
-        check = i == 0 and not constant  # of custom Functions: the first step does for all
+        check = i == 0 and not constant  # custom Functions are checked in the first step only
         g, found = grad(loss, params, constant=constant, check=check, alone=alone, made=made)
         params, state = self.rule(i, constants).update(params, g, state)
         return params, state, found
 
     def _mixed_loss(self, i: int, constants: object, params: Params) -> tuple[Tensor, Any]:
-        """The loss of step i, of whose graph its parameters are kept."""
+        """The loss of step i. Its graph keeps only its inputs; backward runs it again."""
         loss, lifted = _lift_tensors(self.loss, constants)
         value, notes = self.recomputed(loss, i, params, lifted, by_tangents=self.mixed)
         return value, pytree.map_tensors(Tensor.detach, notes)
 
     def recomputed(self, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """run(*args), which backward runs again, with the same random numbers and modes."""
+        """run(*args). Backward runs it again, with equal random numbers and module modes."""
         options = {"generators": self.generators, "modes_of": self.modes_of, **options}
         return recompute(run, *args, nested=True, **options)
 
     def run(self, start: int, end: int, carry: Any, constants: Any) -> tuple[Any, list[Any]]:
-        """Steps start to end: (params, state, sum of outer losses), and each loss with its notes."""
+        """Steps start to end. carry: (params, state, sum of outer losses). Returns the new carry, and
+        each loss with its notes."""
         params, state, total = carry
-        # backward follows at once on one step that is run again by itself, while the model still
-        # holds its parameters
+        # a single recomputed step: backward follows at once, and the model still holds its parameters
         alone = end - start == 1 and self.outer is None and inside_recomputation()
         found = []
         for i in range(start, end):
@@ -261,7 +262,7 @@ class InnerSteps(NamedTuple):
 
 
 def unroll(inner: InnerSteps, steps: int, params: Params, constants: Any, memory: str) -> Unrolled:
-    """Run the steps in chunks, each of which is stored or recomputed in backward as a whole."""
+    """Run the steps in chunks; each chunk is stored, or recomputed in backward as a whole."""
     carry = params, inner.rule(0, constants).init(params) if steps else {}, None
     if memory == "mixed":
         inner, memory = inner._replace(mixed=mixed()), "store"
@@ -269,12 +270,12 @@ def unroll(inner: InnerSteps, steps: int, params: Params, constants: Any, memory
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
     constant = inner.constant
-    # a chunk holds steps of one kind: of constant gradients there is nothing to recompute
+    # a chunk has steps of one kind: constant gradients need no recomputation
     changes = (i for i in range(1, steps) if constant(i) != constant(i - 1))
     found: list[tuple[Tensor, Any]] = []
     begin = 0
     for end in sorted({*kept_states(memory, 0, steps), *changes, steps} - {0}):
-        if memory == "store" or constant(begin):  # a constant gradient has no graph to be saved
+        if memory == "store" or constant(begin):  # a constant gradient has no graph to save
             carry, new = run(begin, end, carry, constants)
         else:
             carry, new = inner.recomputed(run, begin, end, carry, constants)
@@ -284,7 +285,7 @@ def unroll(inner: InnerSteps, steps: int, params: Params, constants: Any, memory
 
 
 def check_mixed(caller: str, policy: Policy) -> None:
-    """Raise for options of an evaluation that do not go with memory="mixed"."""
+    """Raise for options that do not work with memory="mixed"."""
     if policy.one_graph:
         raise ArgumentValueError(
             f"{caller}(memory='mixed', compile=...): expected steps that are run again, got a graph of "
@@ -298,20 +299,20 @@ def check_mixed(caller: str, policy: Policy) -> None:
 
 
 def mixed() -> ByTangents:
-    """The gradients of one loop with memory="mixed"."""
+    """Forward over reverse for the gradients of one loop with memory="mixed"."""
     return ByTangents("memory='mixed'", "Take memory='remat'.")
 
 
 def _grad(
     loss: LossWithNotes, params: Params, *, constant: bool, check: bool, alone: bool, made: bool
 ) -> tuple[Params, Any]:
-    """g = grad loss(params), and (the loss, its notes) without a graph.
+    """g = grad loss(params), and (loss, notes) without a graph.
 
-    g has a graph where grad mode is on, unless it is a constant.
+    g has a graph if grad mode is on, unless it is a constant.
     """
     create_graph = torch.is_grad_enabled() and not constant
     leaves, structure = pytree.flatten(params)
-    with without_stand_ins() as stand_ins:  # what is not the loss itself needs none
+    with without_stand_ins() as stand_ins:  # only the loss and its backward need them
         taken = made and create_graph and _are_apart(leaves)
         own = leaves if taken else autograd.fresh_leaves(leaves, create_graph)
         hooks = nullcontext() if constant or alone else refuse_saved_tensor_hooks()
@@ -320,19 +321,20 @@ def _grad(
                 value, notes = loss(pytree.unflatten(own, structure))
             if not value.requires_grad:
                 raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-            # not beyond the parameters: the steps that made these were looked at in their turn
+            # stop at params: earlier steps have been looked at already
             graph = graph_summary(value, since=own)
             if check and create_graph:
                 check_custom_functions(graph, "the inner step")
             with stand_ins.resumed() if graph.needs_stand_ins else nullcontext():
                 g = torch_internals.gradients([value], own, create_graph=create_graph)
             grads = autograd.materialize_grads(g, own)
-        # the loss of every step is reported, and must not hold the graph of its step
+        # detach the loss: it is only reported, and would keep the graph of its step alive
         return pytree.unflatten(grads, structure), (value.detach(), notes)
 
 
 def _are_apart(leaves: Sequence[Tensor]) -> bool:
-    """Whether each is a tensor of its own that has a graph, by which a loss can be differentiated."""
+    """Whether the leaves are distinct tensors with a graph, so that a loss can be differentiated by
+    them without views."""
     distinct = len({id(leaf) for leaf in leaves}) == len(leaves)
     return distinct and all(leaf.grad_fn is not None for leaf in leaves)
 
@@ -340,7 +342,8 @@ def _are_apart(leaves: Sequence[Tensor]) -> bool:
 def _grad_by_transform(
     loss: LossWithNotes, params: Params, *, constant: bool, check: bool, **_: bool
 ) -> tuple[Params, Any]:
-    """`_grad` inside of torch.func, where plain autograd, several times as fast, has no graph."""
+    """`_grad` inside a torch.func transform. Outside, plain autograd is several times faster; inside,
+    it has no graph."""
 
     def checked(params: Params) -> tuple[Tensor, Any]:
         value, notes = loss(params)
@@ -348,8 +351,7 @@ def _grad_by_transform(
             check_custom_functions(graph_summary(value), "the inner step")
         return value, (value, notes)
 
-    # detached and under no_grad, as torch.func.grad alone would let the transform outside
-    # differentiate the constant
+    # detach and no_grad: with torch.func.grad alone an outer transform would differentiate g
     at = pytree.map_tensors(Tensor.detach, params) if constant else params
     with torch.no_grad() if constant else nullcontext():
         g, (value, notes) = torch.func.grad(checked, has_aux=True)(at)
@@ -357,10 +359,10 @@ def _grad_by_transform(
 
 
 def check_inner_losses(losses: Tensor, at_first: str, later: str, steps: int | None = None) -> None:
-    """Raise NonFiniteError at the first of losses [steps] or [tasks, steps] that is not finite.
+    """Raise NonFiniteError at the first infinite or NaN loss of [steps] or [tasks, steps].
 
-    at_first, later: what to do about one in the first step, and in another. steps: of which these are
-    the first. Default: all.
+    at_first, later: advice for the first step, and for later steps. steps: the number of all steps, if
+    these losses are only the first ones.
     """
     bad = (~torch.isfinite(losses)).nonzero()
     if len(bad):
@@ -373,10 +375,11 @@ def check_inner_losses(losses: Tensor, at_first: str, later: str, steps: int | N
 
 
 def refuse_saved_tensor_hooks(message: str = RECOMPUTES) -> AbstractContextManager[None]:
-    """Raise for saved-tensor hooks where a graph is kept until the model holds other parameters.
+    """A context that raises for saved-tensor hooks, if the graph will outlive the parameters that the
+    model holds now.
 
-    A step that is recomputed alone needs no such check: its derivatives are taken while its
-    parameters are in the model.
+    A step recomputed alone needs no such check: its backward runs while the model still holds
+    its parameters.
     """
     wanted = torch.is_grad_enabled() and not torch_internals.transforms_active()
     return disable_saved_tensors_hooks(message) if wanted else nullcontext()
@@ -388,9 +391,9 @@ def is_truncated(i: int, steps: int, truncate: int | None) -> bool:
 
 
 def kept_states(memory: str, begin: int, end: int) -> Iterator[int]:
-    """The states between two that are kept, for those after each of them to be computed again.
+    """The states to keep between two states; all states in between can be recomputed from them.
 
-    "store"                 none, but the graph of every step
+    "store"                 none (the graph of every step is kept)
     "remat"                 all
     "checkpoint", "sqrt"    every sqrt(n)-th
     "log"                   log2(n), by recursive halving
@@ -407,7 +410,8 @@ def kept_states(memory: str, begin: int, end: int) -> Iterator[int]:
 def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[..., Any], list[Any]]:
     """`run` as a function of the tensors and modules among its constants.
 
-    Other objects are fixed: a batch may be one that holds tensors, which a recomputation refuses.
+    Only these become inputs: a recomputation refuses other objects that hold tensors, such as a batch
+    of the user's class.
     """
 
     def is_lifted(leaf: object) -> bool:
@@ -420,12 +424,12 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
 
 
 def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, Any, Any, Any]:
-    """The model's other parameters and the modules that a loss reads, as inputs of a recomputation, all
-    modules on whose modes it depends, and the generators that it draws from."""
+    """Inputs for a recomputation of a loss: the model's other parameters, and a criterion module; also
+    all modules with a mode, and the generators that loss and rule draw from."""
     drawn_from = closures.refuse("adapt(rule=...)", rule.update)
     if not isinstance(loss, FunctionalLoss):
         return {}, [], [], [*drawn_from, *closures.refuse("adapt", loss)]
-    # as inputs of the recomputation, which gives a gradient to its inputs alone
+    # a recomputation gives gradients to its inputs only
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}
     criterion = loss.user_criterion

@@ -1,8 +1,7 @@
-"""What all learners share: the loss over tasks of an inner loop, its checks, and the options that may
-change.
+"""The base of all learners: the loss over tasks of an inner loop, its checks, and changeable options.
 
-With compile= the meta-gradient, of all inner steps and their derivatives, is a graph, for one task or
-for all.
+With compile= the meta-gradient, with all inner steps and their derivatives, is one graph, for a single
+task or for all tasks.
 """
 
 import math
@@ -58,6 +57,7 @@ from hoglib.meta.optimizers import resolve_rule, rule_name
 from hoglib.meta.tasks import Task, TaskFunction, TaskResult, check_tasks, map_tasks
 from hoglib.ring import ring
 
+# Defaults of options that a subclass does not set.
 DEFAULTS: dict[str, Any] = {
     "rule": "sgd",
     "inner_loss": None,
@@ -83,10 +83,10 @@ RECOMPUTES_LATER = (
 
 @final
 class Option(Generic[T]):
-    """An attribute of a learner: one of its options, which are checked whenever it is set."""
+    """An attribute of a learner that holds one of its options, and is checked whenever it is set."""
 
     def __set_name__(self, owner: object, name: str) -> None:
-        # `compile` is a method of nn.Module, so that the attribute has another name
+        # nn.Module has a method `compile`, so this option's attribute is called `compiled`
         self._name = {"compiled": "compile"}.get(name, name)
 
     def __get__(self, learner: Any, owner: object = None) -> T:
@@ -103,7 +103,7 @@ def _shapes(tree: Tree) -> list[torch.Size]:
 
 
 class Learner(nn.Module, ABC):
-    r"""What `MAML`, `Reptile` and `IMAML` have in common: an inner loop on a model (abstract).
+    r"""Base of `MAML`, `Reptile` and `IMAML`: an inner loop on a model (abstract).
 
     ``loss(tasks)`` is the meta-loss, ``adapt(support)`` gives the parameters for one task, and a
     call with ``params=`` runs the model with them. Options of the inner loop are attributes, which
@@ -113,8 +113,8 @@ class Learner(nn.Module, ABC):
         model: The module, which is called with other parameters and never changed.
         criterion: The outer loss, ``criterion(outputs, targets)``, or a functional loss of the model,
             such as `hoglib.language_model_loss(model)`; None if the model computes its own loss.
-        options: Those of :class:`~hoglib.meta.LearnerOptions`.
-        own: Those of one kind of learner.
+        options: The options of :class:`~hoglib.meta.LearnerOptions`.
+        own: Further options of the subclass.
 
     Example:
         >>> maml = hog.MAML(nn.Linear(2, 1), F.mse_loss)
@@ -130,7 +130,7 @@ class Learner(nn.Module, ABC):
     stand_ins = Option[bool]()
     remat = Option[Remat]()
     over_tasks = Option[task_sets.OverTasks]()
-    _traceable = True  # by torch.compile
+    _traceable = True  # torch.compile can trace the loss
 
     def __init__(self, model: nn.Module, criterion: Any, options: Any, **own: Any) -> None:
         super().__init__()
@@ -139,8 +139,8 @@ class Learner(nn.Module, ABC):
         rule, inner_loss, forward = (given.pop(name) for name in ("rule", "inner_loss", "forward"))
         evaluation: Any = {name: given.pop(name) for name in module_loop.EVALUATION}
         checked = LoopOptions(caller=type(self).__name__, evaluation=evaluation, **given)
-        # what these make is made again where it is used, since attributes may change; here they
-        # raise for arguments that do not fit, before the learner holds any
+        # Construct these objects once here, so that wrong arguments raise now. They are constructed
+        # again for each call, because attributes may change.
         functional_loss(model, criterion, forward=forward)
         checked.policy.check_blocks(model)
         if inner_loss is not None:
@@ -149,27 +149,27 @@ class Learner(nn.Module, ABC):
         module_loop.names_that_adapt(model, trainable_params(model), checked.inner_params)
         checked.weights_for(checked.inner_steps)
         self.model, self.criterion, self.inner_loss, self.rule = model, criterion, inner_loss, rule
-        self.rates: LearnedRates | None = None
-        self.statistics: norms.PerStepStatistics | None = None
+        self.rates: LearnedRates | None = None  # learned inner learning rates
+        self.statistics: norms.PerStepStatistics | None = None  # for batch_norm="per_step"
         if checked.batch_norm == "per_step":
             self.statistics = norms.PerStepStatistics(model, checked.inner_steps)
         self._options, self._forward = checked, forward
-        self._losses: dict[str, FunctionalLoss] = {}
-        _ = self.objective, self.inner_objective  # are kept: torch.compile makes none
-        # a graph of torch.compile holds no objects: it names a learner by its id
+        self._losses: dict[str, FunctionalLoss] = {}  # cache of `objective` and `inner_objective`
+        _ = self.objective, self.inner_objective  # fill the cache: torch.compile cannot
+        # a graph of torch.compile cannot hold the learner: it refers to the learner by its id
         BY_ID[id(self)] = self
-        self._vmappable = True  # until a model fails
-        self._recomputes = False  # backward of the model does, as with torch.utils.checkpoint
-        self._checked_model: int | None = None
-        self._trained_on_batches = False  # batch norms were in train mode, in a loss with gradients
+        self._vmappable = True  # vmap has not failed yet
+        self._recomputes = False  # the model recomputes in backward, as with torch.utils.checkpoint
+        self._checked_model: int | None = None  # id of the model that `check_derivatives` passed
+        self._trained_on_batches = False  # a loss with gradients ran with batch norms in train mode
 
     def __setstate__(self, state: object) -> None:
         super().__setstate__(state)
-        # a copy, and one that was read from a file, has an id of its own
+        # a copied or unpickled learner has a new id
         BY_ID[id(self)] = self
 
     def forward(self, *args: Any, params: Params | None = None, **kwargs: Any) -> Any:
-        """Run the model, with other parameters in the place of its own.
+        """Run the model, optionally with other parameters than its own.
 
         Args:
             args: Positional arguments of the model.
@@ -196,7 +196,7 @@ class Learner(nn.Module, ABC):
     ) -> Params:
         """Take the inner steps on one task.
 
-        The result is differentiable with respect to the initial parameters where grad mode is on.
+        If grad mode is on, the result is differentiable with respect to the initial parameters.
         It works under no_grad, in inference mode and under vmap.
 
         Args:
@@ -205,7 +205,7 @@ class Learner(nn.Module, ABC):
             steps: The number of steps, 0 or more. Default: inner_steps.
 
         Returns:
-            The parameters after the steps, by name; those that do not adapt are the initial ones.
+            The parameters after the steps, by name; parameters that do not adapt keep their values.
         """
         task_sets.check_batch("support", support)
         count = self.inner_steps if steps is None else validation.at_least("steps", steps, 0)
@@ -222,45 +222,45 @@ class Learner(nn.Module, ABC):
         return spread({**start.model, **adapted}, placement.wrap)
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
-        """How the parameters are spread over processes, and the parts of this one."""
+        """The placement of the parameters over processes, and the local parts of the parameters."""
         placement = placement_of([*start.model.values()], lambda: [*start.model])
         if placement.is_sharded:
             refuse_settings(type(self).__name__, loop, start)
         return placement, start._replace(model=spread(start.model, placement.local))
 
     def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
-        """What stands around the inner loop. A graph of tasks has stand-ins of its own."""
+        """The ring around the inner loop. of_tasks: a captured graph enters the stand-ins itself."""
         policy = loop.options.policy
         if of_tasks and policy.one_graph:
             policy = policy._replace(stand_ins=False)
         around: Any = {"gradients": autograd.outside_inference_mode, "placement": placement}
-        # iMAML's steps are of first order, and its minimum is differentiated twice
+        # IMAML's steps are of first order, but its minimum is differentiated twice
         first_order = loop.options.first_order and not loop.strength
         return ring(policy, self.model, first_order=first_order, **around)
 
     @when_compiled(lambda loss, learner, tasks, *more: learner._traced_loss(loss, tasks, *more))
     def loss(self, tasks: object, *more: Any) -> Tensor:
-        """Compute the meta-loss over tasks; its `backward()` fills the `.grad` of all that is learned.
+        """Compute the meta-loss over tasks. `backward()` fills the `.grad` of all learned tensors.
 
-        The gradients of all tasks are computed here, and handed on by backward. So the result
-        cannot be differentiated twice, nor with respect to the tasks: both raise. Where grad mode
-        is off, only the value is computed.
+        The gradients of all tasks are computed here, and backward only hands them on. So the result
+        cannot be differentiated twice, nor with respect to the tasks: both raise. If grad mode is off,
+        only the value is computed.
 
         Args:
-            tasks: A tuple (support, query) of stacks, whose tensors have a leading dimension of
+            tasks: A tuple (support, query) of stacks: tensors with a leading dimension of
                 tasks, for instance (x [B, K, ...], y [B, K, ...]); or a list of tasks, each
                 (support, query), which may differ in size. A batch is anything that
                 `hoglib.functional_loss` takes. Two lists of two tensors, as a DataLoader collates
                 them, are stacks.
-            *more: Nothing; support and query by themselves are refused.
+            *more: Nothing; two arguments support and query are refused.
 
         Returns:
             The mean outer loss, a scalar.
 
         Raises:
             ArgumentValueError: for an empty support set or sizes that do not match.
-            NonFiniteError: for an inner or outer loss that is not finite, naming task and step; on
-                a device at the next call.
+            NonFiniteError: for an infinite or NaN inner or outer loss, naming task and step; on a
+                device at the next call.
         """
         what = type(self).__name__
         if more:
@@ -276,16 +276,15 @@ class Learner(nn.Module, ABC):
         tasks, wanted = task_sets.unpack(tasks), torch.is_grad_enabled()
         loop = self._loop()
         own = loop.meta_params()
-        # detached: the gradients of the tasks are taken here, and reach the parameters by
-        # `with_gradients`
+        # detached: task gradients are computed below, and `with_gradients` attaches them to `own`
         placement, start = self._placed(loop, pytree.map(Tensor.detach, own))
         with self._ring(loop, placement, of_tasks=True) as blocks:
-            with without_stand_ins():  # which see each question about a tensor
+            with without_stand_ins():  # reading attributes of tensors is slower with them
                 count = check_together(what, placement, start.model, tasks, loop)
             with task_sets.stacks_in_errors(what, tasks, count):
                 tasks = autograd.clone_inference_tensors(tasks)
                 loop = replace(loop, placement=placement.defer(self.model, blocks))
-                # once for a model, since the check evaluates both losses
+                # once for each model, because the check evaluates both losses
                 if wanted and self._checked_model != id(self.model):
                     learned: Params = dict(self.named_parameters())
                     check_derivatives(what, loop, start, task_sets.first_task(tasks), learned)
@@ -293,8 +292,8 @@ class Learner(nn.Module, ABC):
                 try:
                     found = self._run(loop, start, tasks, wanted)
                 except RuntimeError as error:
-                    # a model that recomputes itself in backward would do so with other parameters:
-                    # from now on its steps are recomputed as a whole
+                    # The model recomputes itself in backward, when it holds other parameters. From
+                    # now on recompute whole steps, which put the parameters back into the model.
                     if self._recomputes or RECOMPUTES not in str(error):
                         raise
                     self._recomputes = True
@@ -304,11 +303,11 @@ class Learner(nn.Module, ABC):
         if not wanted:
             return found.value.mean()
         self._after_loss(loop, found)
-        # by the parameters' own order, which is that of `tensors`
+        # in the order of `own`, which is the order of `tensors`
         grads = [found.grads[i][name] for i, part in enumerate(own) for name in part]
         tensors = [*own.model.values(), *own.modules.values()]
         if not placement.is_sharded:
-            # evaluated only where a gradient is not finite, to name the operation that made it so
+            # runs only if a gradient is not finite, to name the operation at fault
             def first_step(*leaves: Tensor) -> Tensor:
                 params = dict(zip(start.model, leaves, strict=True))
                 support, query = task_sets.first_task(tasks)
@@ -326,9 +325,9 @@ class Learner(nn.Module, ABC):
         return autograd.with_gradients(found.value.mean(), grads, tensors, not_twice)
 
     def _traced_loss(self, loss: Callable[..., Tensor], tasks: object, *more: Any) -> Tensor:
-        """The loss, in what torch.compile traces: the losses of the first task by Dynamo."""
-        # Dynamo traces two losses of one task; what else a learner learns, or changes at a call,
-        # runs uncompiled
+        """The loss under torch.compile: Dynamo traces the losses of the first task, and `_replay` runs
+        the learner with the traced losses."""
+        # Dynamo traces two losses of one task only: learned modules and changing state run uncompiled
         learned = [x for x in (self.criterion, self.inner_loss) if isinstance(x, nn.Module)]
         if (
             more
@@ -350,23 +349,23 @@ class Learner(nn.Module, ABC):
             recorded(inner, (params, support))
             return recorded(outer, (params, query)) * 1
 
-        # another object where one of its options is set
+        # a changed option makes a new options object, and so a new graph
         replay = partial(_replay, id(self), id(self._options))
         what = type(self).__name__
         return traced(what, record, replay, partial(loss, self, tasks), (own, tasks), {})
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: object, wanted: bool) -> TaskResult:
-        """What the tasks give, which were checked."""
+        """The result of all tasks, which have been checked."""
         policy = loop.options.policy
         if policy.one_graph:
             of_task, of_stack = _captured(self, loop, start, wanted)
         else:
-            # for a model or a rule that works in place; of what adapts, each task takes its own copy
+            # a model or rule may write in place: clone here, except what each task clones itself
             model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
             modules = pytree.map(Tensor.clone, start.modules)
             of_task = self._of_task(loop, MetaParams(model, modules), wanted)
             of_stack = partial(map_tasks, of_task)
-        # neither collectives nor compiled blocks run under vmap
+        # collectives and compiled blocks do not run under vmap
         in_loop = loop.placement.is_sharded or policy.compiles_blocks
         how = policy.caller, start.model, "loop" if in_loop else self.over_tasks, self._vmappable
         found, self._vmappable = task_sets.run_tasks(of_task, of_stack, tasks, *how)
@@ -374,21 +373,21 @@ class Learner(nn.Module, ABC):
 
     @abstractmethod
     def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
-        """The function of a task that gives its outer loss and, if wanted, its gradients."""
+        """The function of one task: its outer loss and, if wanted, its gradients."""
 
     def _after_loss(self, loop: ModuleLoop, found: TaskResult) -> None:
-        """Keep what a training step leaves: the running statistics of each step."""
+        """Keep results that later calls need: the running statistics of each inner step."""
         trained = any(layer.training for layer in loop.batch_norms.values())
         self._trained_on_batches = self._trained_on_batches or trained
         if self.statistics is not None:
             self.statistics.update(found.statistics, loop.batch_norms)
 
     def _loop(self, params: Params | None = None) -> ModuleLoop:
-        """The inner loop of the model as the attributes are now, from its own parameters or others."""
+        """The inner loop with the present attributes, from the model's parameters or given ones."""
         batch_norms = norms.find_batch_norms(self.model)
         self._warn_of_initial_statistics(batch_norms)
         options = self._options
-        # a step that is recomputed as a whole keeps no graph of the model for later
+        # with memory="remat", no graph of the model outlives the step
         if self._recomputes:
             options = replace(options, memory="remat")
         learned = nn.ModuleDict()
@@ -412,7 +411,7 @@ class Learner(nn.Module, ABC):
         )
 
     def _with_policy(self, loss: FunctionalLoss) -> FunctionalLoss:
-        policy = norms.FIXED_POLICIES.get(self.batch_norm)  # "per_step" has one for each step
+        policy = norms.FIXED_POLICIES.get(self.batch_norm)  # "per_step" has a policy for each step
         return loss if policy is None else loss.with_norm_policy(policy)
 
     @property
@@ -435,7 +434,7 @@ class Learner(nn.Module, ABC):
         return known
 
     def _check_change(self, name: str, value: object) -> None:
-        """Raise for a change of an option that learned parameters or statistics were made from."""
+        """Raise for a change of an option on which learned parameters or statistics depend."""
         self._vmappable = self._vmappable or name == "over_tasks"
         if name == "inner_lr" and self.rates is not None:
             raise ArgumentValueError(
@@ -472,18 +471,18 @@ class Learner(nn.Module, ABC):
 
 @final
 class _TracedObjective:
-    """A loss of a model, which Dynamo traced."""
+    """Stands in for a FunctionalLoss that Dynamo has traced."""
 
     def __init__(self, loss: FunctionalLoss, part: Callable[..., Tensor]) -> None:
         self.model, self.user_criterion, self._part = loss.model, loss.user_criterion, part
-        self.with_norm_policy = lambda policy: self  # models without batch norms alone
+        self.with_norm_policy = lambda policy: self  # only models without batch norms are traced
 
     def __call__(self, params: Params, batch: Any) -> Tensor:
         return self._part(params, batch)
 
 
 def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> list[Tensor]:
-    """The loss of a learner, at parameters of its own that torch.compile traces."""
+    """Run a learner's loss with the traced losses `parts`, at torch.compile's parameters."""
     same: Learner = copy(BY_ID[learner])
     (inner, outer), (own, tasks) = parts, args
     of_inner: Any = _TracedObjective(same.inner_objective, inner)
@@ -497,16 +496,17 @@ def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> 
 def _captured(
     learner: object, loop: ModuleLoop, start: MetaParams, wanted: bool
 ) -> tuple[TaskFunction, TaskFunction]:
-    """The functions of one task and of a pair of stacks, as graphs that are kept with the learner; a
-    copy of it has none."""
+    """The functions of one task and of a pair of stacks, as captured graphs. The cache of graphs
+    belongs to the learner object; a copy of the learner starts without graphs."""
     weights = loop.options.weights_for(loop.options.inner_steps)
     weight_tensor, used = None, None
-    if weights is not None:  # an input of the graph, since they may change from epoch to epoch
+    if weights is not None:  # an input of the graph, because weights may change in each epoch
         device = next(iter(start.model.values())).device
         weight_tensor = torch.tensor(weights, dtype=torch.float64, device=device)
         used = tuple(bool(weight != 0) for weight in weights)
         loop = replace(loop, options=replace(loop.options, step_weights=None))
-    key = f"{loop.options} {loop.rule} {used}"  # all that a graph depends on besides tensors
+    # everything besides tensors that the graph depends on
+    key = f"{loop.options} {loop.rule} {used}"
 
     def run(mapped: bool, support: Tree, query: Tree) -> TaskResult:
         whole = partial(_meta_gradient, loop, used, mapped, wanted)
@@ -530,9 +530,9 @@ def _meta_gradient(
     support: Tree,
     query: Tree,
 ) -> TaskResult:
-    """The meta-gradient of tasks, all together or one."""
+    """The meta-gradient of one task or, if mapped, of a stack of tasks."""
     given = None
-    if weights is not None and used is not None:  # a weight of zero needs no operations
+    if weights is not None and used is not None:  # a weight of zero gets no operations
         given = [counts and weights[i] for i, counts in enumerate(used)]
     of_task = partial(loop.meta_gradient if wanted else loop.value, start, weights=given)
     with ring(loop.options.policy, examine=False, gradients=nullcontext):
@@ -544,6 +544,7 @@ PARAMETER_HOOKS = (
     "mask a gradient, multiply the parameter by the mask in the model "
     "(`torch.nn.utils.parametrize`), or freeze it."
 )
+# Values that must be equal in all processes, for messages.
 AGREEMENT = (
     "options and criterion",
     "number of tasks",
@@ -554,17 +555,16 @@ AGREEMENT = (
 def check_derivatives(
     what: str, loop: ModuleLoop, start: MetaParams, task: Task, learned: dict[str, Tensor]
 ) -> None:
-    """Check on one task that both losses depend on what is learned, through Functions that are right.
+    """Check on one task that both losses depend on the learned tensors, through correct Functions.
 
-    learned: all parameters of the learner, by name, for messages. Raises NoSecondDerivative for a
-    loss that depends on no parameter, or on one that is not read from its module. Warns of
-    other tensors that require grad, and of custom Functions whose second derivative is not that of
-    differences.
+    learned: all parameters of the learner by name, for messages. Raises NoSecondDerivative for a loss
+    that depends on no parameter, or on a parameter that it does not read from its module. Warns of
+    other tensors that require grad, and of custom Functions with a wrong second derivative.
     """
     hooked = [name for name, x in learned.items() if x._backward_hooks]
     if hooked:
         warn_once(f"{what}: {PARAMETER_HOOKS.format(', '.join(hooked))}")
-    # copies, as a model or a rule of the user's may write in place
+    # copies, because a model or rule may write in place
     start = pytree.map(Tensor.clone, start)
     support, query = task
     before = [start.model[name] for name in loop.adapting]
@@ -579,29 +579,29 @@ def check_derivatives(
         first = loop.inner_value(at, adapting, support, 0)
         if not depends_on_any(first, list(adapting.values())):
             raise NoSecondDerivative(UNUSED.format(which="inner", whom=" that adapt"))
-        # of first order: which parameters a loss depends on does not take second derivatives
+        # first order is enough to see which parameters the loss depends on
         constant = replace(loop, options=replace(loop.options, first_order=True))
-        steps = loop.options.inner_steps  # some rules use all their parameters in the second step
+        steps = loop.options.inner_steps  # some rules use all their parameters from step 2 on
         params = constant.unrolling(at, support, min(2, steps))().params
         last = loop.outer_value(at, params, query, steps)
         if not last.requires_grad:
             raise NoSecondDerivative(UNUSED.format(which="outer", whom=""))
         return [first, last]
 
-    policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # blocks are recomputed
+    policy = Policy(what, stand_ins=loop.options.policy.stand_ins)  # without remat of blocks
     with ring(policy), fixed_random_numbers(before), autograd.translate_errors(what):
         _check_leaves(what, losses, [*own, *pytree.tensors((support, query))], learned)
 
 
 def check_finite(found: TaskResult) -> None:
-    """Raise NonFiniteError at the first inner loss that is not finite, or outer loss."""
+    """Raise NonFiniteError at the first infinite or NaN inner or outer loss."""
     if not value_checks_on():
         return
     shape, count = found.inner_losses.shape, found.inner_losses.numel()
-    # together, since each read of a device's values waits for it
+    # one tensor, because each read of values from a device waits for the device
     numbers = torch.cat([x.detach().reshape(-1) for x in (found.inner_losses, found.value)])
     now = read_late(("MAML", shape, len(numbers)), numbers)
-    if now is None or math.isfinite(float(now.sum())):  # only if all its terms are
+    if now is None or math.isfinite(float(now.sum())):  # a sum is finite only if all its terms are
         return
     stay = " The parameters are as they were before this step."
     if numbers.device.type != "cpu":
@@ -624,9 +624,9 @@ def check_finite(found: TaskResult) -> None:
 def _check_leaves(
     what: str, losses: Callable[[], list[Tensor]], own: list[Tensor], learned: dict[str, Tensor]
 ) -> None:
-    """Raise or warn where the graphs of the losses end in other leaves than their own."""
+    """Raise or warn if the graphs of the losses end in leaves other than `own`."""
     found = _other_leaves(losses(), own)
-    # A tensor that a forward makes for itself, to differentiate by, is another one at the next call.
+    # a forward may make a leaf to differentiate by: it is a new tensor in each call, and harmless
     again = {id(x) for x in _other_leaves(losses(), own)} if found else set()
     names = {id(p): name for name, p in learned.items()}
     for leaf in found:
@@ -650,23 +650,22 @@ def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
     return [x for key, x in reached.items() if key not in known]
 
 
-# Parameters that several processes share (DTensor): each holds its shards of the initial and of the
-# adapted parameters, and computes the losses of its part of each task at whole ones, which are gathered
-# for each loss. Inner gradients are averaged over the processes, so that all take the same inner step.
+# Sharded parameters (DTensor): each process holds its shards of the initial and adapted parameters. For
+# each loss it gathers whole parameters, and evaluates its part of each task. Inner gradients are
+# averaged over the processes, so that all take equal inner steps.
 
 
 def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:
-    """Parameters by `placement.local`, as the parts of this process, or by `placement.wrap`, which
-    makes DTensors of these."""
+    """Apply `placement.local` (DTensors to local shards) or `placement.wrap` (back) to parameters."""
     return dict(zip(params, part(list(params.values())), strict=True))
 
 
 def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
-    """Raise for settings that shards of the parameters do not go with."""
+    """Raise for settings that sharded parameters do not support."""
     compiled = loop.options.evaluation.get("compile", False)
     if loop.strength:
         refuse_sharded(what, list(start.model.values()))
-    # a rule runs on shards: options that are tensors would need the same shards
+    # the rule runs on shards: a tensor as an option would have to be sharded alike
     numbers = (loop.options.rule_options or {}).values()
     plain = all(isinstance(x, Real | tuple | list) for x in numbers)
     for setting, given, instead in (
@@ -687,7 +686,7 @@ def refuse_settings(what: str, loop: ModuleLoop, start: MetaParams) -> None:
 
 
 def refuse_graph(what: str, placement: Placement) -> None:
-    """Raise where grad mode is on, for parameters that processes share."""
+    """Raise for sharded parameters if grad mode is on."""
     if placement.is_sharded and torch.is_grad_enabled():
         raise UnsupportedError(
             f"{what}: expected params that each process holds whole, got DTensors, whose adaptation "
@@ -698,14 +697,13 @@ def refuse_graph(what: str, placement: Placement) -> None:
 def check_together(
     what: str, placement: Placement, start: Params, tasks: Any, loop: ModuleLoop
 ) -> int:
-    """The number of tasks, the same in all processes that share the parameters; raises in all of them
-    where one has an error."""
+    """The number of tasks. Processes with shared parameters must agree; if one raises, all do."""
     if not isinstance(placement, Sharding):
         return check_tasks(tasks)
     count, error = 0, None
     try:
         count = check_tasks(tasks)
-    except Exception as caught:  # the other processes wait for this one
+    except Exception as caught:  # all other processes would wait: raise in `check_same`
         error = caught
     leaves = placement.local(list(start.values()))
     losses = loop.rule, loop.criterion_loss, loop.inner_criterion_loss

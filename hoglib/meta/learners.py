@@ -1,5 +1,5 @@
-"""The learners: MAML differentiates its inner steps, iMAML the minimum that they end at, and Reptile
-takes where they end for a gradient."""
+"""The learners. MAML differentiates its inner steps, iMAML the minimum at their end; Reptile uses the
+total move of the parameters as a gradient."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,14 +25,14 @@ from hoglib.meta.tasks import OverTasks, TaskFunction, TaskResult
 
 @final
 class MAML(Learner):
-    r"""MAML: learn parameters from which a few gradient steps solve a task.
+    r"""MAML: learn initial parameters, so that a few gradient steps solve a task.
 
         theta_i = inner_steps updates of theta by rule, along -grad L_inner(.; support_i)
         meta-loss = mean_i L(theta_i; query_i)
 
-    The parameters of this module are those of the model and of the rates, losses and rules that are
-    learned: give `maml.parameters()` to the outer optimizer. Options are attributes of the same
-    names (``compile`` is ``compiled``) and may be changed between steps.
+    The parameters of this module are the model's and the learned rates', losses' and rules' own: give
+    `maml.parameters()` to the outer optimizer. Options are attributes of equal names (``compile`` is
+    ``compiled``) and may be changed between steps.
 
     Args:
         model: Any nn.Module. It is called with other parameters and never changed.
@@ -41,38 +41,38 @@ class MAML(Learner):
             own loss. Batches go into the model as `hoglib.functional_loss` describes.
         inner_steps: The number of inner steps.
         first_order: Treat the inner gradients as constants (FOMAML).
-        memory: What is kept for backward. "store": the graph of every inner step. "remat": the
+        memory: The tensors kept for backward. "store": the graph of every inner step. "remat": the
             parameters after every step, at about 1.6 times the time. "checkpoint": the parameters
-            after every sqrt(steps)-th step and the graphs of as many, which needs least where
+            after every sqrt(steps)-th step and the graphs of as many steps, which needs least if
             parameters outweigh activations. "mixed": as "remat", but the gradient of a step is
             differentiated forward over reverse, with a loss and its tangents in memory instead of the
-            graph of the gradient; for attention and, with remat, deep models, whose operations all
-            have a forward mode, and best with over_tasks="loop". All give the same gradient to
-            rounding ("mixed" may draw other dropout masks). Models that contain torch.utils.checkpoint
-            are run by "remat".
+            graph of the gradient; for attention and, with remat, deep models with a forward mode of all
+            operations, and best with over_tasks="loop". All give equal gradients up to rounding
+            ("mixed" may draw other dropout masks). Models with torch.utils.checkpoint are run by
+            "remat".
         learn_lr: Learn the inner learning rates: one for the "model", each "layer", each
             "parameter" or each "element" (Meta-SGD). Default: the rate is fixed.
         lr_per_step: Learn separate rates for each inner step (MAML++).
-        step_weights: Weights of the outer losses after each inner step, whose weighted sum is
-            minimised (multi-step loss); see `hoglib.meta.multi_step_weights`. Default: the last
-            loss alone.
-        truncate: Differentiate through the last so many inner steps only. Default: all.
-        over_tasks: "vmap" runs all tasks at once, "loop" one after the other. "auto" takes vmap, but on
-            a CPU with parameters of more than 2**17 elements in all, or one of more than 2**12 in more
-            than two dimensions, as a convolution's; it loops, with a warning, where vmap cannot run the
-            model. Parameters that are DTensors need the loop.
+        step_weights: Weights of the outer losses after each inner step; the weighted sum is
+            minimised (multi-step loss); see `hoglib.meta.multi_step_weights`. Default: only the
+            last loss.
+        truncate: Differentiate only through this many last inner steps. Default: all.
+        over_tasks: "vmap" runs all tasks at once, "loop" in turn. "auto" takes vmap, except
+            on a CPU for parameters with more than 2**17 elements in all, or a parameter of more than
+            two dimensions (a convolution's) with more than 2**12; it loops, with a warning, if vmap
+            cannot run the model. DTensors as parameters need the loop.
         compile: Run the meta-gradient as a graph of all inner steps (`hoglib.compile`): True or
             "inductor" compiles it, "eager" runs its operations one by one.
-        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+        **options: Options of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
             ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
             ``stand_ins`` and ``remat``.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
-        NoSecondDerivative: in loss and adapt, for a custom Function that is
-            ``@once_differentiable``, and for a loss that does not depend on the parameters.
-        UnsupportedError: in loss, with compile, for a model whose graph cannot be captured, and with
-            memory="mixed" for one without a forward mode.
+        ArgumentTypeError, ArgumentValueError: for an argument other than described here.
+        NoSecondDerivative: in loss and adapt, for a ``@once_differentiable`` custom Function, and for a
+            loss that does not depend on the parameters.
+        UnsupportedError: in loss, with compile, for a model that cannot be captured as a graph, and
+            with memory="mixed" for a model without a forward mode.
 
     References:
         Finn, Abbeel and Levine, Model-Agnostic Meta-Learning, 2017, algorithm 1; Li et al.,
@@ -140,7 +140,7 @@ class MAML(Learner):
                     "it, got a rule that has its own; give the function that makes it."
                 )
             params, steps = trainable_params(self.model), self.inner_steps if lr_per_step else None
-            # rates of what adapts: of the others they would get no gradient
+            # only parameters that adapt: the rates of other parameters would get no gradient
             adapting = {name: params[name] for name in self._loop().adapting}
             given: Any = {"granularity": learn_lr, "steps": steps}
             self.rates = module_loop.LearnedRates(adapting, self.inner_lr, **given)
@@ -159,20 +159,19 @@ class MAML(Learner):
 
 @final
 class IMAML(Learner):
-    r"""iMAML: learn parameters near which the solutions of tasks are sought.
+    r"""iMAML: learn parameters as the centre of regularised task solutions.
 
         theta_i = argmin L_inner(.; support_i) + strength / 2 |. - theta|^2
         gradient = mean_i (I + H_i / strength)^-1 d L(theta_i; query_i)
         H_i = d^2 L_inner(.; support_i) at theta_i
 
-    The argmin is approximated by inner_steps updates by rule, from theta on. The gradient is that
-    of a minimum, which they have to reach: after `loss` the attribute `residual` says for each task
-    how far they are from it (stationarity), and how well the linear system was solved (system).
-    What is learned besides the initial point (parameters that do not adapt, a learned inner_loss)
-    gets its gradient in the same way. Memory is that of one gradient's graph, whatever the number
-    of steps. Tasks run one after the other. Where strength and damping do not make the system
-    positive definite, conjugate gradients stop at the first direction of negative curvature, with a
-    warning, and what they found before it is used.
+    The argmin is approximated by inner_steps updates by rule, from theta on. The gradient formula holds
+    at a minimum, which the updates must reach: after `loss` the attribute `residual` gives, for each
+    task, the distance from the minimum (stationarity) and the error of the linear system (system).
+    Learned tensors besides the initial point (parameters that do not adapt, a learned inner_loss) get
+    implicit gradients, too. Memory holds the graph of one gradient, whatever the number of steps. Tasks
+    run in turn. If strength and damping do not make the system positive definite, conjugate
+    gradients stop at the first direction of negative curvature, warn, and use the iterate found so far.
 
     Args:
         model: Any nn.Module. It is called with other parameters and never changed.
@@ -183,14 +182,14 @@ class IMAML(Learner):
         inner_steps: The number of inner steps.
         solver: "cg", conjugate gradients, or "neumann", the Neumann series.
         iterations: The iterations of the solver, each one product with the Hessian.
-        damping: A number that is added to the diagonal of the linear system, 0 or more.
+        damping: A number added to the diagonal of the linear system, 0 or more.
         step_size: The step size of the Neumann series. Default: inner_lr.
-        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+        **options: Options of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
             ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
             ``stand_ins`` and ``remat``.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here.
+        ArgumentTypeError, ArgumentValueError: for an argument other than described here.
         NonFiniteError: in loss, for a Neumann series that diverges.
 
     References:
@@ -206,8 +205,8 @@ class IMAML(Learner):
         torch.Size([4])
     """
 
-    # how many products a linear system takes depends on values, which a trace does not have
-    _traceable = False  # its linear systems are solved until they are
+    # the number of products in a linear system depends on values, which tracing does not know
+    _traceable = False
 
     @validation.explain_arguments
     def __init__(
@@ -248,7 +247,7 @@ class IMAML(Learner):
     def _implicit_result(
         self, loop: ModuleLoop, start: MetaParams, wanted: bool, support: Tree, query: Tree
     ) -> TaskResult:
-        # the steps only find the minimum: none of them is differentiated
+        # the steps only find the minimum, and are not differentiated
         with torch.no_grad():
             _, (result, params) = loop.outer_loss(start, support, query)
         if not wanted:
@@ -270,29 +269,29 @@ class IMAML(Learner):
 
 @final
 class Reptile(Learner):
-    r"""Reptile: learn parameters by moving toward those that tasks adapt to.
+    r"""Reptile: learn parameters by moving toward the adapted parameters of tasks.
 
         theta_i = inner_steps updates of theta by rule, along -grad L(.; support_i)
         gradient = mean_i (theta - theta_i)
 
     A step of `torch.optim.SGD(lr=epsilon)` on this gradient is theta + epsilon mean_i (theta_i -
-    theta). Nothing is differentiated twice. The value of the loss is the outer one, of the query
-    sets at theta_i, which the gradient does not come from; where there is no query set, give the
-    support set in its place. Parameters that do not adapt get a gradient of zero. Options are
-    attributes of the same names and may be changed between steps.
+    theta). Nothing is differentiated twice. The value of the loss is the outer loss, on the query sets
+    at theta_i; the gradient does not come from this value. Without a query set, give the support set in
+    its place. Parameters that do not adapt get a gradient of zero. Options are attributes of equal
+    names and may be changed between steps.
 
     Args:
         model: Any nn.Module. It is called with other parameters and never changed.
         criterion: The loss, ``criterion(outputs, targets)``, a scalar; or a functional loss of the
             model, such as `hoglib.language_model_loss(model)`; or None, if the model computes its own.
         inner_steps: The number of inner steps.
-        over_tasks: "vmap" runs all tasks at once, "loop" one after the other, "auto" chooses.
-        **options: Those of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
+        over_tasks: "vmap" runs all tasks at once, "loop" in turn, "auto" chooses.
+        **options: Options of :class:`hoglib.meta.LearnerOptions`: ``inner_lr``, ``rule``,
             ``rule_options``, ``inner_loss``, ``inner_params``, ``batch_norm``, ``forward``,
             ``stand_ins`` and ``remat``.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an argument that is not as described here, and
+        ArgumentTypeError, ArgumentValueError: for an argument other than described here, and
             for a loss or a rule with parameters, which would get no gradient.
 
     References:
@@ -324,7 +323,7 @@ class Reptile(Learner):
             over_tasks=over_tasks,
             first_order=True,
         )
-        # theta - theta_i says nothing about what is learned besides theta
+        # theta - theta_i is no gradient by learned tensors other than theta
         learned = list(self._loop().meta_params().modules)
         if learned:
             raise ArgumentValueError(
@@ -339,7 +338,7 @@ class Reptile(Learner):
 
 @torch.no_grad()
 def _moved(loop: ModuleLoop, start: MetaParams, support: Tree, query: Tree) -> TaskResult:
-    """How far the parameters moved, as if that were a gradient: theta - theta_i."""
+    """The move theta - theta_i of the parameters, in the place of a gradient."""
     _, (result, adapted) = loop.outer_loss(start, support, query)
     own = start.model.items()
     moved = {n: p - adapted[n] if n in adapted else torch.zeros_like(p) for n, p in own}
@@ -349,10 +348,9 @@ def _moved(loop: ModuleLoop, start: MetaParams, support: Tree, query: Tree) -> T
 def multi_step_weights(steps: int, epoch: int, epochs: int) -> list[float]:
     r"""Weights of the outer losses after each inner step, annealed from all steps to the last.
 
-        v_i = (1 - epoch / epochs) / steps        for i < steps; the last is the rest of 1
+        v_i = (1 - epoch / epochs) / steps        for i < steps; the last weight makes the sum 1
 
-    For `MAML(step_weights=...)`: equal weights at epoch 0, and the last loss alone from `epochs`
-    on.
+    For `MAML(step_weights=...)`: equal weights at epoch 0, and only the last loss from `epochs` on.
 
     Args:
         steps: The number of inner steps.

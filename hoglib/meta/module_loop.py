@@ -1,9 +1,9 @@
-"""The inner loop of a module, as a frozen value: from what is learned to a loss and its gradient.
+"""The inner loop of a module, as a frozen value: learned tensors in, a loss and its gradient out.
 
-A learner (`learner.py`) makes one from its attributes for each call, which are its options: described
-in `LearnerOptions`, and checked once into another frozen value, `LoopOptions`. Everything that reaches
-the graph of the meta-gradient is a method here, from the gradient of a task down to the loss of one
-inner step.
+A learner (`learner.py`) makes a `ModuleLoop` from its attributes for each call. The attributes are its
+options: `LearnerOptions` describes them, and the frozen `LoopOptions` checks them once. Everything that
+reaches the graph of the meta-gradient is a method here, from the gradient of a task down to the loss of
+one inner step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -33,42 +33,40 @@ from hoglib.meta.norms import NormKind
 from hoglib.meta.optimizers import resolve_rule
 from hoglib.meta.tasks import OverTasks, TaskResult
 
-# by name, itself, or as a function of the learning rate
+# a name, a rule, or a function from a learning rate to a rule
 UpdateRule = str | GradientTransformation | Callable[[Any], GradientTransformation] | nn.Module
 InnerParams = Callable[[str, Tensor], bool] | Sequence[str] | str | None
 StepWeights = Sequence[float | Tensor] | None  # of the outer losses after each step
 
 
 class LearnerOptions(EvaluationOptions, total=False):
-    """The keyword options that :class:`hoglib.MAML`, :class:`~hoglib.meta.Reptile` and
-    :class:`~hoglib.meta.IMAML` share.
+    """The keyword options common to :class:`hoglib.MAML`, :class:`~hoglib.meta.Reptile` and
+    :class:`~hoglib.meta.IMAML`.
 
     Args:
-        inner_lr: The learning rate of the inner loop; with learn_lr, where the learned rates start.
-            Default: 0.01.
+        inner_lr: The learning rate of the inner loop; with learn_lr, the initial value of the learned
+            rates. Default: 0.01.
         rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
             learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
-            ``update``, whose parameters MAML learns if it is a module. Default: "sgd".
-        rule_options: Keyword arguments of a rule that is given by name.
-        inner_loss: The criterion of the inner loop, which MAML and IMAML learn if it is a module with
+            ``update``; MAML learns its parameters if it is a module. Default: "sgd".
+        rule_options: Keyword arguments for a rule given by name.
+        inner_loss: The criterion of the inner loop; MAML and IMAML learn it if it is a module with
             parameters. Default: criterion.
         inner_params: The parameters that adapt: a predicate ``(name, tensor) -> bool``, or names
             and prefixes (ANIL: ``["head"]``). All parameters are meta-learned. Default: all adapt.
-        batch_norm: What batch norm layers normalise by. "by_mode": in train mode the statistics of
-            the batch, without updating the running ones, which they use in eval mode.
-            "transductive": the batch's in either mode. "per_step" (not of IMAML): the batch's in train
-            mode; in eval mode running averages that are kept for each step. "frozen": the model's
-            running statistics in either mode. Default: "by_mode".
-        forward: How the model is called, ``forward(model, batch)``. Default: by the parts of the
-            batch.
-        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
-            derivative are replaced by their stand-ins. Default: True.
-        remat: Blocks of the model whose intermediate values are recomputed in backward instead of kept,
-            by `hoglib.ops.remat`: True for the blocks that it repeats, or their names or globs, as
-            "layers.*". It is about layers, as MAML's ``memory`` is about steps, and may be combined
-            with each of its values. With compile, the passes of a block are compiled instead of the
-            meta-gradient, once for all equal blocks, and tasks run one after the other.
-            Default: False.
+        batch_norm: The statistics used by batch norm layers. "by_mode": in train mode the
+            batch's statistics, without an update of the running ones, which are used in eval mode.
+            "transductive": the batch's in either mode. "per_step" (not with IMAML): the batch's in
+            train mode; in eval mode running averages kept for each step. "frozen": the model's running
+            statistics in either mode. Default: "by_mode".
+        forward: How to call the model, ``forward(model, batch)``. Default: by the parts of the batch.
+        stand_ins: Run inside `hoglib.second_order()`, which replaces torch calls without a right second
+            derivative by stand-ins. Default: True.
+        remat: Blocks of the model to recompute in backward by `hoglib.ops.remat`, instead of keeping
+            their intermediate values: True for the repeated blocks of the model, or names or globs
+            such as "layers.*". This is about layers, as MAML's ``memory`` is about steps, and may be
+            combined with each of its values. With compile, the passes of a block are compiled instead
+            of the meta-gradient, once for all equal blocks, and tasks run in turn. Default: False.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -87,21 +85,17 @@ class LearnerOptions(EvaluationOptions, total=False):
     forward: Forward | None
 
 
-EVALUATION = problem.OPTION_NAMES  # of how the model is evaluated
-# those of a learner itself, then those
+EVALUATION = problem.OPTION_NAMES  # names of options for the evaluation of the model
+# the learner's own options come first, then EVALUATION
 OPTION_NAMES = (*sorted(LearnerOptions.__annotations__, key=EVALUATION.__contains__),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopOptions:
-    """How an inner loop runs, checked whenever one is made.
+    """The checked options of an inner loop."""
 
-    evaluation: how the model is evaluated, as it was given to the learner, by names; policy has it
-    checked.
-    """
-
-    caller: str  # the class of the learner, for messages
-    evaluation: problem.Options
+    caller: str  # class name of the learner, for messages
+    evaluation: problem.Options  # options for the evaluation of the model, unchecked
     inner_lr: float = 0.01
     inner_steps: int
     rule_options: dict[str, Any] | None = None
@@ -112,7 +106,7 @@ class LoopOptions:
     step_weights: Sequence[float] | None = None
     memory: str = "store"
     over_tasks: str = "loop"
-    policy: Policy = field(init=False, repr=False)
+    policy: Policy = field(init=False, repr=False)  # `evaluation`, checked
 
     def __post_init__(self) -> None:
         checked = {
@@ -129,7 +123,7 @@ class LoopOptions:
             "policy": Policy.of(self.caller, self.evaluation),
         }
         for name, value in checked.items():
-            # frozen for all others: it is checked once, here
+            # frozen after this: options are checked once, here
             object.__setattr__(self, name, value)
         if self.memory == "mixed":
             inner_loop.check_mixed(self.caller, self.policy)
@@ -140,18 +134,18 @@ class LoopOptions:
             )
 
     def __getitem__(self, name: str) -> Any:
-        """An option by its name, also one of how the model is evaluated."""
+        """An option by name, including the options of `evaluation`."""
         return self.evaluation.get(name) if name in EVALUATION else getattr(self, name)
 
     def changed(self, name: str, value: object) -> "LoopOptions":
-        """The same with another value of an option."""
+        """A copy with another value of one option."""
         own: dict[str, Any] = {name: value}
         if name in EVALUATION:
             own = {"evaluation": {**self.evaluation, **own}}
         return replace(self, **own)
 
     def weights_for(self, steps: int) -> StepWeights:
-        """The weights of the outer losses after each step; None for the last loss alone."""
+        """The weights of the outer losses after each step; None means the last loss alone."""
         weights = self.step_weights
         if weights is not None and (len(weights) != steps or not any(weights)):
             raise ArgumentValueError(
@@ -190,10 +184,10 @@ Granularity = Literal["model", "layer", "parameter", "element"]
 
 
 class MetaParams(NamedTuple):
-    """All that is learned: where every task starts."""
+    """All learned tensors; each task starts from them."""
 
-    model: Params  # the trainable parameters of the model, by their names in it
-    modules: Params  # those of the learned modules, by their names in `ModuleLoop.learned_modules`
+    model: Params  # trainable parameters of the model, by name
+    modules: Params  # parameters of the learned modules, by name in `ModuleLoop.learned_modules`
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,15 +199,15 @@ class ModuleLoop:
     criterion_loss: FunctionalLoss  # the outer loss
     inner_criterion_loss: FunctionalLoss
     adapting: tuple[str, ...]  # names of the parameters that adapt
-    learned_modules: nn.ModuleDict  # criterion, inner loss, rates and rule, those that are modules
-    rates: "LearnedRates | None"
-    statistics: norms.PerStepStatistics | None
-    batch_norms: norms.BatchNorms
+    learned_modules: nn.ModuleDict  # criterion, inner loss, rates and rule, if they are modules
+    rates: "LearnedRates | None"  # learned inner learning rates
+    statistics: norms.PerStepStatistics | None  # for batch_norm="per_step"
+    batch_norms: norms.BatchNorms  # the model's batch norm layers
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
     placement: Placement = WHOLE  # of the parameters over processes
 
     def meta_params(self) -> MetaParams:
-        """All that is learned, as it is now."""
+        """The present values of all learned tensors."""
         learned = self.learned_modules.named_parameters()
         model = trainable_params(self.criterion_loss.model)
         return MetaParams(model, {name: p for name, p in learned if p.requires_grad})
@@ -221,9 +215,9 @@ class ModuleLoop:
     def meta_gradient(
         self, start: MetaParams, support: Tree, query: Tree, weights: StepWeights = None
     ) -> TaskResult:
-        """The outer loss of one task and its gradient with respect to all that is learned."""
+        """The outer loss of one task and its gradient with respect to all learned tensors."""
         if torch_internals.transforms_active():
-            # inside the vmap over tasks, so that each task is differentiated by itself
+            # inside vmap over tasks: each task is differentiated by itself
             outer = partial(self.outer_loss, support=support, query=query, weights=weights)
             grads, (_, (result, _)) = torch.func.grad_and_value(outer, has_aux=True)(start)
             return result._replace(grads=grads)
@@ -232,7 +226,7 @@ class ModuleLoop:
             own = [leaf.detach().requires_grad_() for leaf in leaves]
         start = pytree.unflatten(own, structure)
         value, (result, _) = self.outer_loss(start, support, query, weights)
-        # no mode handles the call itself, and stand-ins see what backward calls
+        # unhandled: no mode intercepts autograd.grad, and stand-ins see the calls inside backward
         found = torch_internals.gradients([value], own, unhandled=True)
         grads = pytree.unflatten(materialize_grads(found, own), structure)
         return result._replace(value=value.detach(), grads=grads)
@@ -240,10 +234,10 @@ class ModuleLoop:
     def outer_loss(
         self, start: MetaParams, support: Tree, query: Tree, weights: StepWeights = None
     ) -> tuple[Tensor, tuple[TaskResult, Params]]:
-        """The outer loss of one task after the inner loop; and its result without a gradient, and what
-        adapted.
+        """The outer loss of one task after the inner loop; and the TaskResult without a gradient, with
+        the adapted parameters.
 
-        weights: of the outer losses; where they are not those of the options.
+        weights: weights of the outer losses. Default: those in the options.
         """
         steps = self.options.inner_steps
         weights = self.options.weights_for(steps) if weights is None else weights
@@ -259,13 +253,14 @@ class ModuleLoop:
     def value(
         self, start: MetaParams, support: Tree, query: Tree, weights: StepWeights = None
     ) -> TaskResult:
-        """The outer loss of one task alone."""
+        """The TaskResult of one task without a gradient."""
         return self.outer_loss(start, support, query, weights)[1][0]
 
     def unrolling(
         self, start: MetaParams, support: Any, steps: int, query: Any = None, weights: Any = None
     ) -> Callable[[], Unrolled]:
-        """What runs so many steps, and with weights gives the weighted outer losses before the last."""
+        """A function that runs this many steps; with weights it also sums the weighted outer losses of
+        all steps but the last."""
 
         def loss(i: int, params: Params, constants: Any) -> tuple[Tensor, Any]:
             start, support, _ = constants
@@ -281,18 +276,18 @@ class ModuleLoop:
                 value = self.outer_value(start, params, query, i + 1)
             return _weighted(weight, value)
 
-        # a rule without learned parts is the same in each step, and its options are checked once
+        # without learned parts the rule is equal in all steps: make it once
         fixed_rule = None if start.modules else self.rule_at(0, start)
         options = self.options
         rule = lambda i, constants: fixed_rule or self.rule_at(i, constants[0])  # noqa: E731
         constant = lambda i: options.first_order or is_truncated(i, steps, options.truncate)  # noqa: E731
         inner = InnerSteps(loss, rule, constant, None if weights is None else outer)
         with without_stand_ins():
-            # a copy, so that no step writes to where all tasks start
+            # copies: no step may write to the initial parameters, which all tasks share
             params = {name: start.model[name].clone() for name in self.adapting}
         if options.memory == "store":
             return partial(unroll, inner, steps, params, (start, support, query), "store")
-        # A recomputation saves all its inputs: the initial values of what adapts are not needed.
+        # a recomputation keeps all its inputs alive: leave out initial values of adapting parameters
         rest = {n: p for n, p in start.model.items() if n not in params}
         modules = [*self.criterion_loss.model.modules(), *self.learned_modules.modules()]
         constants = start._replace(model=rest), support, query
@@ -301,7 +296,7 @@ class ModuleLoop:
         return partial(unroll, inner, steps, params, constants, options.memory)
 
     def inner_value(self, start: MetaParams, params: Params, support: Tree, step: int) -> Tensor:
-        """The loss that an inner step decreases."""
+        """The loss of an inner step."""
         value = self._value(self.inner_criterion_loss, start, params, support, step)
         if self.strength:
             offset = {name: p - start.model[name] for name, p in params.items()}
@@ -309,33 +304,33 @@ class ModuleLoop:
         return value
 
     def outer_value(self, start: MetaParams, params: Params, query: Tree, step: int) -> Tensor:
-        """The loss of the query set at the parameters after so many steps."""
+        """The loss of the query set at the parameters after `step` steps."""
         return self._value(self.criterion_loss, start, params, query, step)
 
     def _value(
         self, loss: FunctionalLoss, start: MetaParams, params: Params, batch: Any, step: int
     ) -> Tensor:
-        """A loss; where processes share the parameters the mean of theirs."""
+        """A loss; for sharded parameters the mean over the processes."""
         loss = self._at_step(loss, step)
         with self._with_learned(start):
             whole = self.placement.gather_named({**start.model, **params})
-            # x.requires_grad_() in a model is of this evaluation alone: of a tensor that all steps
-            # share, the derivative would go through the steps before
+            # the model may call x.requires_grad_(): on a tensor shared by all steps, the derivative
+            # would then go through earlier steps, too
             plain = type(batch) is tuple and all(isinstance(x, Tensor) for x in batch)
             with without_stand_ins():
                 own = tuple(map(_alias, batch)) if plain else pytree.map_tensors(_alias, batch)
-            # in the end each process has the mean of all, so that all take the same step
+            # every process gets the mean of all, so that all take equal steps
             value = partial(self.placement.mean_of, lambda: loss(whole, own))
-            # a model that differentiates inside does so where only the value is computed, too
+            # if the model differentiates inside, it does so for a value without a graph, too
             return value() if torch.is_grad_enabled() else without_graph(value)
 
     def call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
-        """The model's output with the parameters that `adapt` gave."""
+        """The model's output at the parameters returned by `adapt`."""
         loss = self._at_step(self.criterion_loss, self.options.inner_steps)
         return loss.call(self.placement.gather_named(params), *args, **kwargs)
 
     def rule_at(self, i: int, start: MetaParams) -> GradientTransformation:
-        """The update rule of step i, with the learned rates and the learned parameters of the rule."""
+        """The update rule of step i, with learned rates and the rule's own learned parameters."""
         lr, options = self.options.inner_lr, self.options.rule_options or {}
         if not start.modules:
             return resolve_rule(self.rule, lr, options)
@@ -349,18 +344,18 @@ class ModuleLoop:
             with self._with_learned(start):
                 return function(*args)
 
-        # they are called after the rule's own parameters are back, and so put the learned ones
-        # there again
+        # init and update run after the swap above has ended: swap the learned parameters in again
         init, update = (partial(with_learned, function) for function in rule)
         return GradientTransformation(init, update)
 
     def _at_step(self, loss: FunctionalLoss, step: int) -> FunctionalLoss:
-        """A loss whose batch norms follow the policy at the parameters after so many steps."""
+        """A loss with the batch norm policy for the parameters after `step` steps."""
         if self.statistics is None:
             return loss
         return loss.with_norm_policy(self.statistics.at(step, self.batch_norms))
 
     def _with_learned(self, start: MetaParams) -> AbstractContextManager[None]:
+        """A context: inside, the learned modules hold the parameters of `start`."""
         if not start.modules:
             return nullcontext()
         return swap_parameters(self.learned_modules, start.modules)
@@ -377,9 +372,9 @@ class LearnedRates(nn.Module):
 
         theta_{i+1} = theta_i - alpha_i * grad L(theta_i)
 
-    params: the parameters that adapt; lr: the initial value of every rate; granularity: one rate
-    for the "model", for each "layer" (a module), "parameter" (a tensor) or "element"; steps: one
-    for each of so many steps as well, of which later steps use the last.
+    params: the parameters that adapt. lr: the initial value of every rate. granularity: one rate for
+    the "model", for each "layer" (a module), "parameter" (a tensor) or "element". steps: also one rate
+    for each of this many steps; later steps use the last rate.
 
     References:
         Li et al., Meta-SGD, 2017, eq. 2 ("element"); Antoniou, Edwards and Storkey, How to train
@@ -401,8 +396,8 @@ class LearnedRates(nn.Module):
                 self.values[key] = nn.Parameter(rate)
 
     def forward(self, names: Iterable[str], step: int) -> dict[str, Tensor]:
-        """The rate of each of these parameters at a step, counted from 0."""
-        # more steps than rates, as in evaluation, use the last one
+        """The rates of these parameters at a step, counted from 0."""
+        # with more steps than rates, as in evaluation, use the last rate
         at = None if self.steps is None else min(step, self.steps - 1)
         found = {}
         for name in names:
@@ -417,7 +412,7 @@ class LearnedRates(nn.Module):
         return found
 
     def _key(self, name: str) -> str:
-        """A name that a ParameterDict takes: without dots."""
+        """The key of a parameter's rate; a ParameterDict allows no dots in keys."""
         if self.granularity == "model":
             return "model"
         if self.granularity == "layer":
@@ -429,7 +424,7 @@ class LearnedRates(nn.Module):
 
 
 def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams) -> list[str]:
-    """The names of the parameters that adapt, of those that are trainable."""
+    """The names of the trainable parameters that adapt. chosen: `inner_params`."""
     names = list(names)
     if chosen is None:
         return names
@@ -462,5 +457,5 @@ def _is_in(name: str, part: str) -> bool:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """A constant as a tensor of its own, of the same memory."""
+    """A detached alias: requires_grad_() in the model must not leak into other steps."""
     return x if x.requires_grad else x.detach()

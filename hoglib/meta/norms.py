@@ -1,4 +1,4 @@
-"""What batch norm layers normalise by in an inner loop: four policies."""
+"""The statistics used by batch norm layers in an inner loop: four policies."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,18 +13,18 @@ from hoglib._core.modules.module_kinds import BATCH_NORMS, NORMS
 from hoglib.errors import ArgumentValueError
 
 NormKind = Literal["by_mode", "transductive", "per_step", "frozen"]
-Statistics = dict[str, tuple[Tensor, Tensor]]
-BatchNorms = dict[str, Any]
+Statistics = dict[str, tuple[Tensor, Tensor]]  # name of a layer -> (mean, variance)
+BatchNorms = dict[str, Any]  # layers by name
 
 
 def find_batch_norms(model: nn.Module) -> BatchNorms:
-    """The batch norms that keep running statistics, by name; called while none is swapped."""
+    """The model's batch norms with running statistics, by name. Call it while no layer is swapped."""
     named = model.named_modules()
     return {n: m for n, m in named if isinstance(m, BATCH_NORMS) and m.track_running_stats}
 
 
 def frozen(patch: swap.ModulePatch, layer: nn.Module) -> None:
-    """A layer uses the model's running statistics in train mode too."""
+    """A policy: the layer uses the model's running statistics in train mode, too."""
     if isinstance(layer, NORMS) and layer.track_running_stats and layer.training:
         patch.put(layer, "training", False)
 
@@ -38,11 +38,11 @@ FIXED_POLICIES: dict[str, swap.NormPolicy] = {
 
 @final
 class PerStepStatistics(nn.Module):
-    """Running statistics for each number of inner steps, since they differ from step to step.
+    """Running statistics for each number of inner steps, because they differ from step to step.
 
-    In train mode a layer uses the batch's, of which these are the moving averages over meta-steps
-    and tasks; in eval mode it uses these. Entry i is of the parameters after i steps; more steps
-    than there are entries use the last.
+    In train mode a layer uses the batch's statistics, and these buffers average them over meta-steps
+    and tasks. In eval mode the layer uses the buffers. Entry i belongs to the parameters after i steps;
+    the last entry also serves all later steps.
 
     References:
         Antoniou, Edwards and Storkey, How to train your MAML, 2019, section 4, BNRS.
@@ -51,17 +51,17 @@ class PerStepStatistics(nn.Module):
     def __init__(self, model: nn.Module, steps: int) -> None:
         super().__init__()
         self.steps = steps
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # name of a layer -> its name in the buffers' names
         for name, layer in find_batch_norms(model).items():
-            # the name of a buffer must not have dots
+            # a buffer's name must not contain dots
             self._names[name] = name.replace(".", "/")
             for kind in ("mean", "var"):
-                # one more than steps: entry 0 is of the parameters before the first
+                # steps + 1 entries: entry 0 belongs to the initial parameters
                 value = layer.get_buffer(f"running_{kind}").expand(steps + 1, -1).clone()
                 self.register_buffer(f"{kind}/{self._names[name]}", value)
 
     def at(self, step: int, layers: BatchNorms) -> swap.NormPolicy:
-        """The policy of the layers at parameters after so many steps."""
+        """The policy for the parameters after `step` steps."""
         if layers.keys() != self._names.keys():
             raise ArgumentValueError(
                 f"batch_norm='per_step': expected the layers {', '.join(self._names)}, got "
@@ -71,8 +71,7 @@ class PerStepStatistics(nn.Module):
 
         def policy(patch: swap.ModulePatch, layer: nn.Module) -> None:
             name = names.get(id(layer))
-            # in train mode the batch's own, of which `record_statistics` keeps what `update`
-            # averages
+            # train mode: batch statistics, which `record_statistics` collects for `update`
             if name is None or layer.training:
                 swap.train_mode_batch_statistics(patch, layer)
                 return
@@ -85,7 +84,8 @@ class PerStepStatistics(nn.Module):
 
     @torch.no_grad()
     def update(self, found: list[Statistics], layers: BatchNorms) -> None:
-        """Move the averages toward the means over tasks of each step's statistics [tasks, channels]."""
+        """Move the running statistics toward the tasks' mean. found: for each step, [tasks,
+        channels]."""
         for i, statistics in enumerate(found[: self.steps + 1]):
             for name, of_tasks in statistics.items():
                 momentum = layers[name].momentum
@@ -99,15 +99,14 @@ class PerStepStatistics(nn.Module):
 
 @contextmanager
 def record_statistics(layers: BatchNorms) -> Iterator[Statistics]:
-    """The mean and the unbiased variance of the input of each train-mode layer, without graphs."""
+    """Collect mean and unbiased variance of the input of each train-mode layer, without graphs."""
     found: Statistics = {}
 
     def record(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        # before the layer runs, on what it will normalise: with batch statistics it keeps none
-        # itself
+        # a pre-hook on the layer's input: a layer that uses batch statistics stores none itself
         x = args[0].detach()
         dims = [0, *range(2, x.dim())]
-        # unbiased, as torch's running variance is
+        # unbiased, like torch's running variance
         found[name] = x.mean(dims), x.var(dims)
 
     with ExitStack() as hooks:

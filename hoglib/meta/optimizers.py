@@ -2,15 +2,15 @@
 
 A rule is a `GradientTransformation`: `init(params) -> state` and `update(params, grads, state) ->
 (params, state)`. Nothing is changed in place, so a gradient flows through every update, to the
-parameters and to the options that are tensors. All rules are
+parameters and to options given as tensors. All rules have the form
 
     g <- g + lambda theta                            weight decay lambda
-    u, memory' = direction(g, memory)                what the rules differ in
+    u, memory' = direction(g, memory)                specific to the rule
     theta' = theta - lr u
 
-Params are any pytree of tensors; complex ones are pairs of real numbers, as in torch.optim. Dtypes
-and devices stay those of params. The state is a dict of the step count, an int, and of trees like
-params; that of plain gradient descent is empty.
+Params are any pytree of tensors; complex tensors count as pairs of real numbers, as in torch.optim.
+Results keep the dtypes and devices of params. The state is a dict of the step count, an int, and of
+trees like params; plain gradient descent has an empty state.
 """
 
 import inspect
@@ -47,27 +47,27 @@ def sgd(
     r"""Gradient descent, with momentum mu and dampening tau.
 
         g <- g + lambda theta
-        b' = mu b + (1 - tau) g, in the first step g        u = b', with nesterov g + mu b'
+        b' = mu b + (1 - tau) g; in the first step b' = g    u = b'; with nesterov u = g + mu b'
         theta' = theta - lr u
 
     Without momentum u = g.
 
     Args:
-        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
-            0, that returns one of these (`scheduled`). Tensors may be learned.
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
         momentum: The factor mu. Like every option below, a number or a tensor with one number.
         dampening: The factor tau on the gradient, from the second step on.
-        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
         nesterov: Use Nesterov's momentum.
 
     Returns:
         The rule, a `GradientTransformation`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for options that are not as described here, and for
-            nesterov without momentum or with dampening; and, in
-            update, for trees that do not have the structure of params.
+        ArgumentTypeError, ArgumentValueError: for options other than described here, for nesterov
+            without momentum or with dampening; and in update, for trees without the structure of
+            params.
 
     References:
         torch.optim.SGD; Sutskever et al., On the importance of initialization and momentum in deep
@@ -82,7 +82,7 @@ def sgd(
     """
     mu = check_number("momentum", momentum)
     tau = check_number("dampening", dampening)
-    # a tensor may be learned from 0, so that it has a slot
+    # a tensor may be learned, starting from 0: keep a slot for it
     has_momentum = isinstance(mu, Tensor) or mu != 0
     if validation.boolean("nesterov", nesterov) and not has_momentum:
         raise ArgumentValueError(
@@ -105,8 +105,7 @@ def sgd(
             else:
                 plain = isinstance(keep, float) and keep == 1
                 more = plus(g, m, b) if plain else plus(m * b, to_leaf(keep, g), g)
-                # a count that is a tensor may belong to a captured graph or a vmap, where nothing
-                # branches on it
+                # in a captured graph or under vmap the count is a tensor: no branch can depend on it
                 b = torch.where(step == 1, g, more) if isinstance(step, Tensor) else more
             return (plus(g, m, b) if nesterov else b), (b,)
 
@@ -127,24 +126,24 @@ def momentum(
 ) -> GradientTransformation:
     r"""Gradient descent with momentum: `sgd` with another default.
 
-        b' = mu b + (1 - tau) g, in the first step g        theta' = theta - lr b'
+        b' = mu b + (1 - tau) g; in the first step b' = g        theta' = theta - lr b'
 
     Args:
-        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
-            0, that returns one of these (`scheduled`). Tensors may be learned.
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
         momentum: The factor mu. Like every option below, a number or a tensor with one number.
         dampening: The factor tau on the gradient, from the second step on.
-        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
-        nesterov: Use Nesterov's momentum, g + mu b' in the place of b'.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
+        nesterov: Use Nesterov's momentum, g + mu b' in place of b'.
 
     Returns:
         The rule, a `GradientTransformation`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for options that are not as described here, and for
-            nesterov without momentum or with dampening; and, in
-            update, for trees that do not have the structure of params.
+        ArgumentTypeError, ArgumentValueError: for options other than described here, for nesterov
+            without momentum or with dampening; and in update, for trees without the structure of
+            params.
 
     References:
         torch.optim.SGD; Polyak, Some methods of speeding up the convergence of iteration methods,
@@ -177,26 +176,26 @@ def adam(
         u = (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)
         theta' = theta - lr u
 
-    The square root has derivative 0 at 0, so the derivatives are finite where a gradient is exactly
-    zero and always was (a dead unit). They are also right: there u = c g / (sqrt(v') + eps) with
-    sqrt(v') = d |g|, and du/dg = c / eps. It is large, since Adam's step is the sign of g with a
+    The square root has derivative 0 at 0, so derivatives are finite if a gradient is exactly zero and
+    always was (a dead unit). They are also right: there u = c g / (sqrt(v') + eps) with
+    sqrt(v') = d |g|, and du/dg = c / eps. This is large, since Adam's step is the sign of g with a
     slope of 1 / eps at 0; a larger eps makes it smaller.
 
     Args:
-        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
-            0, that returns one of these (`scheduled`). Tensors may be learned.
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
         betas: The factors (beta1, beta2) of the running averages, in [0, 1).
         eps: The number added to the square root.
-        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
-        amsgrad: Use the largest v' so far in the place of v'.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
+        amsgrad: Use the largest v' so far in place of v'.
 
     Returns:
         The rule, a `GradientTransformation`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for options that are not as described here; and, in
-            update, for trees that do not have the structure of params.
+        ArgumentTypeError, ArgumentValueError: for options other than described here; and in update, for
+            trees without the structure of params.
 
     References:
         torch.optim.Adam; Kingma and Ba, Adam: a method for stochastic optimization, 2015, algorithm
@@ -226,23 +225,23 @@ def adamw(
         u = (m' / (1 - beta1^t)) / (sqrt(v' / (1 - beta2^t)) + eps)
         theta' = (1 - lr lambda) theta - lr u
 
-    Its derivatives are those of `adam`.
+    For the derivatives at 0 see `adam`.
 
     Args:
-        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
-            0, that returns one of these (`scheduled`). Tensors may be learned.
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
         betas: The factors (beta1, beta2) of the running averages, in [0, 1).
         eps: The number added to the square root.
-        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
-        amsgrad: Use the largest v' so far in the place of v'.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
+        amsgrad: Use the largest v' so far in place of v'.
 
     Returns:
         The rule, a `GradientTransformation`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for options that are not as described here; and, in
-            update, for trees that do not have the structure of params.
+        ArgumentTypeError, ArgumentValueError: for options other than described here; and in update, for
+            trees without the structure of params.
 
     References:
         torch.optim.AdamW; Loshchilov and Hutter, Decoupled weight decay regularization, 2019,
@@ -274,25 +273,25 @@ def rmsprop(
         w = g / (sqrt(v') + eps)              centered: g / (sqrt(v' - a'^2) + eps)
         b' = mu b + w        theta' = theta - lr b'
 
-    The square root has derivative 0 at 0, as in `adam`; a variance v' - a'^2 that rounding made
-    negative, for which torch.optim.RMSprop gives NaN, counts as 0.
+    The square root has derivative 0 at 0, as in `adam`. Rounding may make a variance v' - a'^2
+    negative: it then counts as 0, where torch.optim.RMSprop gives NaN.
 
     Args:
-        lr: The learning rate: a positive number, a tensor with one number, or a tree like params
-            whose leaves, numbers or tensors, broadcast to its leaves; or a function of the step, from
-            0, that returns one of these (`scheduled`). Tensors may be learned.
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
         alpha: The factor of the running averages, in [0, 1).
         eps: The number added to the square root.
-        weight_decay: The factor lambda, 0 or more, in the same forms as lr.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
         momentum: The factor mu.
-        centered: Scale by the variance of the gradient, in the place of its mean square.
+        centered: Scale by the variance of the gradient, in place of its mean square.
 
     Returns:
         The rule, a `GradientTransformation`.
 
     Raises:
-        ArgumentTypeError, ArgumentValueError: for options that are not as described here; and, in
-            update, for trees that do not have the structure of params.
+        ArgumentTypeError, ArgumentValueError: for options other than described here; and in update, for
+            trees without the structure of params.
 
     References:
         torch.optim.RMSprop; Hinton, Neural networks for machine learning, 2012, lecture 6e; Graves,
@@ -334,15 +333,15 @@ def rmsprop(
 
 
 def scheduled(lr: object, scheduler: Callable[[Any], Any], *, steps: int) -> Callable[[int], Any]:
-    r"""The learning rates that a scheduler of torch.optim sets, as a function of the step.
+    r"""The learning rates set by a scheduler of torch.optim, as a function of the step.
 
-        lr_i = lr f_i        f_i the factors that the scheduler gives a rate of `lr`
+        lr_i = lr f_i        f_i the scheduler's factors for a rate of `lr`
 
     For the argument ``lr`` of a rule: ``hog.meta.sgd(hog.meta.scheduled(...))``.
 
     Args:
-        lr: The initial rate: a positive number, or a tensor with one, which may be learned. Absolute
-            rates of a scheduler (eta_min, max_lr) scale with it from its present value on.
+        lr: The initial rate: a positive number, or a tensor with one number, which may be learned.
+            Absolute rates of a scheduler (eta_min, max_lr) scale with lr from its present value on.
         scheduler: A function from an optimizer to the scheduler, stepped once after each step, for
             instance ``lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 30)``.
         steps: The number of steps.
@@ -351,8 +350,8 @@ def scheduled(lr: object, scheduler: Callable[[Any], Any], *, steps: int) -> Cal
         A function of the step, 0 to steps - 1.
 
     Raises:
-        ArgumentTypeError: for a scheduler that depends on a metric, and for what is none.
-        ArgumentValueError: for one that sets the momentum too.
+        ArgumentTypeError: for a scheduler that depends on a metric, and for other objects.
+        ArgumentValueError: for a scheduler that sets the momentum too.
 
     Example:
         >>> cosine = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=4)
@@ -364,7 +363,7 @@ def scheduled(lr: object, scheduler: Callable[[Any], Any], *, steps: int) -> Cal
     validation.function("scheduler", scheduler)
     validation.at_least("steps", steps, 1)
     initial = float(lr.detach()) if isinstance(lr, Tensor) else validation.positive("lr", lr)
-    # schedulers write to an optimizer: one that trains nothing, whose rates are read off
+    # schedulers write to an optimizer: give it one that trains nothing, and read its rate
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=initial)
     stepped = scheduler(optimizer)
     kinds = torch.optim.lr_scheduler
@@ -375,7 +374,7 @@ def scheduled(lr: object, scheduler: Callable[[Any], Any], *, steps: int) -> Cal
         )
     rates = []
     for _ in range(steps):
-        if optimizer.param_groups[0]["momentum"]:  # of this optimizer it is 0
+        if optimizer.param_groups[0]["momentum"]:  # 0 unless the scheduler has set it
             raise ArgumentValueError(
                 "scheduler: expected one that sets the learning rate alone, got one that sets the "
                 "momentum too; pass it cycle_momentum=False."
@@ -406,7 +405,7 @@ EXPECTED = (
 
 
 def resolve_rule(rule: Any, lr: object, options: dict[str, Any]) -> GradientTransformation:
-    """The update rule that a name, a function of the learning rate or an object stands for."""
+    """The update rule for a name, a function of the learning rate, or a rule object."""
     if isinstance(rule, str):
         return _named(validation.choice("rule", rule, RULES), lr, options)
     if options:
@@ -416,7 +415,7 @@ def resolve_rule(rule: Any, lr: object, options: dict[str, Any]) -> GradientTran
         )
     if is_transformation(rule):
         return GradientTransformation(rule.init, rule.update)
-    # a class can be called, and would be taken for a function of the rate
+    # an optimizer class is callable: refuse it before it is called with the rate
     if isinstance(rule, type) and issubclass(rule, torch.optim.Optimizer):
         raise ArgumentTypeError(
             f"rule: expected {EXPECTED}, got {rule.__name__} of torch.optim, which changes parameters "
@@ -430,7 +429,7 @@ def resolve_rule(rule: Any, lr: object, options: dict[str, Any]) -> GradientTran
 
 
 def is_transformation(rule: object) -> bool:
-    """Whether an object is an update rule itself."""
+    """Whether the object is an update rule, and not a function that makes one."""
     return callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))
 
 
@@ -462,11 +461,11 @@ def _adam(
         b1, b2 = without_dims(beta1), without_dims(beta2)
         weight1, weight2 = 1 - b1, 1 - b2
         correction = 1 - b1**step
-        # u = m / (scale slope + floor), where what all leaves have in common is computed once
+        # u = m / (scale slope + floor): scalars common to all leaves are computed once
         slope, floor = correction / (1 - b2**step) ** 0.5, without_dims(epsilon) * correction
 
         def direction(g: Tensor, *memory: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-            # b m + (1 - b) g in one operation
+            # lerp: b m + (1 - b) g in one operation
             m = torch.lerp(memory[0], g, to_leaf(weight1, g))
             v = torch.lerp(memory[1], g * g, to_leaf(weight2, g))
             kept = (m, v, torch.maximum(memory[2], v)) if amsgrad else (m, v)

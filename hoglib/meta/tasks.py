@@ -1,8 +1,8 @@
-"""Tasks: what one is made of, the checks on it, and how several are run.
+"""Tasks: their form, their checks, and how several are run.
 
-A task is a pair (support, query) of batches, each of any kind that `functional_loss` takes. Tasks
-come stacked, as one pair whose tensors have a leading task dimension, or as a list of pairs. They
-run all at once, by vmap, or one after the other.
+A task is a pair (support, query) of batches, each of any kind that `functional_loss` takes. Tasks come
+stacked, as one pair of tensors with a leading task dimension, or as a list of pairs. They run all at
+once under vmap, or in a loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ class Shard(NamedTuple):
     """The share of one process; the result of `shard`."""
 
     tasks: Any
-    weight: float  # of their loss
+    weight: float  # factor of the loss over these tasks
 
 
 def shard(tasks: object, *, mesh: object = None) -> Shard:
@@ -54,14 +54,14 @@ def shard(tasks: object, *, mesh: object = None) -> Shard:
         (weight maml.loss(mine)).backward(), averaged over the processes, is
         maml.loss(tasks).backward()
 
-    Each process gets every world_size-th task. The weight makes the average over processes the mean
-    over all tasks, also where their number does not divide evenly.
+    Each process gets every world_size-th task. With the weight, the average over processes is the mean
+    over all tasks, even if their number does not divide evenly.
 
     Args:
-        tasks: The tasks of the whole meta-batch, the same in every process: a tuple (support,
-            query) of stacks, or a list of tasks.
-        mesh: A one-dimensional `torch.distributed.device_mesh.DeviceMesh`, whose processes share the
-            tasks: ``mesh["tasks"]``, where ``mesh["parameters"]`` shares the parameters. Default: all
+        tasks: The tasks of the whole meta-batch, equal in all processes: a tuple (support, query) of
+            stacks, or a list of tasks.
+        mesh: A one-dimensional `torch.distributed.device_mesh.DeviceMesh` of the processes that share
+            the tasks: ``mesh["tasks"]``, if ``mesh["parameters"]`` shares the parameters. Default: all
             processes.
 
     Returns:
@@ -69,7 +69,7 @@ def shard(tasks: object, *, mesh: object = None) -> Shard:
         of their loss. Without torch.distributed: all tasks, and 1.
 
     Raises:
-        ArgumentTypeError: for a mesh that is none.
+        ArgumentTypeError: for an object other than a DeviceMesh.
         ArgumentValueError: for fewer tasks than processes, and for a mesh of several dimensions.
 
     Example:
@@ -96,7 +96,7 @@ def shard(tasks: object, *, mesh: object = None) -> Shard:
 
 
 def _process_place(mesh: object) -> tuple[int, int]:
-    """The number of this process among those of a mesh, or of all, and how many there are."""
+    """The rank of this process in a mesh (or among all processes), and the number of processes."""
     if mesh is None:
         return dist.get_rank(), dist.get_world_size()
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,16 +113,16 @@ def _process_place(mesh: object) -> tuple[int, int]:
 
 
 class TaskResult(NamedTuple):
-    """What one task gives; of several tasks, the mean of the gradients and the rest stacked."""
+    """The result of one task; for several tasks, the mean of grads, and stacks of all other fields."""
 
     value: Tensor  # the outer loss
-    grads: Any  # of the meta-parameters, in their structure; () where only the value is computed
+    grads: Any  # by the MetaParams, in their structure; () if only the value is computed
     inner_losses: Tensor  # [steps]
-    statistics: Any = ()  # of batch norms, after each number of steps
-    residual: Any = ()  # of an implicit gradient
+    statistics: Any = ()  # batch norm statistics, after each number of steps
+    residual: Any = ()  # Residual of an implicit gradient
 
 
-TaskFunction = Callable[[Any, Any], TaskResult]  # of support and query
+TaskFunction = Callable[[Any, Any], TaskResult]  # (support, query)
 
 
 def run_tasks(
@@ -134,10 +134,10 @@ def run_tasks(
     over_tasks: str,
     vmappable: bool,
 ) -> tuple[TaskResult, bool]:
-    """Run tasks all at once or one by one, as `over_tasks` says or as is faster.
+    """Run tasks all at once or one by one: as `over_tasks` says, or for "auto" whichever is faster.
 
-    of_stack: `of_task` of a pair of stacks. Returns the result, and whether vmap can run the model, as
-    far as is known.
+    of_stack: `of_task` for a pair of stacks. vmappable: vmap has not failed for this model. Returns the
+    result, and the new value of vmappable.
     """
     stack = _stack_for_vmap(tasks, params, over_tasks, vmappable)
     reason = ""
@@ -145,7 +145,7 @@ def run_tasks(
         try:
             return of_stack(*stack), vmappable
         except Exception as error:
-            # hoglib's own errors are about the model or the data, not about vmap
+            # HoglibErrors are about the model or the data, not about vmap
             if isinstance(error, errors.HoglibError) and over_tasks == "vmap":
                 raise
             reason = (str(error) or type(error).__name__).splitlines()[0].partition(" INTERNAL")[0]
@@ -154,7 +154,7 @@ def run_tasks(
                     f"{what}(over_tasks='vmap'): expected a model that runs under vmap, got an error: "
                     f"{reason} If it is not the model's own, use over_tasks='loop'."
                 ) from error
-    # The loop either raises the same error, without vmap around it, or works.
+    # without vmap, the loop raises a real error again, or works
     with translate_errors(what):
         result = loop_tasks(of_task, unstacked(tasks))
     if stack is None:
@@ -167,7 +167,7 @@ def run_tasks(
 
 
 def _stack_for_vmap(tasks: object, params: Params, over_tasks: str, vmappable: bool) -> Any | None:
-    """The tasks as one stack, if vmap is to run them."""
+    """The tasks as one stack if vmap shall run them, otherwise None."""
     if over_tasks == "loop" or (over_tasks == "auto" and not (vmappable and prefer_vmap(params))):
         return None
     stack = stacked(tasks)
@@ -180,40 +180,43 @@ def _stack_for_vmap(tasks: object, params: Params, over_tasks: str, vmappable: b
 
 
 def prefer_vmap(params: Params) -> bool:
-    """Whether all tasks at once are likely to be faster than one after the other: on a CPU unless the
-    parameters have more than 2**17 elements, whose copies for each task leave its caches, or one of
-    them more than 2**12 in more than two dimensions, as a convolution's."""
+    """Whether vmap over all tasks is likely to be faster than a loop.
+
+    On a CPU it is slower if all parameters together have more than 2**17 elements, because the copies
+    for all tasks exceed the caches, or if a parameter of more than two dimensions (a convolution's) has
+    more than 2**12.
+    """
     on_cpu = [p for p in params.values() if p.device.type == "cpu"]
     small = sum(p.numel() for p in on_cpu) <= 2**17
     return small and all(p.numel() <= 2**12 for p in on_cpu if p.dim() > 2)
 
 
 def map_tasks(function: TaskFunction, support: Tree, query: Tree) -> TaskResult:
-    """A function of one task over a stack of tasks, by vmap."""
-    # vmap is outermost: the derivative of a vmapped loss is wrong through normalisation layers.
+    """Run a function of one task on a stack of tasks, under vmap."""
+    # differentiate inside vmap: the derivative of a vmapped loss is wrong through normalisation layers
     tasks = support, query
 
     def of_tensors(*given: Tensor) -> TaskResult:
         return function(*pytree.filled(tasks, given, lambda x: isinstance(x, Tensor)))
 
-    # each task draws numbers of its own, as in a loop
+    # each task draws its own random numbers, as in a loop
     found = torch.func.vmap(of_tensors, randomness="different")(*pytree.tensors(tasks))
     return found._replace(grads=pytree.map(lambda grad: grad.mean(0), found.grads))
 
 
 def loop_tasks(function: TaskFunction, tasks: Sequence[Task]) -> TaskResult:
-    """A function of one task over a sequence of tasks."""
+    """Run a function of one task on each task of a sequence."""
     results: list[TaskResult] = []
     total: list[Tensor] = []
     structure: Any = None
     for i, (support, query) in enumerate(tasks):
         found = function(support, query)
         grads, structure = pytree.flatten(found.grads)
-        if i < 2:  # gradients of one task may share memory; their sums do not
+        if i < 2:  # not in place: gradients of one task may share memory, their sum does not
             total = [x + y for x, y in zip(total, grads, strict=True)] if total else grads
         else:
             total = [x.add_(y) for x, y in zip(total, grads, strict=True)]
-        # gradients are summed as they come, so that those of one task at a time are held
+        # sum the gradients at once, so that only one task's are held
         results.append(found._replace(grads=()))
     mean = [x.div_(len(tasks)) for x in total] if len(tasks) > 1 else total
     means = pytree.unflatten(mean, structure)
@@ -221,9 +224,8 @@ def loop_tasks(function: TaskFunction, tasks: Sequence[Task]) -> TaskResult:
 
 
 def unpack(tasks: object) -> Any:
-    """A stack as a tuple, also when a collate function made it a list; a list of tasks as it is."""
-    # a DataLoader collates a tuple (support, query) to a list, which a list of two tasks looks
-    # like, too
+    """Turn a collated list of two stacks into a tuple; leave a list of tasks unchanged."""
+    # a DataLoader collates a tuple (support, query) to a list, which looks like a list of two tasks
     if isinstance(tasks, list) and len(tasks) == 2:
         collated = all(isinstance(part, list) for part in tasks)
         no_tasks = not any(isinstance(part, tuple | list) for part in tasks)
@@ -233,7 +235,7 @@ def unpack(tasks: object) -> Any:
 
 
 def check_tasks(tasks: Any) -> int:
-    """The number of tasks, after checking their sizes."""
+    """Check the tasks, and return their number."""
     for leaf in pytree.leaves(tasks):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise errors.NoSecondDerivative(
@@ -261,7 +263,7 @@ def check_tasks(tasks: Any) -> int:
             f"tasks: expected as many query sets as support sets, got {counts[0]} support and "
             f"{counts[1]} query sets; stack one of each for every task, in the same order{SINGLE}."
         )
-    # [tasks, examples] for a single task's [examples, 1]; tokens have no feature dimension either
+    # a single task's [examples, 1] reads as [tasks, examples]; token ids are integers: no warning
     inputs, *others = pytree.tensors(tasks)
     if pytree.is_float(inputs) and all(x.dim() == 2 for x in (inputs, *others)):
         warn_once(ONE_STACK.format(count=counts[0], shape=list(inputs.shape[1:])))
@@ -269,7 +271,7 @@ def check_tasks(tasks: Any) -> int:
 
 
 def _is_of_tensors(pair: object) -> bool:
-    """Whether a tuple or list is a pair of tensors, as (inputs, targets) are."""
+    """Whether the pair is a tuple or list of two tensors, such as (inputs, targets)."""
     return (
         isinstance(pair, tuple | list)
         and len(pair) == 2
@@ -279,7 +281,8 @@ def _is_of_tensors(pair: object) -> bool:
 
 @contextmanager
 def stacks_in_errors(what: str, tasks: object, count: int) -> Iterator[None]:
-    """Add to an error that a model raises how the tasks were read, which a single task shows by it."""
+    """Add a note on how the tasks were read to an error from the model: a single task passed as stacks
+    shows itself by such an error."""
     try:
         yield
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -300,12 +303,12 @@ def unstacked(tasks: object) -> Sequence[Task]:
 
 
 def first_task(tasks: object) -> Task:
-    """One of the tasks."""
+    """The first task."""
     return tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
 
 
 def stacked(tasks: object) -> Any | None:
-    """Tasks as one pair of stacks; None for a list whose tasks differ in size or structure."""
+    """Tasks as one pair of stacks; None if the tasks of a list differ in size or structure."""
     if not isinstance(tasks, list):
         return tasks
     flat, structures = zip(*(pytree.flatten(tuple(task)) for task in tasks), strict=True)
@@ -313,7 +316,7 @@ def stacked(tasks: object) -> Any | None:
         [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves]
         for leaves in flat
     ]
-    # leaves that are no tensors cannot be stacked, even where they are equal
+    # leaves other than tensors cannot be stacked, even if they are equal
     if any(None in kind or kind != kinds[0] for kind in kinds) or len({*structures}) > 1:
         return None
     columns = zip(*flat, strict=True)
@@ -332,8 +335,8 @@ def _check_task(what: str, task: Any) -> Task:
 
 
 def check_batch(what: str, batch: Any, dims: int = 1) -> None:
-    """Raise for a batch without examples, and for a pair of tensors of other leading dimensions:
-    [examples], or [tasks, examples] in a stack of tasks."""
+    """Raise for a batch without examples, or for (inputs, targets) with different leading dimensions:
+    [examples], or [tasks, examples] with dims=2 for a stack of tasks."""
     tensors = pytree.tensors(batch)
     if dims == 1 and any(_is_object(leaf) for leaf in pytree.leaves(batch)):
         return
@@ -362,13 +365,13 @@ def check_batch(what: str, batch: Any, dims: int = 1) -> None:
 
 
 def _is_object(leaf: object) -> bool:
-    """Whether a leaf is an object that only the model can read."""
+    """Whether a leaf is an object of a class that only the model knows."""
     known = (Tensor, str, bytes, int, float, complex, type(None), type)
     return not (isinstance(leaf, known) or hasattr(leaf, "__array__"))
 
 
 def _count_tasks(what: str, stack: object) -> int:
-    """The number of tasks in a stack: the leading dimension of every tensor."""
+    """The number of tasks in a stack: the leading dimension of all tensors."""
     tensors = pytree.tensors(stack)
     counts = {len(x) if x.dim() else 0 for x in tensors}
     if len(counts) != 1:

@@ -1,17 +1,16 @@
-r"""A training as a function of what it was set up with, the batches of its steps, and reverse mode
-through it, one step at a time, from states that are kept or computed.
+r"""A training as a function of its hyperparameters, and reverse mode through it, one step at a time.
 
     c_{i+1} = F_i(c_i, h)          c = (parameters, state of the rule), h the constants
     u_i = (dF_i / dc)^T u_{i+1}    gradient of h += (dF_i / dh)^T u_{i+1}    for i = n - 1, ..., 0
 
-A graph is held of one step only. The state before a step is kept, or computed again from the last one
-that is; a `schedule` says which are kept:
+Only the graph of one step is held at a time. The state before a step is kept from the forward run, or
+recomputed from the last kept state. A `schedule` decides which states are kept:
 
-    "remat"   every state                                     one more run of each step
-    "sqrt"    every sqrt(n)-th, then those of one segment     two more
-    "log"     by recursive halving, log2(n) at once           log2(n) / 2 + 1 more
+    "remat"   every state                                      each step runs once more
+    "sqrt"    every sqrt(n)-th, then all of one segment        each step runs twice more
+    "log"     by recursive halving, log2(n) at a time          log2(n) / 2 + 1 times more
 
-Each state of the replay is compared with that of the training, bit for bit.
+Each state of the replay is compared with the state of the forward run, bit for bit.
 
 References:
     Griewank and Walther, Algorithm 799: revolve, 2000; Engstrom et al., Optimizing ML Training with
@@ -48,25 +47,25 @@ from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State
 from hoglib.meta.gradient_transformation import GradientTransformation
 from hoglib.meta.optimizers import is_transformation, resolve_rule
 
-Get = Callable[[int], Any]
+Get = Callable[[int], Any]  # step -> batch
 
 
 class TrainingOptions(TypedDict, total=False):
     """The keyword options of :func:`~hoglib.meta.hypergradient` and
-    :func:`~hoglib.meta.leave_k_out`: what a training is, besides its loss.
+    :func:`~hoglib.meta.leave_k_out`: everything that defines a training, besides its loss.
 
     Args:
-        rule: The update rule, such as ``hog.meta.sgd(0.1)``, or a function from hyper to one, such
-            as ``lambda hyper: hog.meta.sgd(hyper["lr"])``. Needed where there are steps.
-        steps: The number of steps. Default: one for each batch, or 1; 0 for an implicit method
-            without batches, which takes params for theta*.
-        batches: What inner is given in each step: a sequence, a function of the step, or a DataLoader
-            or other iterable, which is read again and again. An implicit method uses the last for the
-            minimum. Default: none, inner takes (params, hyper).
-        progress: Show a bar that counts steps, or trainings (needs tqdm). Not of a hypergradient with
-            memory="store". Default: False.
-        stand_ins: Run inside `hoglib.second_order()`, where torch calls without a right second
-            derivative are replaced by their stand-ins. Default: True.
+        rule: The update rule, such as ``hog.meta.sgd(0.1)``, or a function from hyper to a rule, such
+            as ``lambda hyper: hog.meta.sgd(hyper["lr"])``. Required if there are steps.
+        steps: The number of steps. Default: one for each batch, or 1. For an implicit method without
+            batches the default is 0, which takes params for theta*.
+        batches: The third argument of inner in each step: a sequence, a function of the step, or a
+            DataLoader or other iterable, which is read again and again. An implicit method uses the
+            last batch for the minimum. Default: none, inner takes (params, hyper).
+        progress: Show a bar that counts steps, or trainings (needs tqdm); a hypergradient with
+            memory="store" shows none. Default: False.
+        stand_ins: Run inside `hoglib.second_order()`, which replaces torch calls without a right second
+            derivative by stand-ins. Default: True.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
@@ -87,44 +86,44 @@ OPTION_NAMES = tuple(TrainingOptions.__annotations__)
 
 
 class Batches:
-    """The batch of each step of a training, by a function of the step."""
+    """The batch of each step of a training, from a function of the step."""
 
     def __init__(self, get: Get | None, end: int | None = None) -> None:
-        self.given = get is not None  # whether the loss takes one
-        self.count = self._end = end  # how many there are, if that is known
+        self.given = get is not None  # the loss takes a batch
+        self.count = self._end = end  # the number of batches; None if unknown
         self._get = get
 
     def at(self, i: int) -> Any:
-        """The batch of step i, the same in each call."""
+        """The batch of step i; repeated calls return equal batches."""
         return None if self._get is None else clone_inference_tensors(self._get(i))
 
     def last(self, steps: int) -> Any:
-        """That of the last step, or of the last one that there is."""
+        """The batch of the last step, or the last batch if there are fewer batches than steps."""
         return self.at((self._end or max(steps, 1)) - 1)
 
     def begin(self, kept: OnDisk) -> None:
-        """Take random numbers from where the first process of a call did."""
+        """Resume: restore the random state at the start of the interrupted run."""
 
 
 @final
 class Passes(Batches):
-    """A DataLoader, or another iterable, which is read again and again.
+    """Batches from a DataLoader or another iterable, which is read again and again.
 
-    Its random numbers (shuffling, augmentation) are those of a stream of its own, which starts at the
-    state of the global generators and whose state is noted at the start of each pass. So a pass can be
-    repeated, whatever the training draws in between. The last sqrt(n) batches are kept, since a replay
-    asks for them in reverse.
+    Shuffling and augmentation draw from a random stream of their own, whatever the training draws in
+    between. The stream starts at the state of the global generators, and its state is recorded at the
+    start of each pass, so that a pass can be repeated. The last sqrt(n) batches are kept, because a
+    replay asks for batches in reverse.
     """
 
     def __init__(self, source: Iterable[Any], steps: int | None, count: int | None) -> None:
         super().__init__(None)
         self.given, self._source, self.count = True, source, count
-        self._generators = closures.generators(source)
-        self._starts = [(0, self._random())]  # of the passes: the first step, and the random state
-        self._kept: dict[int, Any] = {}
-        self._window = isqrt(steps or count or 1) + 2
-        self._iterator: Iterator[Any] | None = None
-        self._next = 0
+        self._generators = closures.generators(source)  # generators of the source itself
+        self._starts = [(0, self._random())]  # for each pass: its first step, and the random state
+        self._kept: dict[int, Any] = {}  # the latest batches, by step
+        self._window = isqrt(steps or count or 1) + 2  # the number of batches to keep
+        self._iterator: Iterator[Any] | None = None  # of the current pass
+        self._next = 0  # the step of the next batch to read
 
     def begin(self, kept: OnDisk) -> None:
         self._starts = [(0, kept.first("data", self._starts[0][1]))]
@@ -133,7 +132,7 @@ class Passes(Batches):
     def at(self, i: int) -> Any:
         if i not in self._kept:
             if i < self._next:
-                # an earlier batch is asked for: its pass is read again from its start
+                # an earlier batch: read its pass again from the start
                 self._starts = [start for start in self._starts if start[0] <= i]
                 self._iterator = None
             while i not in self._kept:
@@ -141,7 +140,7 @@ class Passes(Batches):
         return self._kept[i]
 
     def _read(self) -> None:
-        """The next batch, with random numbers of the stream."""
+        """Read one batch, with random numbers from the stream."""
         with preserve_random_state(*self._generators):
             if self._iterator is None:
                 self._next, self._stream = self._starts[-1]
@@ -167,7 +166,7 @@ class Passes(Batches):
             del self._kept[next(iter(self._kept))]
 
     def _random(self) -> dict[str, Any]:
-        """The random state in plain values and tensors, which a file can hold."""
+        """The random state as plain values and tensors, for a file."""
         state = random_state()
         if state["numpy"] is not None:
             name, keys, *rest = state["numpy"]
@@ -175,23 +174,23 @@ class Passes(Batches):
         return {**state, "own": [generator.get_state() for generator in self._generators]}
 
 
-_END = object()
+_END = object()  # marks the end of a pass
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """An inner training as a function of hyper, and the loss after it; its options are checked."""
+    """An inner training as a function of hyper, and the outer loss after it; options are checked."""
 
     policy: Policy
-    outer: Callable[..., Tensor]
-    inner: Callable[..., Tensor]
+    outer: Callable[..., Tensor]  # outer(params, hyper)
+    inner: Callable[..., Tensor]  # inner(params, hyper), or inner(params, hyper, batch)
     start: Any  # the initial parameters, or a function of hyper
-    rule: Any
-    count: int  # of steps
+    rule: Any  # an update rule, or a function from hyper to a rule
+    count: int  # number of steps
     batches: Batches
     progress: bool = False
-    truncate: int | None = None
-    mixed: ByTangents | None = None
+    truncate: int | None = None  # differentiate through this many last steps only
+    mixed: ByTangents | None = None  # gradients of steps are differentiated forward over reverse
 
     @classmethod
     def of(
@@ -206,7 +205,8 @@ class Training:
         truncate: int | None = None,
     ) -> "Training":
         check_option_names(caller, options, OPTION_NAMES)
-        if isinstance(start, nn.Module):  # which could be called, too
+        # a module is callable: refuse it before `initial` calls it
+        if isinstance(start, nn.Module):
             validation.parameters(start, "params")
         validation.none_or_at_least("truncate", truncate, 0)
         validation.parameters(hyper, "hyper")
@@ -228,13 +228,13 @@ class Training:
         return cls(policy, outer, inner, start, rule, count, batches, progress, truncate)
 
     def unrolled(self, hyper: Tree) -> tuple[Any, list[Tensor]]:
-        """The parameters at the end, with the graph of all steps, and the loss of each step."""
+        """The final parameters, with the graph of all steps, and the loss of each step."""
         found = inner_loop.unroll(self.steps, self.count, self.initial(hyper), hyper, "store")
         return found.params, found.losses
 
     @property
     def steps(self) -> inner_loop.InnerSteps:
-        """The steps, with hyper as their constants."""
+        """The inner steps, with hyper as their constants."""
         return inner_loop.InnerSteps(
             lambda i, params, hyper: (self.value(params, hyper, self.batches.at(i)), ()),
             lambda _, hyper: resolve_rule(self.rule, hyper, {}),
@@ -258,11 +258,11 @@ class Training:
         return validation.scalar("outer(params, hyper)", self.outer(params, hyper))
 
     def generators(self) -> list[torch.Generator]:
-        """The generators that the loss and the rule draw from, besides torch's own."""
+        """The generators of the loss and the rule, besides torch's own."""
         return closures.generators(self.inner, self.rule)
 
     def check_finite(self, losses: list[Tensor], value: Tensor | None = None) -> None:
-        """Raise for a loss of a step, or an outer one, that is not finite."""
+        """Raise for an infinite or NaN loss of a step, or outer loss."""
         if losses:
             inner_loop.check_inner_losses(
                 torch.stack(losses),
@@ -275,7 +275,7 @@ class Training:
 
 
 def _check_rule(rule: object, count: int) -> None:
-    """Raise for what is no update rule of so many steps."""
+    """Raise for a missing or wrong update rule."""
     if count and rule is None:
         raise ArgumentValueError(
             f"rule: expected an update rule for {count} inner steps, got None; for instance "
@@ -291,7 +291,7 @@ def _check_rule(rule: object, count: int) -> None:
 
 
 def make_batches(source: Any, steps: int | None) -> Batches:
-    """The batches of a training; raises for what is no source of batches."""
+    """The batches of a training; raises for a wrong source."""
     if source is None or (callable(source) and not isinstance(source, Iterable)):
         return Batches(source)
     if isinstance(source, Iterator):
@@ -319,26 +319,26 @@ def detached(tree: Tree) -> Any:
 
 
 class Cotangents(NamedTuple):
-    """The gradient of what is differentiated, while the replay goes backward."""
+    """The gradient of the result during the backward replay."""
 
-    step: int  # the number of steps before the state that `carry` is of
-    carry: list[Tensor | None]  # by each leaf of that state
-    constants: list[Tensor | None]
-    # (sum of (u theta eps)^2 over steps and parameters, of the rounding of each parameter)
+    step: int  # `carry` belongs to the state after this many steps
+    carry: list[Tensor | None]  # gradients by the leaves of that state
+    constants: list[Tensor | None]  # gradients by the constants, summed over the replayed steps
+    # sum of (u theta eps)^2 over steps and parameters: the effect of rounding each parameter
     rounding: Tensor
 
 
 @final
 class Replay:
-    """A training that can be run, and then be differentiated in reverse.
+    """A training that runs forward, and is then differentiated in reverse.
 
     Args:
-        training: What is run.
+        training: The training.
         start: The first state: (parameters, state of the rule), without a graph.
-        constants: hyper, whose floating-point tensors require grad where they are wanted.
+        constants: hyper; its floating-point tensors require grad if their gradient is wanted.
         schedule: "remat", "sqrt" or "log".
-        files: Where states are kept. Default: in memory.
-        advance: Called after each step that is run, forward or backward.
+        files: Keeps states on disk. Default: states are kept in memory.
+        advance: Called after each step, forward or backward.
     """
 
     def __init__(
@@ -352,29 +352,29 @@ class Replay:
     ) -> None:
         self.training, self.constants, self._advance = training, constants, advance
         self._steps = training.steps
-        self._leaves, self._structure = pytree.flatten(start)
+        self._leaves, self._structure = pytree.flatten(start)  # of the first state
         self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]
         self._schedule, self._files = schedule, files
         self._kept: InMemory | OnDisk = InMemory() if files is None else files
-        self._segment = InMemory()  # of "sqrt": the states of the segment that is replayed
+        self._segment = InMemory()  # for "sqrt": the states of the segment in replay
         devices = [x for x in (*self._leaves, *self._wanted) if isinstance(x, Tensor)]
         self._generators = GeneratorStates({x.device for x in devices}, training.generators())
         drawn = self._generators.now()
         self._start = State(self._leaves, files.first("generators", drawn) if files else drawn)
-        self._final: State | None = None
+        self._final: State | None = None  # set by `run`
 
     # Forward
 
     def run(self) -> tuple[Any, list[Tensor]]:
-        """The state at the end, and the loss of each step; from the last state that is kept.
+        """Run from the last kept state: the final state, and the loss of each step.
 
-        It ends with an error when a training diverges, which is looked for now and then.
+        Losses are checked every sqrt(n) steps; a diverged training raises.
         """
         count = self.training.count
         kept = set(inner_loop.kept_states(self._schedule, 0, count))
         begin, state, losses = self._last_kept()
         every = max(1, isqrt(count))
-        # the last state besides those of the schedule, from which an interrupted process goes on
+        # a state kept besides the schedule's, so that an interrupted run can resume
         rolling = None
         self._generators.set(state.generators)
         for i in range(begin, count):
@@ -397,7 +397,7 @@ class Replay:
         return pytree.unflatten(state.leaves, self._structure), losses
 
     def _last_kept(self) -> tuple[int, State, list[Tensor]]:
-        """The last state that an earlier process kept, or the start."""
+        """The last state kept by an interrupted run (step, state, losses), or the start."""
         if self._files is not None:
             for step in reversed(self._files.positions()):
                 state, losses = self._files.load(step), self._files.losses(step)
@@ -407,7 +407,7 @@ class Replay:
         return 0, self._start, []
 
     def _check_first_step(self, kept: OnDisk, losses: list[Tensor]) -> None:
-        """Raise if the first step is not that of the training whose states are in the directory."""
+        """Raise if the files are from another training: repeat its first step and compare."""
         self._generators.set(self._start.generators)
         state, loss = self._step(0, self._start)
         is_same, update = _is_equal(loss, losses[0].to(loss.device)), digest(state.leaves)
@@ -422,14 +422,14 @@ class Replay:
             )
 
     def _step(self, i: int, state: State) -> tuple[State, Tensor]:
-        """The state after step i, and the loss, by the operations that the replay differentiates."""
+        """The state after step i and the loss, by the operations that the replay differentiates."""
         after, loss = self._after(i, _fresh_leaves(state.leaves))
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in after]
         self._advance()
         return State(leaves, self._generators.now()), loss
 
     def _after(self, i: int, leaves: list[Any]) -> tuple[list[Any], Tensor]:
-        """The leaves of the state after step i, with a graph from those before it; and the loss."""
+        """The leaves of the state after step i, with a graph to the given leaves; and the loss."""
         params, memory = pytree.unflatten(leaves, self._structure)
         params, memory, (loss, _) = self._steps.step(i, params, memory, self.constants, alone=True)
         return self._in_order((params, memory)), loss
@@ -437,11 +437,11 @@ class Replay:
     # Backward
 
     def pull(self, cotangents: object, constants: Sequence[Tensor | None]) -> Cotangents:
-        """The gradients by the first state and the constants, of those by the last state.
+        """Pull gradients by the final state back to the first state and the constants.
 
         Args:
             cotangents: By (parameters, state of the rule) at the end; leaves may be None.
-            constants: By the constants that require grad, which those of all steps are added to.
+            constants: Initial gradients by the constants; the gradients of all steps are added.
         """
         assert self._final is not None
         own: list[Tensor | None] = list(pytree.leaves(cotangents))
@@ -450,7 +450,7 @@ class Replay:
         after = self._final.leaves
         name = digest([x for x in (*own, *constants) if x is not None])
         known = None if self._files is None else self._files.get(BACKWARD)
-        if known is not None and known["of"] == name:  # where an earlier process was
+        if known is not None and known["of"] == name:  # resume an interrupted backward
             at, after = Cotangents(*(known[field] for field in Cotangents._fields)), known["after"]
         every = max(1, isqrt(self.training.count))
         try:
@@ -458,8 +458,7 @@ class Replay:
                 before = self._state_before(at.step - 1)
                 at = self._pull_step(at, before, after)
                 after = before.leaves
-                # states from here on are behind the replay, and their memory is free for the next
-                # segment
+                # later states are no longer needed: free their memory for the next segment
                 self._drop_from(at.step)
                 if self._files is not None and at.step % every == 0:
                     self._files.put(BACKWARD, {"of": name, "after": after, **at._asdict()})
@@ -468,13 +467,13 @@ class Replay:
         return at
 
     def _state_before(self, step: int) -> State:
-        """The state after so many steps, from the last one before it that is kept."""
+        """The state after `step` steps, recomputed from the last kept state before it."""
         state, begin = self._start, 0
         for kept in (self._segment, self._kept):
             for position in reversed(kept.positions()):
                 if begin < position <= step and (found := kept.load(position)) is not None:
                     state, begin = found, position
-        # of "sqrt" all of one segment
+        # for "sqrt", keep all states of the current segment
         schedule = "remat" if self._schedule == "sqrt" else self._schedule
         keep = {*inner_loop.kept_states(schedule, begin, step + 1)} - {step}
         self._generators.set(state.generators)
@@ -486,7 +485,8 @@ class Replay:
         return state
 
     def _pull_step(self, at: Cotangents, before: State, after: list[Any]) -> Cotangents:
-        """Through step at.step - 1, from the state before it; after: the training's state after it."""
+        """Pull back through step at.step - 1. before: the state before it. after: the leaves that the
+        forward run had after it."""
         own = _fresh_leaves(before.leaves)
         self._generators.set(before.generators)
         leaves, _ = self._after(at.step - 1, own)
@@ -499,10 +499,10 @@ class Replay:
         return Cotangents(at.step - 1, carry, add(at.constants, [*left]), rounding)
 
     def _rounding(self, cotangents: list[Tensor | None], leaves: list[Any]) -> Tensor:
-        """sum (u theta eps)^2 over a state: the squared change of the result by its rounding."""
+        """sum (u theta eps)^2 over a state: the squared effect of its rounding on the result."""
         pairs = zip(cotangents, leaves, strict=True)
         known = ((u * x, torch.finfo(x.dtype).eps) for u, x in pairs if u is not None)
-        # on the CPU, since leaves may be on several devices
+        # sum on the CPU: leaves may be on several devices
         terms = [change.abs().double().square().sum().cpu() * eps**2 for change, eps in known]
         return pytree.sum_scalars(terms).double()
 
@@ -533,7 +533,7 @@ class Replay:
         leaves, structure = pytree.flatten(carry)
         if structure == self._structure:
             return leaves
-        # cotangents belong to leaves by their place: the order is that of the first state
+        # cotangents are matched to leaves by position: use the order of the first state
         known = pytree.unflatten(self._leaves, self._structure)
         try:  # dicts in another order
             return pytree.leaves(pytree.map(lambda _, x: x, known, carry))
@@ -545,7 +545,8 @@ class Replay:
 
 
 def pullback(outputs: list[Any], cotangents: Sequence[Any], inputs: list[Tensor]) -> list[Any]:
-    """The pullback of outputs; None for those that are no tensors, or have no graph or cotangent."""
+    """The gradients by inputs of <cotangents, outputs>; outputs without a graph or cotangent are
+    skipped. None for an input without a gradient."""
     both = zip(outputs, cotangents, strict=True)
     pairs = [(y, u) for y, u in both if u is not None and _is_wanted(y)]
     if not pairs or not inputs:
@@ -554,7 +555,7 @@ def pullback(outputs: list[Any], cotangents: Sequence[Any], inputs: list[Tensor]
 
 
 def add(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The sums of two lists of gradients, in which None is zero."""
+    """The sums of two lists of gradients; None stands for zero."""
     return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
 
 
@@ -567,7 +568,7 @@ def _is_wanted(x: object) -> bool:
 
 
 def _has_equal_runs(x: Tensor) -> bool:
-    """Whether two runs give the same bits: not so on a device, which may add in another order."""
+    """Whether two runs give equal bits: a GPU may add in another order."""
     return x.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
