@@ -106,7 +106,7 @@ class RectangularOperator(ABC):
 
     @contextmanager
     def _algorithm(self, name: str, total: int | None = None, options: Any = ()) -> Iterator[None]:
-        """Inside, the algorithm `name` multiplies, `total` times if that is known.
+        """Inside, the algorithm `name` multiplies, `total` times if known.
 
         options: the options that decide how many messages processes exchange.
         """
@@ -117,7 +117,7 @@ class RectangularOperator(ABC):
 
     @property
     def target(self) -> Space:
-        """The row space, in which products lie; the space of vectors, unless a subclass has
+        """The row space, where products lie; the space of vectors, unless a subclass has
         another."""
         return self.space
 
@@ -223,7 +223,7 @@ class RectangularOperator(ABC):
         raise errors.ArgumentTypeError(text)
 
     def __neg__(self) -> "RectangularOperator":
-        # Not self * -1, for which a Kronecker operator would need eigenvectors.
+        # Not self * -1: a Kronecker operator would need eigenvectors for it.
         return sum_of((-1.0, self))
 
     def matvec(self, v: Tree) -> Any:
@@ -278,9 +278,9 @@ class RectangularOperator(ABC):
     def _refuse_not_finite(
         self, rows: Tensor, total: Tensor, space: Space, finite: str, alone: bool = True
     ) -> None:
-        """Raise for products, vectors of `space`, that are not finite though the rows are.
+        """Raise for products with NaN or infinity from finite rows. space: the space of the products.
 
-        finite: what is finite there, in words. alone: whether no other process has a part.
+        finite: what else is finite, for the message. alone: whether no other process has a part.
         """
         if total.device.type == "cpu" or not alone:  # all processes must raise
             where = space.first_not_finite(total)
@@ -884,7 +884,7 @@ class LinearOperator(RectangularOperator):
             start = rows / torch.where(size > 0, size, torch.ones_like(size))
             T, V = estimates.tridiagonal(self.apply, start, count, self.space)
             theta, S = symmetric_eigen(T)
-            # The vector b has no part in the others.
+            # b has a part in these eigenvectors only
             present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2
             here = present & (size > 0).to(present.device)
             values = validation.of_eigenvalues(function, theta, here)
@@ -958,7 +958,7 @@ def product_of(chain: Chain) -> RectangularOperator:
 
 
 def _chain_of(A: RectangularOperator) -> Chain:
-    """The factors of an operator; an operator that is no product is its only factor."""
+    """The factors of an operator: itself, unless it is a product."""
     return A.chain if isinstance(A, Product) else [(A, False)]
 
 
@@ -968,7 +968,7 @@ def _transpose_chain(chain: Chain) -> Chain:
 
 
 class Product(RectangularOperator):
-    """A product of operators, some of them transposed: the factors of `chain`."""
+    """A product of the operators in `chain`, some transposed."""
 
     def __init__(self, chain: Chain) -> None:
         last, transposed = chain[-1]
@@ -1040,7 +1040,7 @@ class Submatrix(LinearOperator):
         super().__init__(Space({name: params[name] for name in names}, operator.dtype))
         places = dict(zip(params, operator.space.places(), strict=True))
         self._operator = operator
-        # indices of these parameters in the operator's flat vectors
+        # indices of the parameters in the operator's flat vectors
         self._at = torch.cat([places[name] for name in names]).to(self.device)
         self._bar = operator._bar
 
@@ -1098,8 +1098,8 @@ def sum_of(*terms: tuple[float, RectangularOperator]) -> ScaledSum:
 
 @final
 class BlockDiagonal(LinearOperator):
-    """The diagonal blocks of an operator, by one product of it for each block. masks: 1 in a block,
-    [P] each."""
+    """The diagonal blocks of an operator, by one product for each block. masks: 1 in a block, [P]
+    each."""
 
     def __init__(self, operator: LinearOperator, masks: list[Tensor]) -> None:
         super().__init__(operator.space)
@@ -1200,8 +1200,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
             f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
         )
-    # Drop directions that are rounding: shifting them instead took a third off large eigenvalues in
-    # bfloat16.
+    # Drop rounding directions: shifting them instead took a third off large eigenvalues in bfloat16.
     roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)

@@ -120,12 +120,12 @@ class Space:
                 f"dtype: expected one as wide as that of the parameters, {self.precision}, got {dtype}."
             )
         held = self.placement.local(leaves)
-        self._like = [(leaf.shape, leaf.dtype) for leaf in held]  # of each leaf of this process
+        self._like = [(leaf.shape, leaf.dtype) for leaf in held]  # this process's leaves
         self._sizes = [leaf.numel() for leaf in held]  # numbers in each leaf
         self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)  # no leaf needs a cast
         self.length = pytree.size(held)
-        # The weight of each entry in an inner product: 1 / the number of processes that hold a copy
-        # of it, because their terms are added up.
+        # The weight of each entry in an inner product: 1 / the number of processes with a copy of the
+        # entry, because their terms are added up.
         parts = [self.placement.copy_share(i) for i in range(len(held))]
         self._copy_shares: Tensor | float = parts[0]
         if len(set(parts)) > 1:
@@ -318,7 +318,7 @@ class Space:
         return self.dots((rows, rows))[0].sqrt()
 
     def _divided_by_copies(self, rows: Tensor) -> Tensor:
-        """Rows with each entry divided by the number of processes that hold a copy of it."""
+        """Rows with each entry divided by the number of processes with a copy of the entry."""
         if isinstance(self._copy_shares, float):
             return rows if self._copy_shares == 1 else rows * self._copy_shares
         return rows * self._copy_shares.to(rows)
@@ -435,7 +435,7 @@ def _random_rows(
 
 @final
 class _RandomNumbers:
-    """Random numbers that are drawn in pieces, and equal those of a single draw.
+    """Random numbers drawn in pieces, equal to a single draw.
 
     On the CPU torch draws normal numbers in groups of 16, and the last 16 of a draw once more: pieces
     are multiples of 16, and the last one has at least 16. On other devices all numbers are drawn at

@@ -1,4 +1,4 @@
-"""Gradients of the single examples of a batch, by vmap or one after the other."""
+"""Gradients of single examples of a batch, by vmap or in a loop."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
 
 
 def by_loop(problem: Problem) -> tuple[Tensor, Vector]:
-    """l_n and g_n, one example after the other."""
+    """l_n and g_n, one example at a time."""
     (batch,) = problem.args
     count = number_of_examples(batch)
     values, rows = [], []

@@ -47,7 +47,7 @@ class BlockLayout(NamedTuple):
 
     @property
     def first(self) -> Region:
-        """The region by which blocks are sorted: the weight, else the bias."""
+        """The weight's region, else the bias's: blocks are sorted by it."""
         return self.weight or self.bias or Region(0, 0, 0)
 
     def overlaps(self, region: Region) -> bool:
@@ -141,7 +141,7 @@ class KroneckerBlock:
         if balanced:
             a, g = (_diagonal_of_factor(x).mean(-1) for x in (self.A, self.G))
             pi = (a / g.clamp(min=torch.finfo(g.dtype).tiny)).sqrt()
-            # A factor that is zero has no scale to balance.
+            # A zero factor has no scale to balance.
             pi = torch.where((a > 0) & (g > 0), pi, torch.ones_like(pi))
             d_A, d_G = sqrt(damping) * pi, sqrt(damping) / pi
         return KroneckerBlock(self.layout, _inverse(self.A, d_A), _inverse(self.G, d_G))
@@ -245,8 +245,8 @@ class KroneckerOperator(LinearOperator):
         return self._map(validation.function("function", function))
 
     def _map(self, function: Callable[..., Any], checked: bool = True) -> "KroneckerMatrix":
-        # Outside raise_in_all, in which nothing may be communicated: the first call of blocks() is a
-        # pass over data in all processes.
+        # Outside raise_in_all, where communication is forbidden: the first call of blocks() is a pass
+        # over data in all processes.
         given_blocks = self.blocks()
         with torch.inference_mode(False), torch.no_grad(), self.space.raise_in_all("map"):
             blocks = by_eigenvectors(given_blocks)

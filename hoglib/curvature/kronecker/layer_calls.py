@@ -206,7 +206,7 @@ class Use(NamedTuple):
 
 @final
 class LayerRecorder(TorchFunctionMode):
-    """A mode that records the calls with the leaves, or tensors made of them, as arguments."""
+    """A mode that records the calls with leaves, or tensors made from leaves, as arguments."""
 
     def __init__(self, leaves: Vector, examples: int = 1) -> None:
         super().__init__()
@@ -306,8 +306,8 @@ class LayerRecorder(TorchFunctionMode):
         return calls
 
     def _rescaled(self, call: LayerCall | None, used: Sequence[Use]) -> list[LayerCall]:
-        """The call of a layer with a weight that is a pointwise function of a parameter; none if the
-        layer has no rule for that."""
+        """The call of a layer with a pointwise function of a parameter as its weight; none without a
+        rule for that."""
         if call is None:
             return []
         uses = {use.region: use for use in used if use.region in (call.weight, call.bias)}
@@ -323,7 +323,7 @@ class LayerRecorder(TorchFunctionMode):
 
     def _of_each_example(self, args: Any, result: Tensor) -> tuple[Any, Tensor]:
         """Give an embedding of indices [1, T] or [T], such as positions, one row of indices and
-        outputs for each example, so that the gradients by these rows belong to one example."""
+        outputs for each example: the gradients by these rows are then per-example gradients."""
         indices, *rest = args
         if indices.dim() == 1 and len(indices) != self.examples:
             indices, result = indices.unsqueeze(0), result.unsqueeze(0)
@@ -369,7 +369,7 @@ PLAIN_INDICES = (int, slice, EllipsisType)  # tensors, arrays, lists select rows
 
 
 def _selects_rows(func: object, args: Any) -> bool:
-    """Whether a torch call can reorder rows, or select some of them."""
+    """Whether a torch call can reorder rows, or select rows."""
     name = getattr(func, "__name__", "").partition(".")[0]  # an operator without its overload
     if name in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -403,7 +403,7 @@ def _memory(x: Tensor) -> Any:
 
 def _slope(func: Any, name: str, args: Any, kwargs: Any, i: int, result: Tensor) -> Any:
     """d result / d argument i, element by element."""
-    # Most are products: the slope is the other factor, without a backward pass.
+    # Most are products. Their slope is the second factor, without a backward pass.
     if name in ("mul", "rmul") and isinstance(args[1 - i], Tensor):
         return args[1 - i].detach()
     given = [x.detach() if isinstance(x, Tensor) else x for x in args]
@@ -639,7 +639,7 @@ def _any_convolution(
     output_padding: object,
     **given: Any,
 ) -> LayerCall:
-    """aten.convolution, to which exported programs decompose both kinds."""
+    """aten.convolution: exported programs decompose both kinds to it."""
     if transposed:
         return _conv_transpose(tape, output, output_padding=output_padding, **given)
     return _convolution(tape, output, **given)

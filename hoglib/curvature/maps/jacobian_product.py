@@ -64,8 +64,8 @@ def jvp(
 
     One run of func computes y and t. If gradients are enabled, both can be differentiated by primals,
     by tangents, and by the parameters of the modules that func calls. The derivative of t by parameters
-    is reverse mode over forward mode, in which torch's own layer norm, batch norm and others are
-    silently wrong; ``stand_ins`` replaces them.
+    is reverse mode over forward mode: torch's own layer norm, batch norm and others are silently wrong
+    there, and ``stand_ins`` replaces them.
 
     Losses that treat t as a constant, such as MeanFlow's and the losses of continuous consistency
     models, use ``t.detach()``. Values that func computes under ``no_grad`` are constants, as in
@@ -120,7 +120,7 @@ def jvp(
     leaves, structure = _check_primals(primals)
     vector, _ = validation.vectors("tangents", tangents, primals, "primals", blocks=False)
     if policy.compiles:
-        # New tensors: a tensor that is both primal and tangent would be one input of the graph.
+        # New tensors: a graph would take a tensor given as primal and tangent for one input.
         leaves, vector = clone_inference_tensors((leaves, [v.view_as(v) for v in vector]))
     pushed = partial(_value_and_tangent, torch_internals.uncompiled(func), structure, mode, policy)
     return run(policy, func, pushed, (structure, mode, policy), leaves, vector)
@@ -310,7 +310,7 @@ class TransposedJacobian:
         self._caller, self._outputs = caller, outputs
         ys = with_graph(outputs)
         self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
-        # Without create_graph, J^T u is differentiated only by u, in which a backward is linear.
+        # Without create_graph only the derivative by u is taken, and a backward is linear in u.
         once = AMBIENT.examination._replace(first_order=not create_graph)
         with inside(examination=once):
             by_u = vjp(ys, p, self._us, caller, create_graph=True)
@@ -418,7 +418,7 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
         size = float(sums[:, 1].sum())
         lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()
         if not isfinite(lhs + rhs):
-            return True  # values that are not finite are reported elsewhere
+            return True  # NaN and infinity are reported elsewhere
         # Numbers below the smallest normal one have few digits, or none.
         least = 1e3 * torch.finfo(torch.float32).tiny * float(sums[:, 2:].sqrt().sum())
         agreed = abs(lhs - rhs) <= rtol * size + 100 * eps * max(lengths) + least
