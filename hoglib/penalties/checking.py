@@ -1,7 +1,7 @@
-"""`hoglib.penalties.check`: is a penalty the one that it is meant to be?
+"""`hoglib.penalties.check`: compares a user's penalty with hoglib's penalty of the same name.
 
-The penalty is run with a critic that records where it is called, and compared with hoglib's own at
-these points: by its value, and by its gradient by the parameter of the critic.
+The user's penalty runs with a critic that records its arguments. hoglib's penalty is evaluated at the
+recorded points; the values, and the gradients by the critic's parameter, must agree.
 """
 
 import copy
@@ -70,7 +70,7 @@ def check(
     dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> Report:
-    r"""Checks that a penalty of your own is the one it should be, and trains the critic.
+    r"""Checks that a penalty of your own has the right value, and trains the critic.
 
         wgan_gp       w mean_n (|g_n| - target)^2        at e_n real_n + (1 - e_n) fake_n
         zero_centred  w mean_n |g_n|^2                   likewise, e_n uniform in [0, 1]
@@ -79,24 +79,24 @@ def check(
         dragan        w mean_n (|g_n| - target)^2        at real and noise
 
     g_n is the gradient of sample n's score by its point, |.| over all elements of a sample. The penalty
-    is run with a small critic that records where it is called, and compared with hoglib's own at these
-    points.
+    runs with a small critic that records its arguments, and is compared with hoglib's penalty at the
+    recorded points.
 
-    The report has one row for each check: "value", "points" (where they are drawn), "reaches the
-    critic", and where the value is right "parameter gradient" and "zero gradient" (the same with a
-    sample whose gradient is zero). A module or object is copied, so that it counts no calls of the
-    check; random numbers are left as they were.
+    The report has one row for each check: "value", "points" (for kinds that draw points), "reaches the
+    critic", and if the value is right, "parameter gradient" and "zero gradient" (the parameter
+    gradient with one sample at which g_n is zero). A module or object is copied, so that it does not
+    count the check's calls; the state of random generators is restored.
 
     Args:
         penalty: Called as penalty(critic, real, fake), and returns a scalar; r1 and dragan as
             penalty(critic, real), r2 as penalty(critic, fake). The critic returns scores [N, 1].
-        kind: The penalty that is meant: "wgan_gp", "zero_centred", "r1", "r2", "r1_r2" or "dragan".
+        kind: The intended penalty: "wgan_gp", "zero_centred", "r1", "r2", "r1_r2" or "dragan".
         shape: Shape of one sample. Default: (3, 4, 4).
-        every: How many calls there are for one penalty, if it is lazy. Default: 1.
-        weight: w, what the penalty multiplies by. Default: 1.
-        device: Where the critic and the samples are. Default: the CPU.
-        dtype: Theirs, torch.float64 or torch.float32. Default: float64.
-        **options: Of hoglib's own penalty, such as ``target`` and ``one_sided``.
+        every: The number of calls per penalty, if the penalty is lazy. Default: 1.
+        weight: w, the factor that your penalty contains. Default: 1.
+        device: The device of critic and samples. Default: the CPU.
+        dtype: The dtype of critic and samples, torch.float64 or torch.float32. Default: float64.
+        **options: Options of hoglib's penalty, such as ``target`` and ``one_sided``.
     Returns:
         A `Report`: `ok`, `rows`, `str(report)`, `to_json()`, `raise_if_failed()`.
     Raises:
@@ -127,9 +127,9 @@ def check(
         )
     if dtype not in TOLERANCES:
         raise ArgumentValueError(f"dtype: expected torch.float64 or torch.float32, got {dtype}.")
-    with suppress(Exception):  # it cannot be copied, and our calls are counted
+    with suppress(Exception):  # without a copy, the penalty may count the check's calls
         penalty = copy.deepcopy(penalty)
-    quiet = warnings.catch_warnings(action="ignore")  # torch may warn of what is reported
+    quiet = warnings.catch_warnings(action="ignore")  # the report tells what torch would warn of
     with grad_enabled(), quiet, preserve_random_state():
         seed_all()
         subject = _Subject(penalty, meant, options, every, weight)
@@ -139,53 +139,57 @@ def check(
 
 @final
 class _Critic(nn.Module):
-    """D(x) = k <a, max(0, x)^2> / 2, whose gradient is k a max(0, x); `calls` holds each x."""
+    """D(x) = k <a, max(0, x)^2> / 2, with the gradient k a max(0, x).
+
+    The gradient is zero at negative points, so that a sample of -1 has a zero gradient.
+    """
 
     def __init__(self, a: Tensor, k: float) -> None:
         super().__init__()
         self.a, self.k = nn.Parameter(a), k
-        self.calls: list[Tensor] = []
+        self.calls: list[Tensor] = []  # the argument x of each call
 
     def forward(self, x: Tensor) -> Tensor:
-        # beneath torch.func, by which the penalty may differentiate
+        # the plain tensor below torch.func's wrappers, if the penalty differentiates by torch.func
         self.calls.append(unwrap(x).detach().clone())
-        # zero at negative points: a sample of which all are -1 has a zero gradient
-        above = (x + x.abs()) / 2  # relu's own derivative would stop a NaN on its way to a
+        above = (x + x.abs()) / 2  # not relu: its derivative 0 hides a NaN from the gradient of a
         return self.k * (self.a * above.square()).flatten(-self.a.dim()).sum(-1, keepdim=True) / 2
 
     def gradient(self, value: Tensor) -> Vector:
-        """The gradient of a penalty by the parameter; zero without a graph."""
+        """The gradient of a penalty by the parameter a; zero if the value has no graph."""
         return maps.grad([value], [self.a], retain_graph=True)
 
 
 class _Called(NamedTuple):
-    """What the penalty returned, the points of each call that it drew, [N, *shape], and what it was
-    given."""
+    """A call of the user's penalty."""
 
-    value: Tensor
-    drawn: list[Tensor]
-    given: list[Tensor]
-    detached: list[DetachedGradient]
+    value: Tensor  # the result; for a lazy penalty the mean over `every` calls
+    drawn: list[Tensor]  # the points at which each call evaluated the critic, [N, *shape]
+    given: list[Tensor]  # the samples that were passed
+    detached: list[DetachedGradient]  # places that detached a gradient during the call
 
 
 class _Subject(NamedTuple):
-    """The penalty that is checked, and the one that is meant."""
+    """The user's penalty, and the penalty of hoglib that it should equal."""
 
-    penalty: Callable[..., Any]
-    kind: Kind
-    options: dict[str, Any]
-    every: int
-    weight: float
+    penalty: Callable[..., Any]  # the user's
+    kind: Kind  # hoglib's
+    options: dict[str, Any]  # of hoglib's penalty
+    every: int  # calls per penalty
+    weight: float  # the factor w in the user's penalty
 
     def rows(self, like: Tensor) -> Rows:
-        """The checks in order, of samples like a tensor; later ones need that earlier ones passed."""
+        """The checks in order, with samples of the shape, dtype and device of `like`.
+
+        A later check runs only if the earlier checks that it relies on passed.
+        """
         generator = Generator().manual_seed(0)
 
         def uniform(*sizes: int) -> Tensor:
             drawn = torch.rand(*sizes, generator=generator, dtype=torch.float64, device="cpu")
             return drawn.add(0.1).to(like)
 
-        def samples() -> Tensor:  # their norms, and so the slopes, are on both sides of the target
+        def samples() -> Tensor:  # norms, and so slopes, lie on both sides of the target
             norms = torch.linspace(0.3, 2.0, N, device="cpu").to(like)
             return F.normalize(uniform(N, like.numel())).mul(norms[:, None]).reshape(N, *like.shape)
 
@@ -230,7 +234,7 @@ class _Subject(NamedTuple):
             yield same_as("zero gradient", (text, gradient, own))
 
     def _call(self, critic: _Critic, real: Tensor, fake: Tensor) -> _Called:
-        """As many calls as a lazy penalty needs for one value."""
+        """Call the user's penalty `every` times, as often as a lazy penalty needs for one value."""
         given = [real if name == "real" else fake for name in self.kind.sets]
         values: list[Tensor] = []
         drawn: list[Tensor] = []
@@ -251,10 +255,12 @@ class _Subject(NamedTuple):
         return _Called(torch.stack(values).mean(), drawn, given, detached)
 
     def _right(self, critic: _Critic, called: _Called) -> Tensor:
-        """hoglib's own value at what was drawn, as both real and fake, or at what was given; infinite
-        where too little was drawn."""
+        """The value of hoglib's penalty at the drawn points, or at the given ones if kind draws none.
+
+        Infinite if fewer points were drawn than there are samples.
+        """
         critic.requires_grad_()
-        # between equal points lies that point, whatever is drawn
+        # pass a drawn point as real and as fake: interpolation between equal points returns the point
         points = [[x, x] for x in called.drawn] if self.kind.draw else [called.given]
         if not points:
             return called.value.new_full((), torch.inf)
@@ -268,7 +274,7 @@ def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:
     tiny = 1e-6 if real.dtype == torch.float64 else 1e-3
     x, real, fake = x.flatten(1), real.flatten(1), fake.flatten(1)
     line, noise = real - fake, x - real
-    # of the nearest point of the line
+    # the coefficient of the nearest point on the line through fake and real
     e = ((x - fake) * line).sum(1) / line.square().sum(1)
     apart = bool(((x - torch.lerp(fake, real, e.unsqueeze(1))).abs() > tiny).any())
     fixed, low, high = float(e.max() - e.min()) < tiny, float(e.min()), float(e.max())
@@ -288,5 +294,6 @@ def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:
 
 
 def _by(detached: Sequence[DetachedGradient]) -> str:
+    """The places that detach, as the end of a sentence; "" if none is known."""
     places = list(dict.fromkeys(map(str, detached)))
     return f"; the gradient is detached by {'; by '.join(places[:3])}" if places else ""

@@ -1,25 +1,24 @@
-"""A penalty of several processes: with DistributedDataParallel its gradient is the mean, or an error.
+"""Penalties in several processes: under DistributedDataParallel the gradient is the mean, or an error.
 
-DistributedDataParallel (DDP) averages gradients if each of its parameters receives one in a backward
-that follows a call of the DDP module. Otherwise it says nothing, or raises only in the next step:
+DistributedDataParallel (DDP) averages gradients if every one of its parameters gets a gradient in a
+backward that follows a call of the DDP module. Else DDP is silent, or raises only at the next step:
 
-- The backward of a penalty alone does not reach parameters that no gradient by an input depends on,
-  such as a last bias. Here it reaches them through the outputs, with gradients of None, which is
-  enough for DDP.
-- Three mistakes cannot be corrected here: a critic that is not called as the DDP module (but as
-  `ddp.module`), a static graph, whose single delayed reduction is used up by the gradient inside the
-  penalty, and a second backward after one call. Therefore the norms of the gradients are compared
-  between the processes at the end of the backward, by one small all-reduce, and a difference raises
-  before an optimizer can step.
+- A last bias, for instance, has no part in a gradient by the inputs, so that the backward of a penalty
+  alone does not reach it. `_Averaged` makes the backward reach such parameters through the outputs,
+  with gradients of None, which suffices for DDP.
+- Three mistakes cannot be corrected here: a critic that is called as `ddp.module` instead of the DDP
+  module; a static graph (the gradient inside the penalty triggers DDP's only reduction); and a second
+  backward after one call. Therefore one small all-reduce compares the gradients' norms between the
+  processes at the end of backward, and a difference raises before an optimizer can step.
 
 Nothing is compared without a DDP module around the parameters, under `no_sync()`, in `ddp.join()`, with
-a communication hook (which may average differently or later), and if no `.grad` was accumulated, as
-with `torch.autograd.grad`, which a single process may call.
+a communication hook (which may average differently or later), and if no `.grad` was accumulated
+(`torch.autograd.grad`, which a single process may call).
 
-fully_shard (FSDP2) frees the gathered parameters of a critic after a first backward, which the gradient
-inside a penalty is; the penalty's own backward still needs them (``setStorage ... storage of size 0``).
-With ``set_reshard_after_backward(False)`` they are kept, but then also after an optimizer step, so that
-the next forward silently uses the old ones. `GatheredParameters` keeps them for one backward.
+fully_shard (FSDP2) frees a critic's gathered parameters after the first backward, here the gradient
+inside the penalty; but the penalty's backward needs them (``setStorage ... storage of size 0``).
+``set_reshard_after_backward(False)`` keeps them also after an optimizer step, so that the next forward
+silently uses old values. `GatheredParameters` keeps them for one backward.
 """
 
 import functools
@@ -41,20 +40,21 @@ from hoglib._core.torch_api import pytree, torch_internals, torch_sharding
 from hoglib.curvature.batches.data import world_size
 from hoglib.errors import DistributedError
 
+# all DDP modules that are alive, by order of creation
 _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
 _CREATION_ORDER = itertools.count()
 
 
-# a DDP module, and the parameters of a critic whose gradients it averages
+# a DDP module, and those of a critic's parameters that it averages
 DDPParameters = tuple[DistributedDataParallel, dict[str, Tensor]]
 
 
 def averaged(name: str, penalty: Tensor, outputs: object = ()) -> Tensor:
-    """The same penalty, whose backward gives the mean gradient over the processes or raises.
+    """The penalty, with a backward that gives the mean gradient over the processes or raises.
 
-    outputs: all that the critic returned, with its graph, which may depend on further parameters.
-    Without torch.distributed, or a DDP module around the parameters, it is the penalty itself.
-    Raises DistributedError, from backward, in all processes.
+    outputs: everything that the critic returned, with its graph, which may reach further parameters.
+    Without torch.distributed, or without a DDP module around the parameters, the penalty is returned
+    unchanged. Backward raises DistributedError in all processes.
     """
     if world_size() == 1 or not penalty.requires_grad:
         return penalty
@@ -66,7 +66,7 @@ def averaged(name: str, penalty: Tensor, outputs: object = ()) -> Tensor:
 
 
 class _Averaged(Function):
-    """The identity, whose backward also reaches the outputs, and compares gradients at its end."""
+    """The identity; its backward also reaches the outputs, and compares gradients at the end."""
 
     @staticmethod
     def forward(ctx: Any, penalty: Tensor, name: str, groups: Any, *outputs: Tensor) -> Any:
@@ -82,24 +82,24 @@ class _Averaged(Function):
 
 
 def _compare_after(name: str, ddp: DistributedDataParallel, params: dict[str, Tensor]) -> None:
-    """Compares the gradients at the end of the running backward, if it accumulates any.
+    """Compare the gradients at the end of the running backward, if it accumulates any.
 
-    Once more if another backward adds to these gradients before an optimizer step: the gradient of a
-    loss that was computed before the penalty's backward is not averaged any more.
+    Compare again if another backward adds to these gradients before an optimizer step: DDP does not
+    average the gradient of a loss that was computed before the penalty's backward.
     """
     before = {key: _grad_version(p) for key, p in params.items()}
 
     def compare() -> None:
         changed = [p for key, p in params.items() if _grad_version(p) != before[key]]
-        # nothing is accumulated by torch.autograd.grad, which one process may call alone: it would wait
-        # for the others here
+        # torch.autograd.grad accumulates nothing, and one process may call it alone: an all-reduce
+        # would wait forever
         if not changed or not ddp.require_backward_grad_sync:
             return
-        # which may average later, or in another way
+        # join() and communication hooks may average later, or in another way
         if torch_sharding.averages_otherwise(ddp):
             return
         _raise_if_different(name, ddp, params)
-        # one of them is enough to see a further backward; the smallest
+        # a hook on one parameter (the smallest) suffices to notice a further backward
         param = min(changed, key=Tensor.numel)
         grad, version = param.grad, param._version
 
@@ -114,9 +114,9 @@ def _compare_after(name: str, ddp: DistributedDataParallel, params: dict[str, Te
 
 
 def _raise_if_different(name: str, ddp: DistributedDataParallel, params: dict[str, Tensor]) -> None:
-    """Raises if the norm of a gradient differs between processes; equal norms are taken for equal."""
+    """Raise if a gradient's norm differs between processes; gradients of equal norm count as equal."""
     norms = torch.stack([_norm(p) for p in params.values()]).double().nan_to_num(nan=torch.inf)
-    # the least is minus the largest of the negatives: one message
+    # min(x) = -max(-x): one all-reduce gives both extremes
     extremes = torch.cat([norms, -norms])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ddp.process_group)
     most, least = extremes[: len(params)], -extremes[len(params) :]
@@ -134,6 +134,7 @@ def _raise_if_different(name: str, ddp: DistributedDataParallel, params: dict[st
 
 
 def _advise(ddp: DistributedDataParallel, params: dict[str, Tensor]) -> str:
+    """What to do about gradients that DDP did not average, by its settings."""
     own = {id(p) for p in params.values()}
     idle = any(p.requires_grad and id(p) not in own for p in ddp.module.parameters())
     steps = [
@@ -164,16 +165,15 @@ def _norm(param: Tensor) -> Tensor:
 
 
 def _grad_version(param: Tensor) -> tuple[int, int]:
-    """A key of .grad, which changes when a backward adds to it."""
+    """A key of .grad that changes when a backward writes it: its id and version counter."""
     return (id(param.grad), -1 if param.grad is None else param.grad._version)
 
 
 def _ddp_groups(params: Iterable[int]) -> list[DDPParameters]:
-    """The DDP modules that average gradients of the parameters, given by id; for two around one the
-    newer."""
+    """The DDP modules around the parameters, given by id; the newest if there are several."""
     wanted, groups = set(params), []
     _find_and_watch()
-    for ddp in reversed(list(_WRAPPERS.values())):  # all that are alive
+    for ddp in reversed(list(_WRAPPERS.values())):
         named = ddp.module.named_parameters()
         own = {n: p for n, p in named if id(p) in wanted and n not in ddp.parameters_to_ignore}
         wanted -= {id(p) for p in own.values()}
@@ -184,13 +184,15 @@ def _ddp_groups(params: Iterable[int]) -> list[DDPParameters]:
 
 @functools.cache
 def _find_and_watch() -> None:
-    """Registers all DDP modules, oldest first.
+    """Register all DDP modules, oldest first.
 
-    A module does not know what wraps it. Those created before the first call are found among the
-    objects of the garbage collector (60 to 200 ms, once); later ones by a hook as they register theirs.
+    A module does not know its wrapper. DDP modules from before the first call are found among the
+    objects of the garbage collector (60 to 200 ms, once); later ones by torch's hook on registrations
+    of submodules.
     """
     for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel):  # isinstance would ask proxies
+        # not isinstance, which reads __class__ of proxies
+        if issubclass(type(found), DistributedDataParallel):
             _register_hooks(found)
     register_module_module_registration_hook(_register_hooks)
 
@@ -202,16 +204,15 @@ def _register_hooks(module: nn.Module, *_: Any) -> None:
 
 # FSDP2
 
-_HELD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by how many penalties, each module
+_HELD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # FSDP2 module -> number of penalties
 
 
 @final
 class GatheredParameters:
-    """Keeps the parameters of FSDP2 modules gathered until the backward of some tensors, or until
-    nothing refers to it any more.
+    """Keeps the parameters of FSDP2 modules gathered until a backward, or until it is deleted.
 
     Args:
-        modules: Those that ran in a forward; others than those of FSDP2 are left alone.
+        modules: The modules that ran in a forward; modules without FSDP2 are ignored.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

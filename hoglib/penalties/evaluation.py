@@ -2,9 +2,9 @@
 
 penalty = reduce_n term(J)_n        J the function's InputVJP at the points
 
-With the option `compile` the value and its gradients are one graph for each signature. Checks that look
-at values (gradient flow, finite differences, batch dependence) are then made in an eager run before
-each capture. Random numbers of a generator are drawn before the graph runs, and are inputs.
+With the option `compile`, value and gradients are one graph for each signature. Checks of values
+(gradient flow, finite differences, batch dependence) run in an eager run before each capture. Random
+numbers from a generator are drawn before the graph runs, and are inputs of the graph.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ from hoglib.ring import is_captured
 
 @validation.short_repr
 class PenaltyWithOutputs(NamedTuple):
-    """What a penalty returns with ``return_outputs=True``; it can be unpacked.
+    """The result of a penalty with ``return_outputs=True``; it can be unpacked.
 
     Attributes:
         penalty: The penalty, a scalar, or [N] with ``reduction="none"``.
-        outputs: All that the function returned at the points, of one forward pass.
+        outputs: Everything that the function returned at the points, from the one forward pass.
     """
 
     penalty: Tensor
@@ -52,6 +52,7 @@ class PenaltyWithOutputs(NamedTuple):
 
 
 def _like_penalty(value: object, options: dict[str, Any], x: object, *args: Any) -> Any:
+    """A stand-in for a penalty's result, of its shape and dtype and connected to value's graph."""
     y, first = select_output(value, options.get("output")), pytree.tensors(x)[0]
     rows = y if y.dim() else y * first
     terms = rows.reshape(len(rows), -1).sum(1) if options.get("reduction") == "none" else y.sum()
@@ -59,7 +60,8 @@ def _like_penalty(value: object, options: dict[str, Any], x: object, *args: Any)
     return PenaltyWithOutputs(terms, value) if options.get("return_outputs") else terms
 
 
-# decorators for penalty(func, x, *args), and for penalty(func, x, other, *args) of func(x, *args)
+# decorators for a penalty inside torch.compile. traceable: penalty(func, x, *args) calls
+# func(x, *args). traceable_at_first: penalty(func, x, other, *args) calls func(x, *args).
 traceable = when_compiled(within_compile(_like_penalty, select=select_output))
 traceable_at_first = when_compiled(
     within_compile(_like_penalty, lambda x, other, *args: (x, *args), select_output)
@@ -67,7 +69,7 @@ traceable_at_first = when_compiled(
 
 
 def penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOptions) -> Any:
-    """The reduced terms at x; with return_outputs also what func returned there."""
+    """The reduced terms at x; with return_outputs also func's outputs at x."""
     try:
         return _penalty(func, x, args, term, options)
     except TypeError as error:
@@ -93,8 +95,7 @@ def _penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOpti
 
 
 def with_outputs(options: CheckedOptions, value: Tensor, outputs: object) -> Any:
-    """What a penalty returns: its value, whose gradient is that of all processes, or also the outputs
-    of the function."""
+    """A penalty's result: value, with a backward that averages over processes; perhaps with outputs."""
     value = averaged(options.name, value, outputs)
     return PenaltyWithOutputs(value, outputs) if options.return_outputs else value
 
@@ -108,9 +109,9 @@ def evaluate(
     batch: object,
     draws: "RecordedDraws | list[Tensor] | None" = None,
 ) -> tuple[Tensor, Any]:
-    """The reduced terms, with all checks done, and the outputs of the function.
+    """The reduced terms, after all checks, and the outputs of the function.
 
-    draws: of a generator; a list in a graph.
+    draws: replaces `random_like`: RecordedDraws, a list of recorded numbers (in a graph), or None.
     """
     options = options if options.batch is batch else options._replace(batch=batch)
     with input_vjp(func, x, args, options) as at:
@@ -135,8 +136,7 @@ def evaluate(
 
 
 def captures(policy: Policy) -> bool:
-    """Whether a penalty runs as one graph: with gradients, and where the call is no part of an outer
-    transform or capture."""
+    """Whether a penalty runs as one graph: it has gradients, and no outer transform or capture."""
     return policy.create_graph and is_captured(policy)
 
 
@@ -147,12 +147,14 @@ def run_as_graph(
     inputs: tuple[Any, ...],
     needs_outputs: bool | None = None,
 ) -> Any:
-    """body(*inputs, draws) by a graph. Of (value, outputs) the outputs are None where they are not
-    returned; the gradients of a value that comes alone are computed with it, for backward.
+    """(value, outputs) = body(*inputs, draws), by a captured graph; outputs is None if not needed.
 
-    body: created for each call, with all that it depends on in its arguments. draws: RecordedDraws in
-    an eager run with checks, then what the generator drew, in a run without; None in a plain run.
-    needs_outputs: whether all that body returns is needed. Default: where outputs are returned.
+    If only the value is needed, the graph computes its gradients too, for backward.
+
+    body: created for each call; everything it depends on is in its arguments. Its argument draws is
+        RecordedDraws in the eager run with checks, the list of drawn numbers in the graph, and None in
+        a plain run.
+    needs_outputs: whether outputs are needed. Default: options.return_outputs.
     """
     needs_outputs = options.return_outputs if needs_outputs is None else needs_outputs
     name, generator, owner = options.name, options.generator, owner_of(func)
@@ -191,7 +193,7 @@ def run_as_graph(
     if again is not None:
         if generator is not None and state is not None:
             generator.set_state(state)
-        # what there was to check is checked
+        # the checks were made in the first attempt
         found = by_graph(lambda *_: None) if again is _DrawsChanged else run(*inputs, None)
     return found if needs_outputs else (found, None)
 
@@ -202,17 +204,16 @@ def _value_alone(body: Callable[..., Any], *inputs: Any) -> Any:
 
 @final
 class RecordedDraws:
-    """Replaces `random_like`: records what a generator draws, or returns numbers that were drawn
-    before, in the same order."""
+    """Replaces `random_like`: records the calls to a generator, or replays given numbers in order."""
 
     def __init__(self, numbers: list[Tensor] | None = None) -> None:
-        self.recorded: list[Any] = []  # the sampler, shape, dtype and device of each call
-        self._numbers = None if numbers is None else iter(numbers)
+        self.recorded: list[Any] = []  # (sampler, shape, dtype, device) of each call
+        self._numbers = None if numbers is None else iter(numbers)  # the numbers to replay
 
     def __call__(
         self, like: Tensor, sampler: Any, shape: tuple[int, ...], generator: torch.Generator | None
     ) -> Tensor:
-        if generator is None:  # torch's own random numbers are drawn in the graph
+        if generator is None:  # the graph itself draws from torch's generator
             return random_like(like, sampler, shape, None)
         if self._numbers is not None:
             return next(self._numbers)
@@ -221,11 +222,11 @@ class RecordedDraws:
 
 
 class _NoGradientNeeded(Exception):
-    """Nothing that the value depends on requires grad."""
+    """The value depends on no tensor that requires grad."""
 
 
 class _DrawsChanged(Exception):
-    """The generator draws other numbers than those that were known."""
+    """The function draws other shapes or samplers than the recorded ones."""
 
 
 # Micro-batches
@@ -239,7 +240,7 @@ NO_SECOND_BACKWARD = (
 def _in_micro_batches(
     func: Function, x: object, args: tuple[Any, ...], term: Term, options: CheckedOptions, size: int
 ) -> Tensor:
-    """The penalty as a sum over pieces of the samples, each with its gradients before the next."""
+    """The penalty as a sum over pieces; each piece's gradients are computed before the next piece."""
     validation.refuse_transforms(f"{options.name}(micro_batch=...)", "leave micro_batch out there.")
     leaves, _ = check_points(options.name, "the points", x)
     count = len(leaves[0])
@@ -248,9 +249,9 @@ def _in_micro_batches(
     detached = pytree.map_tensors(Tensor.detach, x)
     options_of_piece = options._replace(reduction="sum", micro_batch=None)
     total: Tensor | None = None
-    trainable: dict[int, Tensor] = {}  # by its id
-    gradients: dict[int, Tensor] = {}  # of a trainable tensor, summed over the pieces
-    point_gradients: list[Vector] = []  # one for each piece
+    trainable: dict[int, Tensor] = {}  # id -> leaf tensor that a piece depends on, not a point
+    gradients: dict[int, Tensor] = {}  # id -> gradient of that leaf, summed over the pieces
+    point_gradients: list[Vector] = []  # for each piece, the gradients by its points
     for start in range(0, count, size):
         piece, piece_args = pytree.rows((detached, args), count, start, start + size)
         both = zip(pytree.leaves(piece), leaves, strict=True)
@@ -261,7 +262,7 @@ def _in_micro_batches(
         reached = graph_summary(value).leaves
         if not reached:
             continue
-        with nullcontext() if options.autocast else no_autocast():  # as the piece
+        with nullcontext() if options.autocast else no_autocast():  # autocast as in the forward
             ends = list(reached.values())
             grads = torch.autograd.grad(value, ends, retain_graph=True, allow_unused=True)
         of = dict(zip(reached, grads, strict=True))

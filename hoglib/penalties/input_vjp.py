@@ -1,8 +1,8 @@
-"""A function at points, and its vector-Jacobian products by them.
+"""A function at points x, and its vector-Jacobian products by x.
 
     y = func(x, *args)        J^T u = d <y, u> / dx        differentiable again by the parameters
 
-This is where a penalty runs the user's function, inside the ring, and calls torch's engine.
+Here a penalty runs the user's function, inside the ring, and calls torch's engine.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -43,7 +43,7 @@ from hoglib.stand_ins.mode import in_module
 Function = Callable[..., Any]
 NOT_OF_POINTS = "what it returns does not depend on the points"
 NOT_OF_PARAMETERS = "its gradient by the points does not reach any parameter that requires grad"
-# What torch says of an in-place operation on a leaf, on a view of one, and on expanded memory.
+# torch's errors for an in-place operation on a leaf, on a view of a leaf, and on expanded memory.
 IN_PLACE_ERRORS = (
     "a leaf Variable that requires grad is being used in an in-place",
     "a view of a leaf Variable that requires grad is being used in an in-place",
@@ -55,7 +55,7 @@ IN_PLACE_ERRORS = (
 def input_vjp(
     func: Function, x: Any, args: tuple[Any, ...], options: CheckedOptions, per_sample: bool = True
 ) -> Iterator["InputVJP"]:
-    """func(x, *args), inside the ring, which holds where the products are taken.
+    """Run func(x, *args) inside the ring; the ring stays entered while the caller takes products.
 
     Autocast is off, and buffers are restored at the end. Stand-ins are on while func runs, and in
     backward passes that need them.
@@ -67,8 +67,8 @@ def input_vjp(
     leaves, structure = check_points(policy.caller, "the points", x)
     devices, (leaves, args) = without_autocast(options, leaves, (leaves, args), func)
     around = ring(policy, func, buffers=True, autocast_off=devices)
-    # the mode of stand-ins sees each torch call, for a microsecond: it is on while func runs, and in
-    # backward passes that may need it
+    # the mode of stand-ins costs a microsecond per torch call: enter it only while func runs, and for
+    # backward passes that may need stand-ins
     with around as blocks, without_stand_ins() as suspended:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
         yield InputVJP(problem, options, around.modules, suspended, per_sample)
@@ -76,12 +76,18 @@ def input_vjp(
 
 @final
 class InputVJP:
-    """A function at points x: its output, and J^T u for cotangents u of that output.
+    """A function at points x: its output y, and J^T u for cotangents u of y.
 
-    problem: the function and the points. leaves: what is differentiated by. outputs: all that the
-    function returned; y: the output that the option `output` selects, [N, ...]. samples: which rows of
-    x belong to which sample. create_graph: whether the products can be differentiated by `trainable`,
-    the other leaf tensors that y depends on. modules: those that ran.
+    problem: the function and the points.
+    modules: the modules that ran.
+    leaves: the points, as leaf tensors to differentiate by.
+    outputs: everything that the function returned.
+    y: the output that the option `output` selects, [N, ...].
+    samples: the sample of each row of x; None for functions of other inputs than samples.
+    graph: a summary of y's autograd graph.
+    trainable: the leaf tensors that y depends on, without the points.
+    create_graph: whether products get a graph, to be differentiated by `trainable`.
+    draws: replaces `random_like` in compiled code.
     """
 
     def __init__(
@@ -97,8 +103,10 @@ class InputVJP:
         self.samples: Samples | None = None
         if per_sample:
             self.samples = Samples(options.name, problem.leaves, problem.structure, options.batch)
-        self.draws: Callable[..., Tensor] | None = None  # replaces random_like in compiled code
+        self.draws: Callable[..., Tensor] | None = None
+        # a cotangent u, and J^T u with a graph to it: its transpose gives J t
         self._transposed: tuple[Tensor, list[Tensor | None]] | None = None
+        # u -> J^T u by torch.func.vjp, inside a transform of torch.func
         self._transform_vjp: Callable[[Tensor], tuple[Tensor, ...]] | None = None
         if torch_internals.transforms_active():
             self._evaluate_in_transform()
@@ -107,11 +115,11 @@ class InputVJP:
 
     @property
     def in_transform(self) -> bool:
-        """Whether it was evaluated inside a transform of torch.func, where everything has a graph."""
+        """Whether the function ran inside a transform of torch.func, where everything has a graph."""
         return self._transform_vjp is not None
 
     def _evaluate(self) -> None:
-        """Runs the function at fresh leaves, and raises if its gradient cannot flow."""
+        """Run the function at fresh leaves; raise if its gradient cannot reach the parameters."""
         wanted = self.problem.policy.create_graph
         self.leaves = fresh_leaves(self.problem.leaves, wanted)
         self.outputs = self._run()
@@ -136,10 +144,12 @@ class InputVJP:
                 raise self.no_gradient_flow(NOT_OF_POINTS)
 
     def loses_parameters(self) -> bool:
-        """Whether the function reads parameters that require grad, and detaches what they give."""
+        """Whether the function reads parameters that require grad, but detaches all of them.
+
+        The graph of y reaches no parameter then, as if the function had none.
+        """
         if self.trainable or not self.problem.policy.create_graph:
             return False
-        # where all weights are detached the graph reaches none, as if there were none
         reached = ClosureWalker(self.problem.loss, STATE).objects
         modules = [x for x in reached if isinstance(x, nn.Module)]
         tensors = [x for x in reached if isinstance(x, Tensor)]
@@ -148,8 +158,11 @@ class InputVJP:
         return read and bool(_detached_places(self.problem, self.leaves))
 
     def _run(self) -> Any:
-        """The outputs of the function; at copies of the points if it changes them in place, which torch
-        refuses for leaves. Points that have a graph are always copied: the caller still needs them."""
+        """The outputs of the function.
+
+        If the function changes the points in place, which torch refuses for leaves, it runs again at
+        copies. Points with a graph are always copied, because the caller still needs them.
+        """
         try:
             return self._call([leaf if leaf.is_leaf else leaf.clone() for leaf in self.leaves])
         except (RuntimeError, TypeError) as error:
@@ -168,7 +181,7 @@ class InputVJP:
             self._suspended.__enter__()
 
     def _evaluate_in_transform(self) -> None:
-        """Inside torch.func transforms, whose levels autograd.grad does not see: by torch.func.vjp."""
+        """Run by torch.func.vjp, because autograd.grad does not see the levels of torch.func."""
 
         def function(*leaves: Tensor) -> tuple[Tensor, Any]:
             outputs = self._call(leaves)
@@ -186,9 +199,9 @@ class InputVJP:
     def vjp(
         self, u: Tensor | None = None, retain_graph: bool = False, create_graph: bool | None = None
     ) -> Vector:
-        """J^T u, like the leaves; by default for u = 1, the gradient of the sum of y.
+        """J^T u, one tensor for each leaf; by default for u = 1, the gradient of the sum of y.
 
-        create_graph: by default, where the penalty is differentiated.
+        create_graph: whether the product gets a graph. Default: self.create_graph.
         """
         u = torch.ones_like(self.y) if u is None else u
         if self._transform_vjp is not None:
@@ -207,19 +220,19 @@ class InputVJP:
                 translate_errors(self.options.name).explain(error)
                 raise
         self._gathered.until_backward_of(grads)
-        if self.create_graph and {*map(type, grads)} <= {NoneType}:  # as in `autograd`
+        if self.create_graph and {*map(type, grads)} <= {NoneType}:  # all gradients are None
             raise self.no_gradient_flow(NOT_OF_POINTS)
         return materialize_grads(grads, self.leaves)
 
     def jvp(self, tangents: Vector) -> Tensor:
-        """J t, like the output, without a graph: the transpose of the linear map u -> J^T u."""
+        """J t, with the shape of y, without a graph: the transpose of the linear map u -> J^T u."""
         u = torch.zeros_like(self.y)
         if self._transform_vjp is not None:
             with self._suspended.resumed():
                 return torch.func.vjp(self._transform_vjp, u)[1](tuple(tangents))[0]
         name = self.options.name
         with self.backward_stand_ins():
-            # u -> J^T u is linear: one graph of it serves all tangents
+            # u -> J^T u is linear, so that its graph at u = 0 serves all tangents
             if self._transposed is None:
                 grads = vjp([self.y], self.leaves, [u.requires_grad_()], name, create_graph=True)
                 self._transposed = u, grads
@@ -241,17 +254,16 @@ class InputVJP:
         return self.samples.count
 
     def random(self, sampler: object, shape: tuple[int, ...]) -> Tensor:
-        """Random numbers like the output, from the generator."""
+        """Random numbers on the device of y, from the generator."""
         return (self.draws or random_like)(self.y, sampler, shape, self.options.generator)
 
     def backward_stand_ins(self) -> AbstractContextManager[object]:
-        """The stand-ins, for backward passes that run Python code, which may call what they replace."""
+        """A context with stand-ins for a backward pass that runs Python code (custom Functions)."""
         needed = self.graph.functions and self.graph.needs_stand_ins
         return self._suspended.resumed() if needed else nullcontext()
 
     def warn_if_not_finite(self, parts: Vector) -> None:
-        """Warns of parts that are not finite where the output is, and of such gradients in the user's
-        own backward of them."""
+        """Warn of infinite or NaN parts if y is finite, now and in the user's backward of the parts."""
 
         def total(*leaves: Tensor) -> Tensor:
             return self._select(self.problem.loss(self.tree(leaves), *self.problem.args)).sum()
@@ -259,11 +271,11 @@ class InputVJP:
         warn_if_derivatives_not_finite(self.problem, self.y, parts, total, self.trainable)
 
     def no_gradient_flow(self, reason: str) -> Exception:
-        """The error of a penalty at these points that has no effect."""
+        """The error for a penalty without effect at these points."""
         return no_gradient_flow(self.problem, self.leaves, reason)
 
     def _select(self, outputs: object) -> Tensor:
-        """The output that is differentiated, checked."""
+        """The checked output that the option `output` selects."""
         y = select_output(outputs, self.options.output)
         if not isinstance(y, Tensor) or not y.is_floating_point():
             raise ArgumentTypeError(
@@ -303,8 +315,8 @@ def no_gradient_flow(problem: Problem, leaves: Sequence[Tensor], reason: str) ->
 
 
 def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
-    """Where a call of the function detaches; else its Functions, whose backward may."""
-    # a search for a message: what fails in it is not told
+    """The places where the function detaches; if there are none, its custom Functions' backwards."""
+    # a search for the text of a message: its own errors are dropped
     with DetachmentWatch(module=in_module) as watch, suppress(Exception):
         with function_watch.watching_functions(lambda function, given: None) as applying:
             watch.applying = applying
@@ -323,9 +335,11 @@ def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
 def without_autocast(
     options: CheckedOptions, leaves: Sequence[Tensor], tree: Tree, func: Any = None
 ) -> tuple[list[str], Any]:
-    """The device types of the leaves, where autocast is on and to be turned off; and the tree for that:
-    half-precision tensors, as an autocast region returns them, in float32, or all in half precision if
-    the parameters of func are, by default the leaves."""
+    """The device types on which autocast is to be turned off, and the tree converted for that.
+
+    float32 and half-precision tensors of the tree become float32; or half precision, if all parameters
+    of func (without func: all leaves) are in that half precision. float64 tensors stay.
+    """
     kinds = {} if options.autocast else {x.device.type for x in leaves}
     devices = [kind for kind in kinds if mixed_precision.autocast_on(kind)]
     if not devices:
@@ -339,6 +353,6 @@ def without_autocast(
 
 
 def parameters_of(func: Callable[..., Any]) -> Iterable[Tensor]:
-    """The parameters of the module that a function is, or is a method of."""
+    """The parameters of the module that func is, or is a method of."""
     owner = owner_of(func)
     return owner.parameters() if isinstance(owner, nn.Module) else ()

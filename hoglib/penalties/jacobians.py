@@ -140,19 +140,19 @@ def sobolev(
     generator: torch.Generator | None = None,
     **options: Unpack[Options],
 ) -> Tensor:
-    r"""Sobolev training: the squared distance of the derivatives by the inputs from given ones.
+    r"""Sobolev training: the squared distance of the derivatives by the inputs from known derivatives.
 
         1/N sum_n |J_n - D_n|_F^2                          J_n = d func(x_n) / d x_n
         1/N sum_n C/P sum_p |v_p^T (J_n - D_n)|^2          with P = num_projections directions v_p
 
-    The directions are those of :func:`jacobian`. Warns if the outputs of samples depend on one another
-    (BatchNorm).
+    v_p are random directions, as in :func:`jacobian`. Warns if the outputs of samples depend on one
+    another (BatchNorm).
 
     Args:
         func: A function that is called as func(x, *args) and returns one row per sample.
         x: Inputs: a tensor or any tree of tensors.
         derivatives: D, with the structure of x: for each tensor the layout of `torch.func.jacrev`
-            of one sample, or the tensor's own where func returns one number per sample.
+            of one sample, or the tensor's own layout if func returns one number per sample.
         *args: Further arguments of the function.
         num_projections: P, the number of random directions; None for the exact norm. Default: None.
         generator: Draws the directions. Default: torch's own generator.
@@ -195,7 +195,7 @@ def sobolev(
     def ignoring_derivatives(x: object, derivatives: Tree, *rest: Any) -> Any:
         return func(x, *rest)
 
-    # by which its owner is found, and so the graphs and checks of earlier calls
+    # owner_of() follows __wrapped__, so that graphs and checks of earlier calls are found
     ignoring_derivatives.__wrapped__ = func  # type: ignore[attr-defined]
 
     term = squared_jacobian(num_projections, known=True)
@@ -217,9 +217,10 @@ def lipschitz(
 
         1/N sum_n max(0, s_n - K)^2        s_n = |J_n|_2,  J_n = d func(x_n) / d x_n
 
-    With one output per sample s_n is the norm of the gradient. Otherwise it is found by power iteration
-    on J^T J, two passes a step, from a random start: from below, and the closer the further away the
-    second singular value is. Warns if the outputs of samples depend on one another (BatchNorm).
+    With one output per sample s_n is the norm of the gradient. Otherwise power iteration on J^T J from
+    a random start, two passes a step, estimates s_n from below; the estimate is better the further the
+    second singular value lies below the first. Warns if the outputs of samples depend on one another
+    (BatchNorm).
 
     Args:
         func: A function that is called as func(x, *args) and returns one row per sample.
@@ -267,26 +268,27 @@ def parameter_gradient(
 
         |grad_params f|        or |grad_params f|^2 with squared=True,  f = func(params, *args)
 
-    over all parameters together; at a gradient of zero the norm's derivative is zero. It is not a mean
-    over samples but the norm of a mean gradient: split over processes or accumulated over batches it is
-    the mean of the parts' norms, which is another number. It works under no_grad and in inference mode.
+    over all parameters together; at a gradient of zero the norm's derivative is zero. The penalty is
+    the norm of a mean gradient, not a mean over samples: split over processes or accumulated over
+    batches, the result is the mean of the parts' norms, a different number. Works under no_grad and in
+    inference mode.
 
     Args:
         func: f, called as func(params, *args); it returns a scalar, such as a
             :func:`hoglib.functional_loss`.
-        params: Any tree of floating-point tensors; those of `trainable_params(model)` are the
-            model's own, so that backward reaches them.
+        params: Any tree of floating-point tensors. The tensors of `trainable_params(model)` are the
+            model's own, so that backward fills their .grad.
         *args: Further arguments of func, such as a batch.
         squared: Whether the squared norm is returned. Default: False.
-        **options: Those of :class:`Options` that are not of samples: ``autocast`` (leave it on),
+        **options: Of :class:`Options`, except those about samples: ``autocast`` (leave it on),
             ``return_outputs`` (return f too, from one forward pass), ``stand_ins`` (run inside
             `second_order()`), ``remat`` (blocks to recompute), ``compile`` (run as one graph).
     Returns:
         The norm, a scalar; with ``return_outputs=True``, :class:`PenaltyWithOutputs` (norm, f).
     Raises:
         ArgumentTypeError, ArgumentValueError: For params or a value of the wrong kind.
-        NoSecondDerivative: If f does not depend on params, or its gradient does not (a loss that
-            is linear in params, or a gradient that is detached).
+        NoSecondDerivative: If f does not depend on params, or its gradient does not (f is linear in
+            params, or the gradient is detached).
     References:
         Norm: Zhao, Zhang and Hu, Penalizing Gradient Norm for Efficiently Improving
         Generalization, 2022, eq. 2. Squared: Barrett and Dherin, Implicit Gradient Regularization,
@@ -325,13 +327,13 @@ def _norm_and_value(
     devices, args = without_autocast(options, leaves, args)
     with ring(policy, func, autocast_off=devices) as blocks:
         problem = Problem(policy, func, structure, leaves, args).entered(blocks)
-        if in_transform:  # whose levels autograd.grad does not see
+        if in_transform:  # autograd.grad does not see the levels of torch.func
             every = tuple(range(len(leaves)))
             grads, value = torch.func.grad_and_value(problem, argnums=every)(*problem.leaves)
         else:
             found = gradient_with_graph(problem, problem.leaves, "parameter_gradient", create_graph)
             value, grads = found.value, found.parts
-        # squares of many small numbers are lost in half precision
+        # squares of small numbers underflow in half precision
         g = [upcast_half(part) for part in grads if part is not None]
         norm = pytree.sum_scalars([(part * part.conj()).real.sum() for part in g])
         norm = norm if squared else root(norm)

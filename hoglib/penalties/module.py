@@ -1,4 +1,4 @@
-"""The penalties by name, and `GradientPenalty`: one with its weight and its schedule, for configs.
+"""The penalties by name, and `GradientPenalty`: a penalty with weight and schedule, for configs.
 
     @register(REAL, term="|g_n|^2 / 2 at real")
     def r1(critic, real, *args, **options): ...
@@ -27,20 +27,20 @@ REAL, FAKE, BOTH = ("real",), ("fake",), ("real", "fake")
 
 
 class Kind(NamedTuple):
-    """A penalty, and what has to be known to call it by its name."""
+    """A penalty, and how to call it by its name."""
 
     function: Callable[..., Any]
-    sets: tuple[str, ...]  # of samples, that it is given before other arguments
-    needs: str = ""  # the further argument without which it cannot be called
-    without: Collection[str] = ()  # options of penalties that it does not have
-    term: str = ""  # in words, for `check`; empty for a penalty that is not checked
-    draw: Literal["", "between", "noise"] = ""  # how it draws its points, if they are not its sets
-    # of (critic, points, points): the same, not drawing
+    sets: tuple[str, ...]  # the sets of samples it takes first: "real", "fake"
+    needs: str = ""  # the required argument after the sets, in words
+    without: Collection[str] = ()  # names of `Options` that it lacks
+    term: str = ""  # the term in words, for `check`; "" if `check` does not offer the penalty
+    draw: Literal["", "between", "noise"] = ""  # how it draws points; "": it evaluates at its sets
+    # the penalty as a function of (critic, points, points) without draws, if `function` draws
     at_points: Callable[..., Any] | None = None
 
     @property
     def keywords(self) -> list[str]:
-        """Its keyword arguments: its own, and the options of penalties."""
+        """The names of all keyword arguments of the function, with those of `Options`."""
         parameters = inspect.signature(self.function).parameters.values()
         own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         return own + [name for name in OPTION_NAMES if name not in self.without]
@@ -50,9 +50,9 @@ KINDS: dict[str, Kind] = {}
 
 
 def register(sets: tuple[str, ...], **facts: Any) -> Callable[[F], F]:
-    """Make a penalty known by the name of its function, which it returns as it is.
+    """A decorator that enters a function into KINDS by its name.
 
-    sets: REAL, FAKE or BOTH. facts: further ones of :class:`Kind`.
+    sets: REAL, FAKE or BOTH. facts: further fields of :class:`Kind`.
     """
 
     def registered(function: F) -> F:
@@ -63,7 +63,7 @@ def register(sets: tuple[str, ...], **facts: Any) -> Callable[[F], F]:
 
 
 def kind_named(name: object, known: Collection[str] = KINDS.keys()) -> str:
-    """The name of a kind, also with hyphens, or an error with the closest one that is known."""
+    """The name of a kind, also given with hyphens; or an error with the closest known name."""
     wanted = str(name).replace("-", "_")
     if wanted in known:
         return wanted
@@ -76,27 +76,27 @@ class GradientPenalty(nn.Module):
     r"""A penalty of `hoglib.penalties` with its weight, at every step or lazily.
 
         penalty(critic, real, fake, *args) = weight * kind(critic, real, fake, *args)
-        lazily, in training mode           = every * that at every `every`-th call, and 0 at the others
+        lazily, in training mode           = every * weight * kind(...) at every `every`-th call, else 0
 
-    so that its mean over calls is the same for any `every`. The first call computes it. In eval
-    mode and under no_grad it is computed at every call, at its own size, and the call is not
+    so that the mean over calls does not depend on `every`. The first call computes the penalty. In eval
+    mode and under no_grad every call returns weight * kind(...), and is not
     counted. The number of calls is in `state_dict`, so that a resumed run continues the schedule.
     With Adam, Karras et al. also scale the learning rate and betas by c = every / (every + 1): lr
     c, beta^c.
 
     Args:
         kind: The name of a function of `hoglib.penalties`. Default: "wgan_gp".
-        weight: What the penalty is multiplied by. Default: 10.
-        every: How many calls there are for one penalty. Default: 1.
+        weight: The factor of the penalty. Default: 10.
+        every: The number of calls per computed penalty. Default: 1.
         micro_batch: How many samples are processed at once. Default: all.
-        autocast: Whether autocast stays on where the caller is under it. Default: False.
+        autocast: Whether the caller's autocast stays on. Default: False.
         output: Which of several outputs of the critic is differentiated: a position, a key or the
             name of an attribute. Default: the first.
         compile: Whether the penalty and its gradients are computed by one compiled graph; "eager"
             runs the graph without compiling it. Default: False.
-        remat: Blocks of the critic whose intermediate values are recomputed in backward: True for the
-            blocks that it repeats, or their names or globs. With compile, they are compiled.
-            Default: False.
+        remat: Blocks of the critic that backward recomputes instead of keeping intermediate values:
+            True for the critic's repeated blocks, or names or globs. With compile, blocks are
+            compiled. Default: False.
         options: Further options of the function and of :class:`Options`, such as {"target": 0.5} or
             {"num_projections": 3}.
     Raises:
@@ -144,7 +144,7 @@ class GradientPenalty(nn.Module):
         self._check_returns_scalar(self.options)
         shared = {key: value for key, value in self.options.items() if key in OPTION_NAMES}
         check_options(f"hoglib.penalties.{self.kind}", shared, without=called.without)
-        # not a Python number, which would be a constant of a graph that this module is a part of
+        # an array, because a Python number would be a constant of a compiled graph around this module
         self._calls = array("q", [0])
 
     @property
@@ -172,7 +172,7 @@ class GradientPenalty(nn.Module):
         self._check_returns_scalar(options)
         factor = self.factor()
         if not factor and self.weight:
-            # backward may be called on it, and reaches no parameter
+            # backward of this zero must work; it reaches no parameter
             like = pytree.tensors((real, fake))[0]
             dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
             return torch.zeros((), dtype=dtype, device=like.device, requires_grad=True)
@@ -182,11 +182,11 @@ class GradientPenalty(nn.Module):
         """Counts a call, in training mode with gradients on.
 
         Returns:
-            What the penalty is multiplied by in this call: the weight, or lazily 0 or every * weight.
+            The factor of the penalty in this call: the weight, or lazily 0 or every * weight.
         """
         if not (self.training and torch.is_grad_enabled()):
             return self.weight
-        if in_other_tracer():  # a capture, and the run that checks it, are no training steps
+        if in_other_tracer():  # a capture and its checking run are no training steps: count nothing
             if self.every > 1:
                 raise UnsupportedError(
                     f"GradientPenalty(every={self.every}): expected a call outside of compiled code, "

@@ -15,30 +15,29 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 class Options(problem.Options, total=False):
-    r"""The keyword options of penalties: those of :class:`hoglib.Options`, and more.
+    r"""The keyword options of penalties: the options of :class:`hoglib.Options`, and more.
 
         penalty = reduce_n term_n        reduce is the mean or the sum over samples n, or nothing
 
     With ``compile`` the penalty and its gradients are computed by one graph (:func:`hoglib.compile`).
-    Where no gradient is needed (under no_grad, or with frozen parameters) and inside torch.func
-    transforms nothing is compiled.
+    If no gradient is needed (under no_grad, or with frozen parameters), and inside torch.func
+    transforms, nothing is compiled.
 
     Args:
         reduction: "mean" over samples, their "sum", or "none" for the terms, one per sample, [N].
             Default: "mean".
         output: Which of several outputs of the function is differentiated: a position, a key, the
-            name of an attribute, or a function of what was returned. Default: the first of a tuple
-            or list.
-        batch: For inputs whose rows are not samples (nodes of graphs, atoms): the index of the sample
-            that each row belongs to, integers [rows]; or a tree of such tensors with the structure
+            name of an attribute, or a function of all outputs. Default: the first of a tuple or list.
+        batch: If rows are not samples (nodes of graphs, atoms), the index of the sample
+            that each row belongs to, integers [rows]; or a tree of index tensors with the structure
             of the inputs, None for a leaf with one row per sample. Default: each row is a sample.
-        autocast: With False, the penalty is computed in the dtype of the parameters also where the
+        autocast: With False, the penalty is computed in the dtype of the parameters even if the
             caller is under autocast; with True, autocast stays on. Default: False.
-        micro_batch: How many samples are processed at once. Gradients of each piece are computed
-            immediately and backward returns them, so that memory is that of one piece;
+        micro_batch: How many samples are processed at once. The gradients of each piece are computed
+            immediately and kept for backward, so that memory holds the graph of one piece at a time;
             backward(create_graph=True) raises. Further arguments with as many rows as the inputs
             are split with them. Default: all samples at once.
-        return_outputs: Whether to return (penalty, outputs of the function at the same points),
+        return_outputs: Whether to return (penalty, outputs of the function at its points),
             from one forward pass. Default: False.
     Returns:
         A dict of options, to be passed as ``**options``.
@@ -61,11 +60,11 @@ OPTION_NAMES = tuple(Options.__annotations__)
 
 
 class CheckedOptions(NamedTuple):
-    """The options of one call, checked, with the generator of its random numbers."""
+    """The checked options of one call; fields without a comment are described at `Options`."""
 
-    name: str  # the public function, for messages
+    name: str  # the public function's name, for messages
     policy: Policy  # how the function is evaluated and differentiated
-    generator: torch.Generator | None = None
+    generator: torch.Generator | None = None  # draws the call's random numbers
     reduction: str = "mean"
     output: Output = None
     batch: Any = None
@@ -77,9 +76,9 @@ class CheckedOptions(NamedTuple):
 def check_options(
     name: str, options: Mapping[str, Any], generator: object = None, without: Collection[str] = ()
 ) -> CheckedOptions:
-    """The options of the function with that name, with defaults, or an error.
+    """The checked options of the function `name`, with defaults; or an error.
 
-    without: those that it does not have.
+    without: names of options that the function lacks.
     """
     for key in without:
         if key in options:
@@ -94,7 +93,7 @@ def check_options(
     check_option_names(name, options, OPTION_NAMES)
     of_function = {key: options[key] for key in options if key in problem.OPTION_NAMES}
     own = {key: options[key] for key in options if key not in of_function}
-    # derivatives have a graph where the caller's gradients are on
+    # derivatives get a graph if the caller has gradients enabled
     policy = Policy.of(name, of_function, torch.is_grad_enabled(), functions=True)
     checked = CheckedOptions(name, policy, validation.generator(generator), **own)
     validation.choice("reduction", checked.reduction, get_args(Reduction))
@@ -126,7 +125,7 @@ def check_options(
 
 
 def select_output(outputs: Any, output: Output) -> Any:
-    """The one of several outputs that the option `output` names."""
+    """The output that the option `output` names."""
     if output is None:
         return outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
     if callable(output):

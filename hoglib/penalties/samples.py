@@ -1,4 +1,4 @@
-"""The points of a penalty: checks of them, which rows belong to which sample, and random points."""
+"""The points of a penalty: their checks, the sample of each row, and random points."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -60,12 +60,13 @@ def random_like(like: Tensor, sampler: Any, shape: Any, generator: Generator | N
     """Random numbers on the tensor's device, drawn on the generator's device."""
     device = like.device if generator is None else generator.device
     dtype = upcast_dtype(like.dtype)
-    given = {} if generator is None else {"generator": generator}  # by which no size is a symbol
+    # with generator=, torch's samplers take no symbolic sizes
+    given = {} if generator is None else {"generator": generator}
     return sampler(shape, **given, device=device, dtype=dtype).to(like.device)
 
 
 def check_points(name: str, argument: str, tree: Tree) -> tuple[list[Tensor], Any]:
-    """Leaves and structure of a tree of points: real floating-point tensors of samples."""
+    """Leaves and structure of a tree of points, after checks: real floating-point, [N, ...], dense."""
     leaves, structure = pytree.flatten(tree)
     if not leaves:
         raise ArgumentValueError(f"{name}: expected {argument} with at least one tensor, got none.")
@@ -94,9 +95,11 @@ def check_points(name: str, argument: str, tree: Tree) -> tuple[list[Tensor], An
 
 @final
 class Samples:
-    """Which sample each row of the inputs belongs to: its own, or the one that `batch` says.
+    """The sample of each row of the inputs: the row itself, or by the option `batch`.
 
-    count: the number of samples; of graphs while tracing it is None until the outputs are known.
+    index: for each leaf, the sample of each row, integers [rows]; None if each row is a sample.
+    count: the number of samples; with `batch` while tracing, None until the outputs are known.
+    has_index: whether `batch` was given.
     """
 
     def __init__(self, name: str, leaves: Sequence[Tensor], structure: Any, batch: Any) -> None:
@@ -118,12 +121,12 @@ class Samples:
             raise ArgumentValueError(EMPTY.format(name))
 
     def set_count(self, count: int) -> None:
-        """Takes the number of graphs from the outputs: a graph may have no rows."""
+        """Take the number of samples from the outputs, since a sample (a graph) may have no rows."""
         if self.has_index and (self.count is None or count >= self.count):
             self.count = count
 
     def sums(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over each sample's entries of tensors like the leaves: [N]."""
+        """The sum over each sample's entries, [N]; parts has a tensor like each leaf."""
         found = []
         for part, index in zip(parts, self.index, strict=True):
             rows = part.flatten(1).sum(1) if part.dim() > 1 else part
@@ -134,12 +137,12 @@ class Samples:
         return sum(found[1:], found[0])
 
     def squared_norms(self, grads: Sequence[Tensor]) -> Tensor:
-        """|g_n|^2, the sum of squares over each sample's entries: [N], of half precision in float32."""
+        """|g_n|^2, the sum of squares over each sample's entries, [N]; half precision is upcast."""
         return self.sums([upcast_half(g).square() for g in grads])
 
 
 def _indices(name: str, leaves: Sequence[Tensor], form: Any, batch: Any) -> list[Tensor | None]:
-    """The option `batch` as one index for each leaf, checked; None where each row is a sample."""
+    """The option `batch`, checked, as an index for each leaf; None if each row is a sample."""
     if batch is None:
         return [None] * len(leaves)
     if isinstance(batch, Tensor):
@@ -168,7 +171,7 @@ def _indices(name: str, leaves: Sequence[Tensor], form: Any, batch: Any) -> list
 
 
 def _check_same_shapes(name: str, real: Tree, leaves: list[Tensor], others: list[Tensor]) -> None:
-    """Raises if tensors of fake have other shapes or devices than those of real."""
+    """Raise if the shapes or devices of fake and real differ."""
     for k, (a, b) in enumerate(zip(leaves, others, strict=True)):
         if a.shape != b.shape or a.device != b.device:
             path = pytree.paths(real)[k]

@@ -1,10 +1,10 @@
-r"""The terms of the penalties, one per sample, as functions of a function at its points.
+r"""The terms of the penalties, one per sample: functions of an `InputVJP`, a function at its points.
 
     g = at.vjp(u)                 J^T u, differentiable again:  grad(y, x, u, create_graph=True)
     at.squared_norms(g)           |g_n|^2 over all entries of a sample, [N]
 
-What a term needs of the output is checked before; that its gradient reaches the parameters, and that
-samples are apart, by :func:`~hoglib.penalties.evaluation.evaluate` after it.
+A term first checks the shape of the output. Afterwards :func:`~hoglib.penalties.evaluation.evaluate`
+checks that the term's gradient reaches the parameters, and that samples do not depend on one another.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def squared_distance(k: float, one_sided: bool) -> Term:
 
     def term(at: InputVJP) -> Tensor:
         check_one_number_a_sample(at)
-        # a root whose derivative at 0 is 0: that of sqrt is infinite
+        # `root` has the derivative 0 at 0, sqrt an infinite one
         above = root(at.squared_norms(at.vjp())) - k
         return (above.relu() if one_sided else above).square()
 
@@ -54,9 +54,9 @@ def squared_distance(k: float, one_sided: bool) -> Term:
 
 
 def squared_jacobian(projections: int | None, halved: bool = False, known: bool = False) -> Term:
-    """C/P sum_p |v_p^T (J_n - D_n)|^2, with P directions v_p of the C outputs, of length one
+    """C/P sum_p |v_p^T (J_n - D_n)|^2, with P unit vectors v_p in the space of the C outputs.
 
-    halved: divided by 2. known: D is given, as the first argument of the function; else it is 0.
+    halved: divide by 2. known: D is the first argument of the function; otherwise D = 0.
     """
 
     def term(at: InputVJP) -> Tensor:
@@ -92,7 +92,7 @@ def squared_excess(bound: float, iterations: int | None) -> Term:
 
 
 def _directions(at: InputVJP, y: Tensor, count: int | None) -> list[Tensor]:
-    """Orthonormal directions of the outputs, drawn for each sample; from C on the unit vectors."""
+    """Orthonormal random directions of the C outputs for each sample; unit vectors if count >= C."""
     outputs = y.shape[1]
     if count is None or count >= outputs:
         return [e.expand_as(y) for e in torch.eye(outputs, dtype=y.dtype, device=y.device)]
@@ -102,7 +102,7 @@ def _directions(at: InputVJP, y: Tensor, count: int | None) -> list[Tensor]:
 
 
 def _checked_derivatives(at: InputVJP) -> Vector:
-    """D, with the shape of x for one output per sample, else the outputs' shape in each row."""
+    """D, after a check of its shapes: [N, *outputs, ...], or for one output per sample also x's."""
     y, given = at.y, pytree.leaves(at.problem.args[0])
     single = y.numel() == y.shape[0]
     for path, leaf, d in zip(pytree.paths(at.tree(at.leaves)), at.leaves, given, strict=True):
@@ -133,7 +133,7 @@ def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
     J = [at.vjp(e.expand_as(y).view_as(at.y), retain_graph=True) for e in units]
     samples = at.samples
     assert samples is not None
-    # rows of a sample are several: inner products of rows of J are summed by sample
+    # with batch= a sample has several rows of x: sum inner products of rows of J by sample
     if samples.has_index:
         gram = [[samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in J] for p in J]
         grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
@@ -143,8 +143,10 @@ def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
 
 
 def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: object) -> Tensor:
-    """The norms of matrices; a norm and gradient that are not finite for a matrix that is not."""
-    # LAPACK raises for such a matrix, but an overflow in half precision must reach the gradient scaler
+    """The norms of matrices; a matrix with infinity or NaN gets such a norm and gradient.
+
+    LAPACK raises for such a matrix, but an overflow in half precision must reach the gradient scaler.
+    """
     finite = matrices.detach().isfinite().flatten(1).all(1)
     norms = norm(torch.where(finite[:, None, None], matrices, 0), *args)
     return torch.where(finite, norms, matrices.abs().sum((1, 2)))
@@ -154,13 +156,13 @@ def _leading_singular_vectors(at: InputVJP, y: Tensor, steps: int) -> Tensor:
     """The leading left singular vector of each sample's Jacobian, [N, C], by power iteration."""
     u = F.normalize(at.random(torch.randn, tuple(y.shape)).to(y), dim=1)
     for _ in range(steps):
-        # without a graph: at a singular vector the norm is stationary in u
+        # no graph: the norm is stationary at a singular vector, so its derivative by u is zero
         right = at.vjp(u.view_as(at.y), retain_graph=True, create_graph=False)
         u = F.normalize(at.jvp(right).reshape(y.shape), dim=1)
     return u
 
 
-# What a sample's output is, and that it depends on this sample alone
+# Checks: the shape of a sample's output, and that it depends on this sample alone
 
 USE_OTHER_NORM = (
     "Use LayerNorm, GroupNorm or InstanceNorm instead (Gulrajani et al., Improved Training of "
@@ -174,7 +176,7 @@ FIND_DEPENDENCE = (
 
 
 def check_one_number_a_sample(at: InputVJP) -> None:
-    """Raises for an output that is no score of each sample."""
+    """Raise unless y has one number per sample."""
     y, count = at.y, at.count()
     if y.numel() != count or (y.dim() and y.shape[0] != count):
         advice = (
@@ -191,7 +193,7 @@ def check_one_number_a_sample(at: InputVJP) -> None:
 
 
 def output_rows(at: InputVJP) -> Tensor:
-    """The output as one row for each sample, [N, C], or an error."""
+    """y as one row for each sample, [N, C], or an error."""
     y, count = at.y, at.count()
     if not y.dim() or y.shape[0] != count:
         raise ArgumentValueError(
@@ -203,13 +205,16 @@ def output_rows(at: InputVJP) -> Tensor:
 
 
 def _of_one(at: InputVJP) -> str:
-    """The hint for points [D] that are one sample."""
+    """A hint for points [D]: perhaps one sample without a batch dimension; "" for other points."""
     return validation.OF_ONE.format("example") if any(x.dim() == 1 for x in at.leaves) else ""
 
 
 def check_batch_dependence(at: InputVJP) -> None:
-    """Warns of layers that normalise by the batch, and of any other dependence of one sample's score on
-    the other samples, which is looked for once for each function."""
+    """Warn if a sample's score depends on other samples.
+
+    Layers that normalise by the batch are known by their class. Any other dependence is looked for by a
+    gradient, once for each function.
+    """
     loss, layers = at.problem.loss, []
     for module in at.modules:
         if isinstance(module, BATCH_NORMS) and (name := _batch_norm_name(module, loss)):
@@ -226,10 +231,10 @@ def check_batch_dependence(at: InputVJP) -> None:
 
 
 def is_batch_dependent(at: InputVJP) -> bool | None:
-    """Whether the last sample's output has a gradient by another's points; None if that is unknown.
+    """Whether the last sample's output has a gradient by points of other samples; None if unknown.
 
-    The last, because in a recurrent or causal layer that takes samples for steps the first depends on
-    no other.
+    The last sample, because a recurrent or causal layer that takes samples for time steps makes only
+    later samples depend on earlier ones.
     """
     samples, y = at.samples, at.y
     if samples is None or y.is_meta or not y.requires_grad or at.count() < 2:
@@ -242,7 +247,7 @@ def is_batch_dependent(at: InputVJP) -> bool | None:
 
 
 def _batch_norm_name(module: nn.Module, func: Callable[..., Any]) -> str:
-    """The name of a layer that normalises by the batch; empty for one that does not."""
+    """The name of a layer that normalises by the batch; "" if it uses running statistics."""
     if not module.training and module.running_mean is not None:
         return ""
     owner = owner_of(func)
@@ -252,13 +257,16 @@ def _batch_norm_name(module: nn.Module, func: Callable[..., Any]) -> str:
 
 
 def _found_dependent(at: InputVJP) -> bool:
-    """`is_batch_dependent` at the first gradient, by a parameter, the owner and name of the function
-    and the modes of its modules. A function that is created anew for each call goes by its code, which
-    critics may share."""
+    """`is_batch_dependent`, computed once and remembered.
+
+    The key is a parameter, the function's owner and name, and the modes of its modules. Lambdas that
+    are created anew for each call have an owner by their code; critics may share such code, and the
+    parameter tells them apart.
+    """
     func, modes = at.problem.loss, tuple([module.training for module in at.modules])
-    # by the type: isinstance asks the metaclass of Parameter, which takes its time
+    # not isinstance, which calls the slow metaclass of Parameter
     parameter = next((t for t in at.trainable if type(t) is nn.Parameter), at.trainable[0])
-    # a module would take long to say that it has no name
+    # not getattr of a module, whose __getattr__ is slow for a missing name
     name = "" if isinstance(func, nn.Module) else getattr(func, "__name__", "")
     key = id(owner_of(func)), name, modes
     return found_once(parameter, key, lambda: is_batch_dependent(at)) or False

@@ -1,7 +1,7 @@
 """Derivatives of all orders of pointwise functions of one variable.
 
-Each function returns [g'(x), ..., g^(K)(x)] from x, the value y = g(x), K and the other arguments of
-torch's operation. None is zero. At a kink it is torch's derivative, and zero beyond the first order.
+Each function returns [g'(x), ..., g^(K)(x)] from x, the value y = g(x), K, and the further arguments of
+torch's operation. None is zero. At a kink the first derivative is torch's, and higher ones are zero.
 """
 
 import math
@@ -43,7 +43,7 @@ def _add_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
 
 
 def autonomous(first: Polynomial, y: Tensor, K: int) -> list[Derivative]:
-    """Of y' = P(y): y'' = P'(y) P(y), and so on."""
+    """The derivatives of a y with y' = P(y), P = first: y'' = P'(y) P(y), and so on."""
     found: list[Derivative] = []
     p = list(first)
     for _ in range(K):
@@ -53,7 +53,7 @@ def autonomous(first: Polynomial, y: Tensor, K: int) -> list[Derivative]:
 
 
 def weighted(w: Tensor, r: Polynomial, x: Tensor, K: int) -> list[Derivative]:
-    """[w, w', ...], K of them, of w' = r(x) w: w^(k) = p_k(x) w."""
+    """[w, w', ..., w^(K-1)] for a w with w' = r(x) w: w^(k) = p_k(x) w."""
     found: list[Derivative] = []
     p = [1.0]
     for _ in range(K):
@@ -75,8 +75,10 @@ def power(x: Tensor, p: Any, K: int) -> list[Derivative]:
 
 
 def _quadratic_power(c: float, p: float, x: Tensor, h: Tensor, K: int) -> list[Derivative]:
-    """Of g' = h, a multiple of q^p with q = 1 + c x^2 (inverse sines, tangents):
-    q h^(m+1) = c (2 (p - m) x h^(m) + m (2p - m + 1) h^(m-1))."""
+    """The derivatives of a g with g' = h, a multiple of q^p with q = 1 + c x^2 (asin, atan, ...):
+
+    q h^(m+1) = c (2 (p - m) x h^(m) + m (2p - m + 1) h^(m-1))
+    """
     q, found = 1 + c * x * x, [h]
     for m in range(K - 1):
         previous = m * (2 * p - m + 1) * found[m - 1] if m else 0.0
@@ -85,7 +87,7 @@ def _quadratic_power(c: float, p: float, x: Tensor, h: Tensor, K: int) -> list[D
 
 
 def _times_x(x: Tensor, inner: list[Any]) -> list[Derivative]:
-    """Of x f(x), from [f, f', ...]: x f^(k) + k f^(k-1)."""
+    """The derivatives x f^(k) + k f^(k-1) of x f(x), from [f, f', ...]."""
     return [x * inner[k] + k * inner[k - 1] for k in range(1, len(inner))]
 
 
@@ -103,7 +105,7 @@ def _kink(slope: Tensor | float, K: int) -> list[Derivative]:
 
 
 def _softplus(x: Tensor, y: Tensor, K: int, beta: Any = 1, threshold: Any = 20) -> list[Derivative]:
-    # as torch's own, beyond whose threshold it is linear
+    # torch's softplus is linear beyond its threshold
     linear = x * beta > threshold
     towers = _sigmoids(beta * x, K - 1)
     return [torch.where(linear, float(k == 0), beta**k * s) for k, s in enumerate(towers)]
@@ -117,7 +119,7 @@ def _gelu(x: Tensor, y: Tensor, K: int, approximate: str = "none") -> list[Deriv
 
 
 def _gelu_by_tanh(x: Tensor, K: int) -> list[Derivative]:
-    # x (1 + tanh u) / 2 with a cubic u, whose derivatives beyond the third are zero
+    # x (1 + tanh u) / 2 with a cubic polynomial u: three derivatives are nonzero
     c, d = math.sqrt(2 / math.pi), 0.044715
     cubic: list[Any] = [c * (1 + 3 * d * x * x), c * 6 * d * x, torch.full_like(x, c * 6 * d)]
     n = (cubic + [None] * K)[:K]
@@ -136,7 +138,7 @@ def _elu(
     x: Tensor, y: Tensor, K: int, alpha: float = 1, scale: float = 1, input_scale: float = 1
 ) -> list[Derivative]:
     positive = x > 0
-    # 0 where it is not taken: exp of a large x overflows, and its gradient would be NaN
+    # exp(0) on the other side: exp of a large x overflows, and the mask's gradient would be NaN
     below = alpha * scale * torch.exp(torch.where(positive, 0, x) * input_scale)
     slopes = [below * input_scale**k for k in range(1, K + 1)]
     return [torch.where(positive, 0.0 if k else scale, slope) for k, slope in enumerate(slopes)]
@@ -157,7 +159,7 @@ def power_of(x: Tensor, y: Tensor, K: int, p: object) -> list[Derivative]:
     factor, found = torch.ones_like(p, dtype=y.dtype), []
     for k in range(1, K + 1):
         factor = factor * (p - k + 1)
-        # where the factor is zero, so is the derivative, also at x = 0
+        # a zero factor makes the derivative zero, also at x = 0 where the power is infinite
         found.append(torch.where(factor == 0, 0, factor * x ** torch.where(factor == 0, 0, p - k)))
     return list(found)
 
@@ -174,10 +176,13 @@ def _erfs(x: Tensor, K: int, sign: float) -> list[Derivative]:
 
 
 def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
-    """Of f(pi x), f(z) = sin(z) / z. Far from 0 by z f^(k) = sin^(k) - k f^(k-1), which cancels near 0;
-    there by the series f^(k) = sum_m (-1)^m z^(2m-k) / ((2m-k)! (2m+1))."""
+    """The derivatives of f(pi x), f(z) = sin(z) / z.
+
+    Far from 0 by z f^(k) = sin^(k) - k f^(k-1); near 0, where this cancels, by the series
+    f^(k) = sum_m (-1)^m z^(2m-k) / ((2m-k)! (2m+1)).
+    """
     z, limit = math.pi * x, K / 2 + 1
-    # each of the two is evaluated where it is taken alone: elsewhere it may be infinite
+    # evaluate each formula only on its side, or its infinities would turn the gradient into NaN
     near = z.abs() < limit
     small, large = torch.where(near, z, 0), torch.where(near, limit, z)
     sin, cos = large.sin(), large.cos()
@@ -195,7 +200,7 @@ def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
 
 
 def _by_value(p: float) -> Tower:
-    """Of y = c x^p, from y: g^(k) = (p - k + 1) g^(k-1) / x."""
+    """The derivatives g^(k) = (p - k + 1) g^(k-1) / x of g = c x^p, from its value."""
 
     def tower(x: Tensor, y: Tensor, K: int) -> list[Any]:
         found: list[Any] = [y]
@@ -211,7 +216,7 @@ def _log(x: Tensor, K: int, scale: float = 1.0) -> list[Any]:
     return [slope, *_by_value(-1)(x, slope, K - 1)]
 
 
-# By the name of torch's operation, in torch.ops.aten.
+# Name of an operation in torch.ops.aten -> its derivatives.
 POINTWISE: dict[str, Tower] = {
     "exp": lambda x, y, K: [y] * K,
     "exp2": lambda x, y, K: [LN2**k * y for k in range(1, K + 1)],

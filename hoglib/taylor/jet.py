@@ -57,33 +57,34 @@ def jet(
         x(t) = x_0 + sum_k x_k t^k / k!        y(t) = func(x(t)) = y_0 + sum_k y_k t^k / k! + ...
 
     The coefficients x_k and y_k are derivatives of the paths by t at 0, not divided by factorials, as
-    those of `jax.experimental.jet`. For the K-th derivative along a direction v pass x_1 = v and zeros
-    (None) for the others.
+    in `jax.experimental.jet`. For the K-th derivative along a direction v pass x_1 = v, and None (zero)
+    for x_2, ..., x_K.
 
     func runs once, and each operation of torch propagates all K coefficients, by the rule of Faà di
-    Bruno or Leibniz; nested derivatives cost exponentially more in K. What is constant for autograd
-    (`.detach()`, `torch.no_grad`) is constant here, and a kink, as of a ReLU or of |x|, has torch's
-    first derivative and zeros as its higher ones, unless the derivatives on both sides agree, as those
-    of |x|^2, which are taken. A UserWarning names the lines, once, where func is piecewise linear, so
-    that all derivatives from the second on are zero; where a point lies exactly at a kink and
-    derivatives to either side differ; and where the result is infinite. An operation
-    without a rule is taken apart into others, as torch decomposes it. Where that is not possible, as
-    for a custom Function of yours, the whole function is nested in reverse mode instead, which is
-    logged at the level DEBUG.
+    Bruno or Leibniz; nested derivatives cost exponentially more in K. Constants of autograd
+    (`.detach()`, `torch.no_grad`) are constant here. At a kink, as of a ReLU or |x|, the first
+    derivative is torch's and higher ones are zero; but if the derivatives on both sides agree, as for
+    |x|^2, the result is their common value.
+
+    A UserWarning names the lines, once, if func is piecewise linear, so that all derivatives from the
+    second on are zero; if a point lies exactly at a kink and the derivatives on its sides differ; and
+    if the result is infinite. An operation without a rule is decomposed into operations with rules, as
+    torch decomposes it. If that is impossible, as for a custom Function of yours, the whole function is
+    differentiated by nested reverse mode, which is logged at the level DEBUG.
 
     Args:
         func: The function ``func(*primals)``, or an `nn.Module`; it returns tensors in any containers.
         primals: The arguments x_0, a tuple of real floating-point tensors; or one tensor.
         series: For each argument the list [x_1, ..., x_K], all of one length, tensors of the
             argument's shape or None for zero; for a single tensor its list.
-        mode: "taylor", which raises where an operation has no rule; "nested"; or "auto", the first of
-            them that takes func. Inside torch.func transforms it is nested.
+        mode: "taylor", which raises if an operation has no rule; "nested"; or "auto": "taylor" if every
+            operation has a rule, else "nested". Inside torch.func transforms: always nested.
         create_graph: Whether the results can be differentiated again, by parameters and primals.
-            Default: where gradients are enabled.
+            Default: whether gradients are enabled.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it.
     Returns:
-        The pair (y_0, series): the result of func, and the same with a list [y_1, ..., y_K] in the
-        place of each tensor.
+        The pair (y_0, series): the result of func, and a copy of its structure with a list
+        [y_1, ..., y_K] in place of each tensor.
     Raises:
         ArgumentTypeError, ArgumentValueError: for arguments that do not fit together.
         UnsupportedError: with mode="taylor", for an operation without a rule, by name.
@@ -123,13 +124,13 @@ def jet(
 
 
 class TaylorOptions(NamedTuple):
-    """How an entry point of Taylor mode runs, checked."""
+    """The checked options of an entry point of Taylor mode."""
 
-    caller: str
-    policy: Policy
-    mode: str
-    keep: bool  # the results can be differentiated
-    always: bool  # even if nothing requires a gradient
+    caller: str  # the entry point's name in messages
+    policy: Policy  # how func is evaluated (stand-ins, remat, compile, ...)
+    mode: str  # "auto", "nested", or the entry point's name of Taylor mode ("taylor", "collapsed")
+    keep: bool  # the results have a graph, so that they can be differentiated again
+    always: bool  # create_graph=True was passed: keep the graph even if no input requires grad
 
     @classmethod
     def of(
@@ -143,16 +144,16 @@ class TaylorOptions(NamedTuple):
         return cls(caller, Policy.of(caller, options), mode, keep, create_graph is True)
 
     def evaluate(self, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
-        """body(*inputs), which derives from the user's function, inside the ring; by its graph where it
-        is captured.
+        """Runs body(*inputs), which evaluates and differentiates func, inside the ring; as one captured
+        graph if the policy compiles.
 
-        key: the other options of body.
+        key: body's options beyond self; graphs are cached by (self, key).
         """
         entered = partial(_inside_ring, self.policy, func, body)
         return run(self.policy, func, entered, (self, key), *inputs)
 
     def run(self, func: Callable[..., Any], *args: Any) -> Any:
-        """func(*args); of a module with copies of its buffers, which its forward may change."""
+        """func(*args); a module runs with copies of its buffers, because forward may change them."""
         return call_with(func, {}, *args) if isinstance(func, nn.Module) else func(*args)
 
 
@@ -170,25 +171,26 @@ def by_taylor(
 ) -> tuple[Leaves, list[Parts]] | None:
     """The outputs of call(*inputs) and the coefficients of each.
 
-    None where derivatives are to be nested: an operation has no rule, or torch.func is active.
+    None if the caller must nest derivatives instead: mode="nested", an operation has no rule, or a
+    torch.func transform is active.
     """
     if options.mode == "nested" or torch_internals.transforms_active():
         return None
-    # they require grad, for a func that differentiates by its input itself
+    # leaves that require grad, because func may call autograd.grad by its input
     own = fresh_leaves(list(inputs), options.keep)
     generators = GeneratorStates({x.device for x in inputs})
-    # a graph has no state of a generator to go back to
+    # a traced graph cannot restore the state of a generator
     drawn = None if torch_internals.tracing() else generators.now()
     run = Propagation(algebra, options.keep)
     try:
-        # a mode: each torch call of func also propagates the coefficients of what it is given
+        # a dispatch mode: each torch call of func also propagates its arguments' coefficients
         with run, translate_batch_errors(inputs, call, "inputs"):
             for x, seed in zip(own, parts, strict=True):
                 run.seed(x, seed)
             value = call(*own)
         series = [run.coefficients(y) for y in value]
         graph = graph_summary(value)
-        # what runs in their forward has no coefficients: the terms would be dropped without an error
+        # a Function in C++ runs its forward below the mode: its terms would be lost without an error
         if graph.cpp_functions:
             raise NoRule(f"the Function {', '.join(sorted(graph.cpp_functions))} in C++")
     except NoRule as reason:
@@ -197,7 +199,7 @@ def by_taylor(
                 f"{options.caller}: expected operations with a rule for Taylor coefficients, got "
                 f"{reason}. Use mode='nested', or write it with operations of torch."
             ) from reason
-        if drawn is not None:  # func runs again, with the random numbers that it drew
+        if drawn is not None:  # func will run again, and must draw equal random numbers
             generators.set(drawn)
         LOGGER.debug("%s: nested derivatives, for want of a rule for %s", options.caller, reason)
         return None
@@ -217,7 +219,7 @@ def by_taylor(
             value, series = beside or (value, series)
     if options.keep and not (options.always or any(x.requires_grad for x in inputs)):
         ours = {id(x) for x in own}
-        if all(key in ours for key in graph.leaves):  # nothing that a loss could go backward to
+        if all(key in ours for key in graph.leaves):  # backward would reach only our own copies
             value = [y.detach() for y in value]
             series = [known and [p if p is None else p.detach() for p in known] for known in series]
     return value, [algebra.zeros() if known is None else known for known in series]
@@ -232,11 +234,13 @@ def _look_at_points(
     kinks: Kinks,
     results: tuple[Leaves, Sequence[Parts | None]],
 ) -> tuple[Leaves, list[Parts | None]] | None:
-    """Warns of points where a derivative does not exist.
+    """Warns of points where a derivative does not exist; the corrected results, or None.
 
-    At an exact kink func runs again for the derivatives before and after it: those of relu(x)**3 agree
-    at 0 to order 2. Where they agree with one another, but not with torch's, as those of |x|**2, they
-    are right and returned. Where a result is not finite it runs again to find out why.
+    If a point lies exactly at a kink, func runs three more times: for the derivatives before, at (by
+    torch's rules) and after it. If all agree (relu(x)**3 at 0, to order 2) the results stand. If the
+    sides agree with each other but not with torch's rules (|x|**2), the one-sided results are right and
+    returned. Otherwise the derivative does not exist, and a warning says so. If a result is infinite or
+    NaN, func runs again to find the operation at fault.
     """
     order, caller = algebra.order, options.caller
     detached = [x.detach() for x in inputs]
@@ -247,7 +251,7 @@ def _look_at_points(
         own = [x if keep else x.detach().requires_grad_() for x in inputs]
         run = Propagation(algebra, keep, **kwargs)
         try:
-            # what is drawn here leaves the generators as the first run left them
+            # draws here must not move the user's generators
             with fixed_random_numbers(detached), run:
                 for x, seed in zip(own, parts, strict=True):
                     run.seed(x, [p if p is None or keep else p.detach() for p in seed])
@@ -256,13 +260,13 @@ def _look_at_points(
         finally:
             run.close()
 
-    # once a line: to look there takes three more runs of func
+    # once per source line, because a look takes three runs of func
     new = [kink for kink in kinks.crossed if first_time(f"{caller}, order {order}: {kink}")]
     if new or kinks.even:
         paths, seeds = along_paths(algebra, parts)
         before, given, after = (again(paths, seeds, side=side)[1] for side in (-1, 0, 1))
         same = _coefficients_agree(before, after)
-        # smooth, but not by torch's rules: |x|^2 has the second derivative 2 at 0
+        # smooth, but torch's rules are wrong: the second derivative of |x|^2 at 0 is 2, not 0
         if same and isinstance(algebra, Univariate) and not _coefficients_agree(given, after):
             found, right, _ = again(algebra, parts, options.keep, side=1)
             return found, list(right)
@@ -284,8 +288,10 @@ def _look_at_points(
 
 
 def _is_not_finite(key: Hashable, values: Leaves, ends: Leaves) -> bool:
-    """Whether derivatives are infinite or NaN where values are finite; of a device those of an earlier
-    call with these shapes."""
+    """Whether a derivative is infinite or NaN although all values are finite.
+
+    On a device the flags are read late: the answer is about an earlier call with these shapes.
+    """
     if not ends:
         return False
     every = [*values, *ends]
@@ -295,7 +301,7 @@ def _is_not_finite(key: Hashable, values: Leaves, ends: Leaves) -> bool:
 
 
 def _coefficients_agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
-    """Whether the coefficients are the same, up to rounding."""
+    """Whether the coefficients are equal up to rounding."""
     for p, q in zip(chain(*a), chain(*b), strict=True):
         known = q if p is None else p
         if known is None:
@@ -307,20 +313,20 @@ def _coefficients_agree(a: Sequence[Parts], b: Sequence[Parts]) -> bool:
 
 
 def as_returned(options: TaylorOptions, value: Tensor, d: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Value and derivative as the caller gets them: with a graph, or without."""
+    """Value and derivative for the caller: with a graph if options.keep, else detached copies."""
     d = torch.zeros_like(value) if d is None else d
     if torch_internals.transforms_active():
         return value, d
     if not options.keep:
         return value.detach().clone(), d.detach().clone()
     if value.requires_grad and not d.requires_grad:
-        # a zero derivative that a loss can still go backward from
+        # connect a zero derivative to the graph, so that a loss of it has a (zero) gradient
         d = d + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
     return value, d
 
 
 def _check_series(primals: Any, series: Any) -> tuple[list[Tensor], list[Parts]]:
-    """The arguments, and the coefficients of each, all of one length."""
+    """The checked arguments as a list, and for each its list of coefficients, all of one length."""
     for what, value in (("primals", primals), ("series", series)):
         if not isinstance(value, tuple | list):
             raise errors.ArgumentTypeError(

@@ -1,8 +1,8 @@
-"""Kinks of a function that is differentiated twice or more: where such derivatives are zero or missing.
+"""Kinks of a function that is differentiated twice or more.
 
-A Taylor rule gives a kink torch's first derivative and zeros as its higher ones. Two warnings tell what
-that means: that func is piecewise linear, so that all of its higher derivatives are zero; and that a
-point lies exactly at a kink at which they do not exist.
+A Taylor rule gives a kink torch's first derivative, and zero as every higher one. Two warnings follow:
+func is piecewise linear, so that all higher derivatives are zero; or a point lies exactly at a kink,
+where higher derivatives do not exist.
 """
 
 import sys
@@ -25,10 +25,10 @@ _SHOWN = 3  # operations in a message
 
 
 class Kink(NamedTuple):
-    """An operation that is piecewise linear, and the line of the user that ran it."""
+    """A piecewise linear operation, and where it ran."""
 
-    operation: str
-    line: SourceLine | None
+    operation: str  # torch's name, with the module's class around it: "ReLU (relu)"
+    line: SourceLine | None  # the user's line
 
     def __str__(self) -> str:
         return f"{self.operation} at {self.line}" if self.line else self.operation
@@ -42,7 +42,7 @@ def _at_limits(x: Tensor, low: object = None, high: object = None) -> Tensor:
     return at
 
 
-# The elements at an exact kink, by the name of the operation; None where that is not looked at.
+# Operation -> a mask of the elements exactly at a kink; None: such elements are not looked for.
 KINKS: dict[str, Callable[..., Tensor] | None] = {
     **dict.fromkeys(("relu", "leaky_relu", "abs"), lambda x, *_: x == 0),
     "threshold": lambda x, threshold, value: x == threshold,
@@ -67,19 +67,19 @@ class Kinks:
     """Collects the kinks that coefficients pass while a function runs."""
 
     def __init__(self) -> None:
-        self.passed: dict[Kink, None] = {}
-        self.crossed: dict[Kink, None] = {}  # exactly at a point, by a path that moves off it
-        self.even = False  # one of them is |x|, of which smooth functions may be made
-        self.not_finite: Kink | None = None  # where coefficients ceased to be finite
-        self._masks = WeakTensorKeyDictionary()  # comparisons of tensors with coefficients
+        self.passed: dict[Kink, None] = {}  # piecewise linear operations that coefficients passed
+        self.crossed: dict[Kink, None] = {}  # a point lies on the kink, and its path leaves it
+        self.even = False  # |x| or a norm was crossed, and |x|^2, a function of it, is smooth
+        self.not_finite: Kink | None = None  # the first operation with infinite or NaN coefficients
+        self._masks = WeakTensorKeyDictionary()  # results of comparing tensors with coefficients
 
     def record_mask(self, name: str, out: object) -> None:
-        """Notes a mask whose elements depend on the point."""
+        """Note the result of a comparison: a mask that depends on the point."""
         if name in COMPARISONS and isinstance(out, Tensor):
             self._masks[out] = name
 
     def record_derived_mask(self, args: tuple[Any, ...], out: object) -> None:
-        """Notes what is computed from masks alone, such as `mask.float()`."""
+        """Note a function of masks alone, such as `mask.float()`."""
         if self._masks and isinstance(out, Tensor) and self._from_mask(args):
             self._masks[out] = True
 
@@ -87,7 +87,11 @@ class Kinks:
         return any(isinstance(x, Tensor) and x in self._masks for x in args)
 
     def record(self, names: tuple[str, str], call: Call, inside_composite: bool) -> None:
-        """Notes an operation if it has a kink; one that another is made of, if its point is there."""
+        """Note an operation if it has a kink.
+
+        inside_composite: it is part of a decomposition; then only an absolute value or a norm is noted,
+        if a point lies exactly at zero.
+        """
         name, packet = names
         if inside_composite and packet not in ("linalg_vector_norm", "abs"):
             return
@@ -107,7 +111,7 @@ class Kinks:
                     self.even |= packet == "abs"
 
     def _see_norm(self, call: Call) -> None:
-        """Notes a Euclidean norm of zeros, if a path moves off them."""
+        """Note a Euclidean norm of zeros, if the path moves away from zero."""
         _, _, dims, keep = call.norm_arguments()
         if torch_internals.tracing() or bool(call.out.all()):
             return
@@ -119,14 +123,14 @@ class Kinks:
             self.even = True
 
     def check_finite(self, where: Kink, outputs: Sequence[Parts | None]) -> None:
-        """Notes the first operation behind which a coefficient is infinite or NaN."""
+        """Note `where` if it is the first operation with an infinite or NaN coefficient."""
         known = [part for parts in outputs for part in parts or [] if part is not None]
         if self.not_finite is None and not all(bool(part.isfinite().all()) for part in known):
             self.not_finite = where
 
 
 def _coefficient_moves(call: Call, at: Tensor) -> bool:
-    """Whether a coefficient is not zero at an element."""
+    """Whether a coefficient of the operands is nonzero at an element of the mask `at`."""
     for x in call.args[:2]:
         for part in call.parts(x) or []:
             if part is not None and bool(((part != 0) & at).any()):
@@ -135,7 +139,7 @@ def _coefficient_moves(call: Call, at: Tensor) -> bool:
 
 
 def kink_here(operation: str) -> Kink:
-    """The operation that runs now, by the name of torch's module if one runs it."""
+    """The running operation as a Kink: named by the torch module around it, at the user's line."""
     for frame, line in walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if is_user_file(file):
@@ -147,8 +151,7 @@ def kink_here(operation: str) -> Kink:
 
 
 def warn_if_linear(caller: str, kinks: Kinks, algebra: Algebra, series: list[Parts | None]) -> None:
-    """Warns of outputs whose derivatives of order 2 and above are all zero because of kinks: no
-    operation contributed a coefficient of them."""
+    """Warn if kinks were passed and no output has a coefficient of order 2 or above."""
     if algebra.order < 2 or not kinks.passed:
         return
     for parts in series:
@@ -162,7 +165,7 @@ def warn_if_linear(caller: str, kinks: Kinks, algebra: Algebra, series: list[Par
 
 
 def without_derivative(caller: str, order: int, kinks: Iterable[Kink]) -> str:
-    """The text of a warning."""
+    """The text of the warning about points exactly at a kink."""
     return (
         f"{caller}: expected points where func has a derivative of order {order}, got some exactly "
         f"at a kink: {_listed(kinks)}. Its result has torch's first derivative there and zeros as the "
@@ -178,7 +181,11 @@ def _listed(kinks: Iterable[Kink]) -> str:
 
 
 def along_paths(algebra: Algebra, parts: Sequence[Parts]) -> tuple[Univariate, list[Parts]]:
-    """The same derivatives, or those that they combine, along single paths."""
+    """An algebra of single paths, and seeds for it, that have kinks where the given algebra has them.
+
+    One-sided derivatives are defined along a path, so mixed derivatives are examined along the axes
+    and the diagonal between them.
+    """
     order = algebra.order
     if isinstance(algebra, Univariate):
         return Univariate(order, algebra.leads[0]), list(parts)
@@ -191,14 +198,16 @@ def along_paths(algebra: Algebra, parts: Sequence[Parts]) -> tuple[Univariate, l
             units = [p for p, k in zip(own, algebra.orders, strict=True) if k == 1]
             first = torch.stack([p for p in units if p is not None])
         assert first is not None
-        # and one between the axes
+        # the axes, and their diagonal
         paths.append([torch.cat([first, first.sum(0, keepdim=True)]), *[None] * (order - 1)])
     return Univariate(order, True), paths
 
 
 def one_sided(call: Call, x: Tensor) -> Tensor:
-    """x just off a kink: where the path is before (side -1) or after it, of the shape of the first
-    coefficient."""
+    """x moved off a kink to the next float, in the path's direction before (side -1) or after it.
+
+    The result has the shape of the coefficients, whose directions may move to different sides.
+    """
     sign = call.direction(call.parts(x) or [])
     if sign is None:
         return x

@@ -1,6 +1,8 @@
-"""Derivatives of any order by nested reverse mode: slower, and for every function that torch can
-differentiate. A derivative of y by t with cotangents u is linear in u, so that its derivative by u is
-dy/dt."""
+"""Derivatives of any order by nested reverse mode: slower than Taylor mode, but for every function.
+
+dy/dt is a forward derivative, taken by two reverse passes: the vector-Jacobian product of y by t is
+linear in the cotangent u, and its derivative by u is dy/dt.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -23,9 +25,9 @@ Path = Callable[[Tensor], Leaves]
 def nested(
     caller: str, path: Path, like: Tensor, variables: int, orders: Sequence[int]
 ) -> tuple[Leaves, list[Leaves]]:
-    """y(0) and its derivatives, of y = path(t) with t [variables].
+    """The value of y = path(t) at t = 0, t [variables], and derivatives of y.
 
-    orders: the variables by which it is differentiated, one after another.
+    orders: the indices of the variables to differentiate by, in turn; a derivative for each.
     """
     if torch_internals.transforms_active():
         return _by_func(path, like, variables, orders)
@@ -34,7 +36,8 @@ def nested(
     views = [_as_real(y) for y in value]
     graph = graph_summary(value)
     check_custom_functions(graph, caller)
-    needed = any(leaf is not t for leaf in graph.leaves.values())  # by something else than t
+    # the graph is returned only if y depends on leaves other than t
+    needed = any(leaf is not t for leaf in graph.leaves.values())
     found: list[Leaves] = []
     current = views
     for i in orders:
@@ -55,9 +58,9 @@ def nested(
 def along_path(
     caller: str, run: Callable[..., Leaves], xs: Sequence[Tensor], series: Sequence[Parts], K: int
 ) -> tuple[Leaves, list[Leaves]]:
-    """The outputs of run(*xs), and for each its derivatives of orders 1 to K along the path x(t).
+    """The outputs of run(*xs), and for each output its derivatives of orders 1 to K along x(t).
 
-    x(t) = x + sum_k x_k t^k / k!        with the coefficients of each x, None for zero
+    x(t) = x + sum_k x_k t^k / k!        series: the coefficients of each x, None for zero
     """
 
     def path(t: Tensor) -> Leaves:
@@ -73,7 +76,7 @@ def along_path(
 
 
 def _as_real(y: Tensor) -> Tensor:
-    """Real and imaginary parts, which are differentiated as two numbers."""
+    """y, or for a complex y its real and imaginary parts as two numbers."""
     return torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
 
 
@@ -85,7 +88,7 @@ def _slope(caller: str, y: Tensor, t: Tensor, i: int) -> Tensor:
     zeros = torch.zeros_like(y, requires_grad=False)
     if not (y.requires_grad and y.is_floating_point()):
         return zeros
-    # J^T u is linear in u: whatever u is, the derivative by it is J
+    # J^T u is linear in u: its derivative by u is J at any u, so take u = 0
     u = torch.zeros_like(y, requires_grad=True)
     (g,) = vjp([y], [t], [u], caller, create_graph=True)
     (d,) = vjp([None if g is None else g[i]], [u], [t.new_ones(())], caller, create_graph=True)

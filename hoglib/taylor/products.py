@@ -1,13 +1,12 @@
-"""Rules of products, of matrices and tensors, elementwise and convolutions; and of functions of
-matrices, which are made of products.
+"""Rules of products (matrices, elementwise, convolutions) and of functions of matrices.
 
-The coefficients of a product are sums of products of coefficients,
+The coefficients of a product are sums of products of coefficients (with binomial factors),
 
     (a b)_n = sum over i + j = n of a_i b_j
 
-where each a_i is a constant, without a leading dimension, or has one direction a row: `lead_a` says so.
+`lead_a` is True if the factor a has a leading dimension of directions:
 
-    a [m, k], or with lead_a [rows, m, k]
+    a [m, k], or with lead_a [directions, m, k]
 """
 
 from collections.abc import Callable
@@ -24,9 +23,9 @@ Map = Callable[[Tensor], Tensor]
 
 
 def matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
-    """a @ b of matrices, or of batches of them.
+    """a @ b, of matrices or batches of matrices.
 
-    A coefficient that is the same at all rows, as a direction at all points, is multiplied once.
+    If all rows of a share their memory (one direction, expanded to all points), one row is multiplied.
     """
     if lead_a and lead_b:
         return torch.matmul(a, b)
@@ -40,7 +39,7 @@ def matmul(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
         if a.stride(1) == 0 and rows > 1:
             return torch.matmul(a[:, :1], b).expand(-1, rows, -1)
         return torch.matmul(a, b)
-    # the directions join the rows, so that each matrix of the batch is read once for all of them
+    # directions join the rows, so that each matrix of the batch is read once for all directions
     found = torch.bmm(a.transpose(0, 1).flatten(1, 2), b)
     return found.unflatten(1, (a.shape[0], a.shape[2])).transpose(0, 1)
 
@@ -54,7 +53,7 @@ def _bilinear(bilinear: Bilinear) -> Rule:
 
 
 def _affine(bilinear: Bilinear) -> Rule:
-    """beta b + alpha bilinear(x, y)"""
+    """The rule of beta b + alpha bilinear(x, y)."""
 
     def rule(call: Call) -> Parts:
         b, x, y = call.args[:3]
@@ -80,7 +79,7 @@ def _div(call: Call) -> Any:
     b_n = call.parts(b)
     if b_n is None:
         return mapped(lambda part: part / b, call.aligned(call.known(a)))
-    # a / b = a (1 / b): the series of 1 / b is composed, and multiplied as any product
+    # a / b = a (1 / b): compose the series of 1 / b, then multiply
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
     return call.product(multiply, a, inverse, b_n=n) if isinstance(a, Tensor) else times(a, n)
@@ -90,14 +89,14 @@ def _convolution(call: Call) -> Parts:
     x, weight, bias, *geometry = call.args
 
     def conv(a: Tensor, w: Tensor, lead_a: bool, lead_w: bool) -> Tensor:
-        # directions of a kernel cannot join the images: one convolution each
+        # kernels of several directions need one convolution each
         if lead_w:
             rows = a if lead_a else [a] * len(w)
             return torch.stack([conv(p, q, False, False) for p, q in zip(rows, w, strict=True)])
         if not lead_a:
             return aten.convolution(a, w, None, *geometry)
         points = a.shape[1]
-        if a.stride(1) == 0 and points > 1:  # the same at all points
+        if a.stride(1) == 0 and points > 1:  # all points share their memory: convolve one
             once = aten.convolution(a[:, 0], w, None, *geometry).unsqueeze(1)
             return once.expand(-1, points, *once.shape[2:])
         return aten.convolution(a.flatten(0, 1), w, None, *geometry).unflatten(0, a.shape[:2])
@@ -120,12 +119,12 @@ def _inverse(call: Call) -> list[Parts | None]:
 
 
 def _solved(call: Call) -> list[Parts | None]:
-    """X = A^-1 B, X = B A^-1, of which that of the transposes is solved, or a vector of them."""
+    """X = A^-1 B, also for a vector B; or X = B A^-1, solved as A^T X^T = B^T."""
     A, B = call.args[:2]
     left = call.kwargs.get("left", call.args[2] if len(call.args) > 2 else True)
     turn: Map = (lambda t: t) if left else (lambda t: t.mT)
     columns, back = turn, turn
-    # torch takes such a B for one vector, or for a batch of them
+    # torch.linalg.solve takes a B of this shape for a vector, or a batch of vectors
     if B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1]):
         columns, back = (lambda t: t.unsqueeze(-1)), (lambda t: t.squeeze(-1))
     X = columns(call.out[0])
@@ -136,8 +135,12 @@ def _solved(call: Call) -> list[Parts | None]:
 
 
 def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Map, start: Parts) -> Parts:
-    """The coefficients n of X with A (X + n) + A_n (X + n) = B + B_n, from A^-1 B_n: n = A^-1 B_n -
-    A^-1 A_n (X + n), exact after K iterations."""
+    """The coefficients n of X, the solution of (A + A_n) (X + n) = B + start.
+
+        n = solve(start) - solve(A_n (X + n))
+
+    solve: multiplies by A^-1. The iteration is exact after K steps, because A_n is nilpotent.
+    """
     n = start = mapped(solve, start)
     if all(p is None for p in A_n):
         return n

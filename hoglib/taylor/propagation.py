@@ -5,12 +5,13 @@
         y = func(x)
     run.coefficients(y)
 
-A dispatch mode sees each operation of torch beneath autograd, where views, in-place operations and
-torch's own composite functions have become plain operations. The function runs once and as it is: its
-control flow may depend on values. Coefficients are computed with autograd on, so that they can be
-differentiated, at the next operation: only then is the output part of autograd's graph.
+A TorchDispatchMode sees each operation of torch below autograd, where composite functions have become
+plain operations. The function runs once, unchanged, and its control flow may depend on values.
 
-What is constant for autograd is constant here: what runs under no_grad, and `.detach()`.
+The coefficients of an operation are computed when the next operation arrives: only then has autograd
+attached the output to its graph, so that the coefficients can be differentiated.
+
+Constants of autograd are constant here: results under no_grad, and of `.detach()`.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +38,8 @@ TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode
 aten = torch.ops.aten
 
 
-# An operation that ran, whose coefficients are not computed yet: its rule, the call, the tensor that it
-# changed in place, and what it is called in a message, if that is looked for.
+# The last operation, before its coefficients are computed: its rule; the call; the tensor that it
+# changed in place, or None; its name and line, if first_infinite looks for them.
 _Pending = tuple[Rule, Call, Tensor | None, Kink | None]
 
 
@@ -46,9 +47,9 @@ _Pending = tuple[Rule, Call, Tensor | None, Kink | None]
 class Propagation(TorchDispatchMode):
     """Propagates the coefficients of an algebra through the operations that run inside.
 
-    record: whether the coefficients can be differentiated. side: of a kink along single paths, -1 or 1,
-    whose derivatives are taken; 0 for torch's. first_infinite: look for the operation behind which
-    coefficients are infinite or NaN.
+    record: compute coefficients with autograd on, so that they can be differentiated.
+    side: at a kink, take the derivatives before (-1) or after it (1) along the path; 0: torch's rules.
+    first_infinite: look for the first operation with infinite or NaN coefficients.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class Propagation(TorchDispatchMode):
         super().__init__()
         self._algebra, self._record, self._side = algebra, record, side
         self._first_infinite = first_infinite
-        self.kinks = Kinks()
-        self._series = WeakTensorKeyDictionary()
+        self.kinks = Kinks()  # the kinks that were passed
+        self._series = WeakTensorKeyDictionary()  # tensor -> its coefficients; constants are absent
         self._pending: _Pending | None = None
-        self._inside_composite = 0
-        self._changed_in_place = False
-        self._outside: Any = None
-        self._backward = torch_internals.running_backward()
-        self._stack = ExitStack()
+        self._inside_composite = 0  # depth of operations that are being decomposed
+        self._changed_in_place = False  # a tensor with coefficients was, so its views must be found
+        self._outside: Any = None  # context: below this mode, with autograd on or off
+        self._backward = torch_internals.running_backward()  # the backward pass that encloses us
+        self._stack = ExitStack()  # the contexts entered with the mode, until close()
 
     def __enter__(self) -> "Propagation":
-        # it is entered again where an operation is taken apart
+        # entered again for each operation that is decomposed
         if self._outside is None:
             self._outside = torch_internals.RecordingBelow()
             self._stack.enter_context(plain_operations())
@@ -76,11 +77,11 @@ class Propagation(TorchDispatchMode):
         return self
 
     def seed(self, x: Tensor, parts: Parts) -> None:
-        """The coefficients of an input."""
+        """Set the coefficients of an input."""
         self._series[x] = parts
 
     def coefficients(self, y: Tensor) -> Parts | None:
-        """The coefficients of a tensor, of its own shape; None if it is constant."""
+        """The coefficients of y, expanded to its shape; None if y is constant."""
         self._flush()
         parts = self._parts(y)
         if parts is None:
@@ -95,14 +96,16 @@ class Propagation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
-        if _reads_no_values(func):  # runs also before the last output is part of autograd's graph
+        # no flush: such an operation may come before autograd has attached the last output
+        if _reads_no_values(func):
             return func(*args, **kwargs)
         self._flush()
-        # what runs under no_grad is a constant, as for autograd
+        # results under no_grad are constants
         if not (self._inside_composite or torch.is_grad_enabled()):
             return func(*args, **kwargs)
         if torch_internals.running_backward() != self._backward:
-            # also where no tensor has coefficients: those that autograd saved are other objects
+            # autograd's saved tensors are other objects than the keys of _series, so that their
+            # coefficients would be lost: refuse every operation of a backward pass
             raise NoRule("a derivative that the function takes itself (torch.autograd.grad)")
         if not any(self._parts(x) is not None for x in _tensor_arguments(args, kwargs)):
             out = func(*args, **kwargs)
@@ -123,25 +126,28 @@ class Propagation(TorchDispatchMode):
         with function_watch.as_around():
             self._flush()
         if function is torch_internals.SAVES_INPUTS:
-            return  # its result has no elements
+            return  # a checkpoint's Function of torch 2.11; its result has no elements
         if function_watch.records_gradients() and any(self._parts(x) is not None for x in args):
             raise NoRule(f"the custom Function {function.__name__}")
 
     def _defer(self, rule: Rule, func: Any, args: Any, kwargs: Any, out: Any, written: Any) -> None:
         names = names_of(func)
         if torch.Tag.pointwise in func.tags and isinstance(out, Tensor):
-            # before any rule: directions lead a coefficient, so that ranks decide what broadcasts
+            # give operands the output's rank, or the leading dimension of directions would broadcast
             args = [self._of_rank(x, out.dim()) for x in args]
         call = Call(names[1], self._algebra, self._parts, args, kwargs, out, self._side)
         if self._algebra.order > 1:
             self.kinks.record(names, call, self._inside_composite > 0)
         looked = self._first_infinite and not self._inside_composite
-        # not computed yet: the output is part of autograd's graph when the next operation runs
+        # computed at the next operation, when autograd has attached the output to its graph
         self._pending = rule, call, written, kink_here(names[1]) if looked else None
 
     def _of_rank(self, x: object, rank: int) -> Any:
-        """An operand that broadcasts to more dimensions, with these, and so its coefficients: behind a
-        leading dimension of directions they would broadcast as others, or in silence as wrong ones."""
+        """An operand x that broadcasts, as a view of the given rank with coefficients of that rank.
+
+        Torch aligns dimensions from the right: a coefficient [R, d] of x [d] would broadcast with an
+        output [n, d] as if R were n.
+        """
         if not isinstance(x, Tensor) or x.dim() >= rank or (parts := self._parts(x)) is None:
             return x
         with self._outside(self._record):
@@ -150,7 +156,7 @@ class Propagation(TorchDispatchMode):
         return view
 
     def _flush(self) -> None:
-        """Computes the coefficients of the last operation."""
+        """Compute the coefficients of the pending operation."""
         if self._pending is None:
             return
         (rule, call, written, where), self._pending = self._pending, None
@@ -171,6 +177,7 @@ class Propagation(TorchDispatchMode):
                 self._write_through(written)
 
     def _parts(self, x: object) -> Parts | None:
+        """The coefficients of x, or of its base if x is a view that has none; None if constant."""
         if not isinstance(x, Tensor):
             return None
         found: Parts | None = self._series.get(x)
@@ -182,7 +189,10 @@ class Propagation(TorchDispatchMode):
     # ---- operations without a rule
 
     def _taken_apart(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Rule:
-        """The rule of an operation that is a function of others."""
+        """A rule for an operation without one: run its decomposition inside the mode.
+
+        The rule returns the coefficients that the decomposition's result got.
+        """
         composite, refused = composite_of(func), NoRule(f"torch.ops.{func}")
         if composite is None:
             raise refused
@@ -197,7 +207,7 @@ class Propagation(TorchDispatchMode):
         finally:
             self._inside_composite -= 1
             self._pending = None
-        if inner is NotImplemented:  # for these arguments
+        if inner is NotImplemented:  # torch's decomposition does not take these arguments
             raise refused
         several = isinstance(inner, tuple | list)
         found = list(map(self._parts, inner)) if several else self._parts(inner)
@@ -213,7 +223,7 @@ class Propagation(TorchDispatchMode):
             raise NoRule(f"torch.ops.{func}, which writes into its arguments")
         packet = names_of(func)[1]
         if packet in ("copy", "fill", "zero"):
-            # of what is written, which for "zero" is nothing
+            # the coefficients of the source, args[1]; "zero" has none
             rule: Rule | None = lambda call: call.parts((*call.args, None)[1])  # noqa: E731
         else:
             functional = _out_of_place(func, packet)
@@ -221,7 +231,7 @@ class Propagation(TorchDispatchMode):
                 raise NoRule(f"torch.ops.{func}, an in-place operation")
             rule = None if is_composite(functional, args) else rule_of(functional)
         with self._outside(self._record):
-            # the rule reads the value from before the write
+            # rules read the value before the write
             old = target.clone()
         parts = self._parts(target)
         if parts is not None:
@@ -232,11 +242,11 @@ class Propagation(TorchDispatchMode):
         return out
 
     def _write_through(self, target: Tensor) -> None:
-        """The coefficients of the base of a view that was changed, and of its other views."""
+        """After a write to target, update the coefficients of its base and the base's other views."""
         base = target._base if target._is_view() else target
         assert base is not None
         if base is not target:
-            # a view is found in the coefficients by its strides and offset
+            # as_strided of a coefficient finds the view, if the base is contiguous
             if not base.is_contiguous():
                 raise NoRule("an in-place operation on a view of a tensor that is not contiguous")
             known = self._parts(base) or self._algebra.zeros()
@@ -250,6 +260,7 @@ class Propagation(TorchDispatchMode):
     def _scattered(
         self, p: Tensor | None, q: Tensor | None, lead: bool, base: Tensor, view: Tensor
     ) -> Tensor | None:
+        """The coefficient p of base, with the coefficient q of view written into the view's place."""
         if p is None and q is None:
             return None
         size = (p if p is not None else q).shape[: int(lead)]  # type: ignore[union-attr]
@@ -259,6 +270,7 @@ class Propagation(TorchDispatchMode):
         return torch.as_strided_scatter(p, q, *_geometry(size, base, view))
 
     def _viewed(self, parts: Parts, view: Tensor) -> Parts:
+        """The coefficients of a view, from the coefficients of its base."""
         base = view._base
         assert base is not None
         if not base.is_contiguous():
@@ -273,7 +285,7 @@ class Propagation(TorchDispatchMode):
 
 
 def _fit_to_output(out: Tensor, part: Tensor, lead: int) -> Tensor:
-    """A coefficient in the dtype and of the shape of the output."""
+    """A coefficient, converted to the output's dtype and expanded to its shape."""
     part = align(part, lead, out.dim())
     if part.dtype != out.dtype:
         part = to_dtype(part, out.dtype)
@@ -289,8 +301,10 @@ def _reads_no_values(func: Any) -> bool:
 
 @cache
 def _out_of_place(func: Any, packet: str) -> Any:
-    """The operation with the same arguments that writes into none of them; it may name its overload
-    differently (ldexp_.default, ldexp.Tensor)."""
+    """The out-of-place overload of an in-place operation, or None.
+
+    Found by its argument types, since overloads may have other names (ldexp_.default, ldexp.Tensor).
+    """
     found = getattr(aten, packet, None)
     arguments = [(str(a.type), a.kwarg_only) for a in func._schema.arguments]
     for overload in () if found is None else map(partial(getattr, found), found.overloads()):
@@ -300,11 +314,13 @@ def _out_of_place(func: Any, packet: str) -> Any:
 
 
 def _geometry(size: torch.Size, base: Tensor, view: Tensor) -> Any:
+    """Size, strides and offset of view in a contiguous tensor [*size, *base.shape]."""
     strides = (base.numel(),) * len(size) + view.stride()
     return size + view.shape, strides, view.storage_offset() - base.storage_offset()
 
 
 def _tensor_arguments(args: Sequence[Any], kwargs: Any) -> Any:
+    """The tensors among the arguments, also in lists."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, Tensor):
             yield x

@@ -1,11 +1,10 @@
-"""What each operation of torch does to the coefficients of its tensors.
+"""The Taylor rule of each operation of torch.
 
-A rule takes a `Call` and returns the coefficients of the output, or a list of them for several outputs
-(None for one that is constant). It is made of differentiable operations of torch.
+A rule takes a `Call` and returns the output's coefficients; for several outputs, a list with the
+coefficients of each, None if an output is constant. Rules consist of differentiable torch operations.
 
-Operations without a rule are taken apart: the same function of operations that have one, by hoglib's
-or torch's own decomposition. The results are used for the coefficients only; the value is that of
-torch's own operation. A maximum is subtracted where rounding asks for it, as a constant: it cancels.
+An operation without a rule is decomposed into operations with rules, by COMPOSITES or by torch's own
+decomposition. Only the coefficients come from the decomposition; the value is torch's.
 """
 
 import math
@@ -35,14 +34,14 @@ def _pow(call: Call) -> Parts:
         return call.algebra.compose(power_of(a, call.out, K, b), call.aligned(a_n))
     if not isinstance(a, Tensor):
         a = torch.as_tensor(a, dtype=b.dtype, device=b.device)
-    # a^b = exp(b log a), and each derivative of exp is its value
+    # a^b = exp(b log a), and every derivative of exp at b log a is call.out
     log = a.log()
     log_n = None if a_n is None else call.algebra.compose(POINTWISE["log"](a, log, K), a_n)
     return call.algebra.compose([call.out] * K, call.product(multiply, b, log, b_n=log_n))
 
 
 def _vector_norm(call: Call) -> Parts:
-    """|x| with the derivative 0 where it is 0, as torch's."""
+    """|x|; where it is 0, all coefficients are 0, as in torch, or one-sided if call.side is set."""
     x, order, dims, keep = call.norm_arguments()
     assert order == 2, "others are composites"
 
@@ -52,7 +51,7 @@ def _vector_norm(call: Call) -> Parts:
 
     n, y = call.product(squares, x, x), call.out
     zero = y == 0
-    # the derivatives of a root are infinite at 0
+    # avoid infinite derivatives of the root at 0, masked below
     safe = torch.where(zero, 1, y)
     found = call.algebra.compose(POINTWISE["sqrt"](safe * safe, safe, call.algebra.order), n)
     if call.side and call.parts(x):
@@ -63,7 +62,12 @@ def _vector_norm(call: Call) -> Parts:
 
 
 def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
-    """|x| along a path that begins at zero: |x(t)| = |t| |q(t)| with q = x(t) / t, if q(0) is not 0."""
+    """The coefficients of |x| along a path from x(0) = 0, on the side call.side.
+
+        |x(t)| = |t| |q(t)|        q(t) = x(t) / t
+
+    They are exact if q(0), the first coefficient of x, is not 0.
+    """
     first, *rest = call.known(x)
     if first is None:
         return None
@@ -80,11 +84,14 @@ def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
 
 
 def _atan2(call: Call) -> Parts:
-    """The angle between the point and the value: atan of (y x_0 - x y_0) / (x x_0 + y y_0)."""
+    """The nilpotent part is the angle between (x, y) and the point (x_0, y_0):
+
+    atan of (y x_0 - x y_0) / (x x_0 + y y_0)
+    """
     y, x = call.args
     y_n, x_n = call.known(y), call.known(x)
     algebra = call.algebra
-    # by the tangent of the angle that is added: y / x has no expansion where x is 0
+    # not atan(y / x), which has no expansion where x_0 is 0
     cross = plus(times(x, y_n), times(-y, x_n))
     along, square = plus(times(x, x_n), times(y, y_n)), x * x + y * y
     inverse = square.reciprocal()
@@ -102,7 +109,7 @@ def _pointwise(name: str) -> Rule:
         x, *rest = call.args
         out = call.out[0] if several else call.out
         kwargs = {k: v for k, v in call.kwargs.items() if v is not None}
-        # beside a kink, where the slope is that of one side
+        # evaluate slopes beside the kink, on the side of the path
         at = one_sided(call, x) if call.side and name in KINKS else x
         derivatives = tower(at, out, call.algebra.order, *rest, **kwargs)
         found = call.algebra.compose(derivatives, call.known(x))
@@ -145,7 +152,7 @@ RULES: dict[str, Rule] = {
 
 
 def names_of(func: Any) -> tuple[str, str]:
-    """The name of an operation with and without its overload, without the underscore of in-place."""
+    """("name.overload", "name") of an operation; the name without the underscore of in-place."""
     packet = func.overloadpacket.__name__
     if packet.endswith("_") and not packet.endswith("__"):
         packet = packet[:-1]
@@ -153,7 +160,7 @@ def names_of(func: Any) -> tuple[str, str]:
 
 
 def is_composite(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether the rule of an operation does not hold for these arguments."""
+    """Whether the operation must be decomposed although it has a rule: not for these arguments."""
     name = names_of(func)[1]
     is_complex = isinstance(args[0], Tensor) and args[0].is_complex()
     if name == "linalg_vector_norm":
@@ -173,7 +180,7 @@ def is_constant(func: Any) -> bool:
 
 @cache
 def rule_of(func: Any) -> Rule | None:
-    """The rule of an operation of torch; None if it has none."""
+    """The rule of an operation of torch, or None."""
     names = names_of(func) if func.namespace == "aten" else ()
     return next((RULES[name] for name in names if name in RULES), None)
 
@@ -182,7 +189,7 @@ Composite = Callable[..., Any]
 
 
 def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    # as a constant, since it cancels: without it exp overflows
+    # subtract the maximum, or exp overflows; as a constant, because it cancels
     top = x.detach().amax(dim, keepdim=True)
     top = torch.where(top.isfinite(), top, 0)
     found = (x - top).exp().sum(dim, keepdim=True).log() + top
@@ -190,7 +197,7 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor]:
-    """The mean, and the inverse of the standard deviation."""
+    """The mean and the reciprocal standard deviation."""
     mean = x.mean(dims, keepdim=True)
     return mean, ((x - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
 
@@ -203,7 +210,8 @@ def _layer_norm(x: Tensor, shape: Any, weight: Any, bias: Any, eps: float) -> An
 def _batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: Any, eps: Any
 ) -> Any:
-    running = (None, None) if training else (mean, var)  # which torch's own updates
+    # in training torch's own operation has updated the running statistics
+    running = (None, None) if training else (mean, var)
     y = torch_batch_norm(x, weight, bias, *running, training, momentum, eps)
     if not training:
         return y, None, None
@@ -222,7 +230,7 @@ def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: An
     if dim is None or not x.dim():
         x, dim = x.reshape(-1), 0
         keepdim = False
-    while x.shape[dim] > 1:  # by halves, which divides by nothing
+    while x.shape[dim] > 1:  # multiply halves, since prod / x fails at zeros
         half = x.shape[dim] // 2
         product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
         x = torch.cat([product, x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)], dim)
@@ -230,7 +238,7 @@ def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: An
 
 
 def _modulo(rounding: str) -> Composite:
-    # a quotient that is rounded is constant between its jumps
+    # the rounded quotient is constant between its jumps
     return lambda x, y: x - y * torch.div(x, y, rounding_mode=rounding)
 
 
@@ -240,7 +248,7 @@ def _complex(real: Tensor, imag: Tensor) -> Tensor:
 
 def _angle(z: Tensor) -> Tensor:
     if not z.is_complex():
-        return torch.zeros_like(z)  # of the derivatives; its value is known
+        return torch.zeros_like(z)  # constant; only coefficients count here, the value is torch's
     real, imag = torch.view_as_real(z.resolve_conj()).unbind(-1)
     return torch.atan2(imag, real)
 
@@ -286,17 +294,17 @@ COMPOSITES: dict[str, Composite] = {
     "lerp": lambda a, b, weight: a + weight * (b - a),
     "logaddexp": lambda a, b: _logsumexp(torch.stack(torch.broadcast_tensors(a, b)), [0]),
     "linalg_vector_norm": _norm_by,
-    # torch's decompositions are constant where x is 0
+    # torch's decompositions have no derivative by x where x is 0
     "xlogy": lambda x, y: x * torch.where((x == 0) & (y == 0), 1, y).log(),
     "special_xlog1py": lambda x, y: x * torch.where((x == 0) & (y == -1), 0, y).log1p(),
 }
 
 
 def composite_of(func: Any) -> Composite | None:
-    """The operation by others: hoglib's, else torch's own decomposition; None if there is none."""
+    """The decomposition of an operation: from COMPOSITES, else torch's, else None."""
     for name in names_of(func) if func.namespace == "aten" else ():
         if name in COMPOSITES:
             return COMPOSITES[name]
     if torch.Tag.nondeterministic_seeded in func.tags:
-        return None  # it would draw other numbers
+        return None  # a decomposition would draw other random numbers
     return decomposition(func)

@@ -1,12 +1,11 @@
-"""Truncated Taylor expansions: which coefficients there are, how two expansions are multiplied, and one
-operation that ran, as the rules see it.
+"""Truncated Taylor expansions and their product (`Algebra`), and an operation as rules see it (`Call`).
 
-An expansion is u_0 + n with the value u_0 and a nilpotent part n, whose coefficients are derivatives
-(not divided by factorials). All that a function of tensors does to n follows from the product:
+An expansion is u_0 + n, a value and a nilpotent part. The coefficients of n are derivatives, without
+factorials. A product of two nilpotent parts is all that functions of expansions need:
 
     g(u_0 + n) = g(u_0) + sum_k g^(k)(u_0) / k! n^k        n^(K + 1) = 0
 
-A coefficient has the shape of its tensor, behind one leading dimension if it is one of many directions.
+A coefficient has the shape of its tensor, behind a leading dimension if there are several directions.
 None stands for zero.
 """
 
@@ -20,16 +19,17 @@ import torch
 from torch import Tensor
 
 Parts = list[Tensor | None]  # the coefficients of n, in the order of the algebra
-# bilinear(a, b, whether a has a leading dimension, whether b has)
+# bilinear(a, b, lead_a, lead_b): lead_a, lead_b: whether a, b have a leading dimension of directions
 Bilinear = Callable[[Tensor, Tensor, bool, bool], Tensor]
-Derivative = Tensor | float | None  # of a pointwise function; None is zero
+Derivative = Tensor | float | None  # g^(k)(x) of a pointwise function g; None is zero
 
 
 class Algebra(ABC):
     """The coefficients of expansions, and their product.
 
-    order: K, the highest power of n that is not zero. orders: of the derivative that each coefficient
-    is. leads: whether each has a leading dimension.
+    order: K, the highest power of n that is not zero.
+    orders: for each coefficient, the order of the derivative.
+    leads: for each coefficient, whether it has a leading dimension of directions.
     """
 
     order: int
@@ -41,18 +41,18 @@ class Algebra(ABC):
         """The product of two nilpotent parts."""
 
     def compose(self, derivatives: Sequence[Derivative], n: Parts) -> Parts:
-        """g(u_0 + n) - g(u_0), from the derivatives g', g'', ... at u_0."""
+        """The nilpotent part of g(u_0 + n), from the derivatives g', g'', ..., g^(K) at u_0."""
         power, found = n, [_times(derivatives[0], part) for part in n]
         for k in range(2, self.order + 1):
             if all(derivative is None for derivative in derivatives[k - 1 :]):
                 break
             power = self.product(multiply, power, n)
-            # n^k is zero from here on
+            # every further power is zero, too
             if all(part is None for part in power):
                 break
             derivative = derivatives[k - 1]
             if derivative is not None:
-                # as a float: factorials above 20! are no 64-bit integers
+                # float, because factorials above 20! overflow 64-bit integers
                 terms = [_times(derivative / float(factorial(k)), part) for part in power]
                 found = [add(a, b) for a, b in zip(found, terms, strict=True)]
         return found
@@ -61,7 +61,7 @@ class Algebra(ABC):
         return [None] * len(self.leads)
 
     def of_each(self, function: Callable[[Tensor, int], Tensor], parts: Parts) -> Parts:
-        """function(part, lead) of each coefficient; lead: its leading dimensions, one or none."""
+        """Apply function(part, lead) to each coefficient; lead: 1 with a leading dimension, else 0."""
         pairs = zip(parts, self.leads, strict=True)
         return [None if part is None else function(part, int(lead)) for part, lead in pairs]
 
@@ -72,8 +72,9 @@ class Univariate(Algebra):
 
         (a b)_m = sum_i binom(m, i) a_i b_(m - i)
 
-    directions: whether coefficients have a leading dimension [R]. weights: collapses the highest order
-    to its weighted sum over the directions, which is all that it needs of the others: [R], or 1.
+    directions: coefficients have a leading dimension [R].
+    weights: [R] or a number; the highest order is kept only as its weighted sum over the directions
+        (collapsed Taylor mode). The sum suffices: highest-order coefficients enter rules linearly.
     """
 
     def __init__(self, order: int, directions: bool = False, weights: Any = None) -> None:
@@ -93,17 +94,18 @@ class Univariate(Algebra):
                     continue
                 term = bilinear(x, y, lead, lead)
                 if lead and not self.leads[m - 1]:
-                    # the highest order enters no further product: its sum is all that is needed
+                    # the highest order enters no further product, so only its sum is kept
                     term = self.collapsed(term)
-                # as a float, likewise
+                # float, because large binomials overflow, too
                 total = add(total, term * float(comb(m, i)))
             found.append(total)
         return found
 
     def collapsed(self, term: Tensor) -> Tensor:
+        """The weighted sum of a term [R, ...] over its directions."""
         if isinstance(self.weights, Tensor):
             term = term * self.weights.reshape(-1, *(1,) * (term.dim() - 1))
-        # elements that share their memory are summed once
+        # sum one copy of elements that share their memory, then expand
         own = drop_repeats(term, first=1)
         total: Any = _times(1 if isinstance(self.weights, Tensor) else self.weights, own.sum(0))
         return total if own is term else total.expand(term.shape[1:])
@@ -145,7 +147,7 @@ class MultiIndex(Algebra):
 
 @final
 class Biharmonic(Algebra):
-    """What the Laplacian of the Laplacian by D coordinates needs, and nothing else:
+    """The coefficients that the Laplacian of the Laplacian by D coordinates needs:
 
     u_i [D],  u_ij for i <= j [D (D + 1) / 2],  u_iL = d_i Lap u [D],  u_B = Lap Lap u
 
@@ -164,14 +166,14 @@ class Biharmonic(Algebra):
         full = torch.zeros(D, D, dtype=torch.long, device=device)
         full[i, j] = full[j, i] = torch.arange(len(i), device=device)
         self._full, self._diagonal = full.flatten(), full.diagonal().clone()
-        self._count = 2 - (i == j).long()  # how often a pair occurs in the full matrix
-        self._second = torch.arange(D, device=device).repeat(D)  # k of each (i, k)
+        self._count = 2 - (i == j).long()  # how often a pair (i, j) occurs in the full matrix
+        self._second = torch.arange(D, device=device).repeat(D)  # the k of each pair (i, k)
 
     def product(self, bilinear: Bilinear, a: Parts, b: Parts) -> Parts:
         a_i, a_ij, a_iL, _ = a
         b_i, b_ij, b_iL, _ = b
         a_L, b_L = self._trace(a_ij), self._trace(b_ij)
-        # but the product of a matrix with itself has two orders
+        # a square needs half of the terms; but a matrix product, even of a with a, needs both orders
         square = a is b and bilinear is multiply
 
         def term(x: Tensor | None, y: Tensor | None, lx: bool, ly: bool) -> Tensor | None:
@@ -210,27 +212,27 @@ class Biharmonic(Algebra):
 
 
 def multiply(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
-    """The elementwise product, with the trailing dimensions aligned."""
+    """The elementwise product; dimensions behind the leading ones broadcast from the right."""
     rank = max(a.dim() - lead_a, b.dim() - lead_b)
     a, b = align(a, lead_a, rank), align(b, lead_b, rank)
     return without_repeats(torch.square, a) if a is b else a * b
 
 
 def without_repeats(function: Callable[[Tensor], Tensor], a: Tensor) -> Tensor:
-    """An elementwise function, computed once along dimensions whose elements share their memory."""
+    """An elementwise function, computed once along dimensions of stride 0 (expanded tensors)."""
     own = drop_repeats(a)
     return function(a) if own is a else function(own).expand(a.shape)
 
 
 def drop_repeats(a: Tensor, first: int = 0) -> Tensor:
-    """The tensor with size 1 in dimensions, from the first on, along which it repeats itself."""
+    """The tensor with size 1 in each expanded dimension (stride 0), from dimension `first` on."""
     sizes = zip(a.shape, a.stride(), strict=True)
     shared = [i >= first and n > 1 and s == 0 for i, (n, s) in enumerate(sizes)]
     return a[tuple(slice(0, 1) if s else slice(None) for s in shared)] if any(shared) else a
 
 
 def align(part: Tensor, lead: int, rank: int) -> Tensor:
-    """The part with dimensions of size 1 behind the leading one, up to this rank."""
+    """The part, with dimensions of size 1 inserted behind the leading one until `rank` follow it."""
     missing = rank + lead - part.dim()
     return part if missing <= 0 or not lead else part[(slice(None),) + (None,) * missing]
 
@@ -246,27 +248,30 @@ def _times(factor: Derivative, part: Tensor | None) -> Tensor | None:
 
 
 class NoRule(Exception):
-    """Taylor coefficients cannot be propagated through this; the text says through what."""
+    """No rule propagates Taylor coefficients through an operation; the text names the operation."""
 
 
 class Call(NamedTuple):
-    """One operation that ran."""
+    """An operation that ran, as rules see it."""
 
-    name: str
+    name: str  # torch's name, without overload
     algebra: Algebra
     parts: Callable[[Any], Parts | None]  # the coefficients of a tensor; None if it is constant
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    out: Any
-    side: int = 0  # of a kink along the path: -1 before it, 1 after it; 0 for torch's derivative
+    out: Any  # the operation's result
+    side: int = 0  # at a kink: the derivative before (-1) or after it (1), or torch's (0)
 
     def aligned(self, parts: Parts, rank: int | None = None) -> Parts:
-        """The coefficients with as many dimensions as the output, or with so many."""
+        """The coefficients, aligned to `rank` dimensions; by default, to the output's."""
         rank = self.out.dim() if rank is None else rank
         return self.algebra.of_each(lambda part, lead: align(part, lead, rank), parts)
 
     def product(self, bilinear: Bilinear, a: Any, b: Any, a_n: Any = ..., b_n: Any = ...) -> Parts:
-        """The coefficients of bilinear(a, b); a_n, b_n: their own, if they are not those of tensors."""
+        """The coefficients of bilinear(a, b).
+
+        a_n, b_n: the coefficients of a and b; by default self.parts(a) and self.parts(b).
+        """
         a_n = self.parts(a) if a_n is ... else a_n
         b_n = self.parts(b) if b_n is ... else b_n
         found = self.algebra.zeros()
@@ -285,15 +290,17 @@ class Call(NamedTuple):
         return self.algebra.zeros() if parts is None else parts
 
     def norm_arguments(self) -> tuple[Tensor, Any, list[int], bool]:
-        """Of linalg_vector_norm: the tensor, the order, the dimensions and whether they are kept."""
+        """The arguments of linalg_vector_norm: x, ord, the sorted dimensions, keepdim."""
         given: Any = (*self.args, *(2, None, False)[len(self.args) - 1 :])
         x, order, dims, keep = given
         dims = range(x.dim()) if dims is None else [dims] if isinstance(dims, int) else dims
         return x, order, sorted(d % x.dim() for d in dims) if x.dim() else [], bool(keep)
 
     def direction(self, parts: Parts) -> Tensor | None:
-        """Where an element goes along the path on this side of the point: the sign of its first
-        coefficient that is not zero; None if it stays."""
+        """The elementwise sign of x(t) - x(0) for small t on this side; None if x is constant.
+
+        It is the sign of the first nonzero coefficient, reversed for odd orders before the point.
+        """
         sign: Tensor | None = None
         for k, part in enumerate(parts, start=1):
             if part is not None:
@@ -318,5 +325,5 @@ def times(factor: Any, parts: Parts) -> Parts:
 
 
 def to_dtype(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of a complex part that becomes real, the real part."""
+    """The part in a dtype; a complex part is reduced to its real part if the dtype is real."""
     return (part.real if part.is_complex() and not dtype.is_complex else part).to(dtype)

@@ -1,9 +1,14 @@
-"""Structural rules: of operations that move, add, join, select and write elements.
+"""Structural rules, for operations that move, add, join, select and write elements.
 
-Those that are linear in one tensor, or in a list of them, are applied to each coefficient, by functions
-of (part, lead, x, out, *args): the coefficient, 1 if it has a leading dimension of directions and 0 if
-not, the tensor, the output, and the other arguments of the operation. The others are rules, with masks
-from the values of their inputs.
+LINEAR and SEVERAL hold operations that are linear in one tensor: they apply to each coefficient alone,
+by a function of
+
+    part: the coefficient
+    lead: 1 if part has a leading dimension of directions, else 0
+    x, out: the operation's tensor argument and its output
+    *args: the operation's further arguments
+
+JOINS holds full rules, functions of a Call: operations of several tensors, and selections by value.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,12 +40,12 @@ def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[in
 
 
 def by_dim(operation: Callable[..., Any]) -> Linear:
-    """Of an operation whose first argument is a dimension, or several."""
+    """A linear rule from an operation that takes a dimension, or a list of dimensions, first."""
 
     def run(
         part: Tensor, lead: int, x: Tensor, out: Any, dim: object = 0, *args: Any, **kwargs: Any
     ) -> Any:
-        if lead and not x.dim():  # for which torch takes one dimension
+        if lead and not x.dim():  # torch accepts dim=0 for a scalar, as if it had one dimension
             found = operation(part.unsqueeze(1), shifted(dim, lead, x), *args, **kwargs)
             return found.reshape(part.shape + out.shape)
         return operation(part, shifted(dim, lead, x), *args, **kwargs)
@@ -69,7 +74,7 @@ def _transposed(part: Tensor, lead: int, x: Tensor, out: Tensor, a: int, b: int)
 
 
 def _indexed(part: Tensor, lead: int, x: Tensor, out: Tensor, indices: Sequence[Any]) -> Tensor:
-    found = part.movedim(0, -1) if lead else part  # so that the indices stay the first ones
+    found = part.movedim(0, -1) if lead else part  # indices apply to the first dimensions
     found = aten.index.Tensor(found, list(indices))
     return found.movedim(-1, 0) if lead else found
 
@@ -85,7 +90,10 @@ def _gathered(
 
 
 def _batched(operation: Any, rank: int) -> Linear:
-    """Of an operation on [N, ...] or [...], as pooling and resizing: the directions join the batch."""
+    """A linear rule from an operation on [N, ...] or [...], such as pooling: directions join N.
+
+    rank: the number of dimensions with N.
+    """
 
     def run(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not lead:
@@ -108,7 +116,7 @@ def _strided(
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     if not x.is_contiguous() or start < 0 or last >= x.numel():
         raise NoRule("torch.as_strided of a tensor that is not contiguous, or beyond it")
-    # the strides are those of a contiguous x, so that they hold for a contiguous part
+    # the strides index a contiguous x, and so also a contiguous part
     part = part.contiguous()
     shape, strides = (*part.shape[:lead], *size), (*(x.numel(),) * lead, *stride)
     return part.as_strided(shape, strides, part.storage_offset() + start)
@@ -120,7 +128,7 @@ def _rolled(part: Tensor, lead: int, x: Tensor, out: object, shifts: Any, dims: 
     return part.flatten(lead).roll(shifts, lead).reshape(part.shape) if x.dim() else part
 
 
-# Pooling and resizing, by the dimensions of a batch.
+# Pooling and resizing, by the number of dimensions of a batch [N, ...].
 _BATCHED = {
     3: ("reflection_pad1d", "replication_pad1d", "upsample_nearest1d"),
     4: (
@@ -130,11 +138,11 @@ _BATCHED = {
     ),
     5: ("reflection_pad3d", "replication_pad3d", "avg_pool3d", "_adaptive_avg_pool3d"),
 }  # fmt: skip
-# By the name of torch's operation with its overload, or of all its overloads.
+# Linear rules by the name of torch's operation: "name.overload", or "name" for all overloads.
 LINEAR: dict[str, Linear] = {
     **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshaped),
     **dict.fromkeys(("clone", "alias", "lift_fresh", "add.Scalar", "sub.Scalar"), _same),
-    # x - n y, with the slope 1 between its jumps
+    # x - n y with an integer n: the slope is 1 between jumps
     **dict.fromkeys(("remainder.Scalar", "fmod.Scalar"), _same),
     **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
     **dict.fromkeys(("neg", "_neg_view"), lambda part, *_: -part),
@@ -169,7 +177,7 @@ LINEAR: dict[str, Linear] = {
     "mean": _reduced(torch.mean),
     "mul.Scalar": lambda part, lead, x, out, factor: part * factor,
     "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
-    # whatever the padding is filled with is a constant
+    # the padding value is a constant, with coefficients 0
     "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),
     "rsub.Scalar": lambda part, lead, x, out, other, alpha=1: -alpha * part,
     **{
@@ -184,23 +192,23 @@ def _split(part: Tensor, lead: int, x: Tensor, out: object, sizes: object, dim: 
     return part.split(sizes, shifted(dim, lead, x))
 
 
-# Those with several outputs, of which each is linear.
+# Linear operations with several outputs.
 SEVERAL: dict[str, Callable[..., Any]] = {
     "unbind": by_dim(Tensor.unbind),
     "split": _split,
     "split_with_sizes": _split,
 }
 
-# Those that select elements: (values, indices) of a function of the dimension.
+# Operations along a dimension that return (values, indices).
 SELECTING = {
     "max.dim", "min.dim", "sort", "sort.stable", "topk", "kthvalue", "median.dim", "cummax", "cummin",
     "nanmedian.dim", "mode",
 }  # fmt: skip
 
-# Those whose outputs have the derivative zero.
+# Operations with a zero derivative.
 ZERO = {"sign", "sgn", "floor", "ceil", "round", "trunc", "heaviside", "floor_divide"}
 
-# Those that read no values of their tensors, or that autograd does not differentiate.
+# Operations that read only shapes of their tensors, or that autograd does not differentiate.
 CONSTANT = {
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
     "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "_linalg_check_errors",
@@ -222,7 +230,7 @@ def _added(sign: float, swapped: bool = False) -> Rule:
 def _joined(operation: Any) -> Rule:
     def rule(call: Call) -> Parts:
         tensors, dim = call.args[0], call.args[1] if len(call.args) > 1 else 0
-        if operation is torch.cat:  # which skips empty tensors of one dimension
+        if operation is torch.cat:  # torch.cat skips tensors of shape [0]
             tensors = [x for x in tensors if x.shape != (0,)] or list(tensors)
         found = call.algebra.zeros()
         like = call.out if operation is torch.cat else call.out.select(dim, 0)
@@ -242,12 +250,12 @@ def _joined(operation: Any) -> Rule:
 
 
 def where_tensors(call: Call, mask: Tensor, a: object, b: object) -> Parts:
-    """where(mask, a, b)"""
+    """The coefficients of where(mask, a, b)."""
     return where_parts(call, mask, call.known(a), call.known(b))
 
 
 def where_parts(call: Call, mask: Tensor, a_n: Parts, b_n: Parts) -> Parts:
-    """The coefficients a_n where the mask is, b_n elsewhere."""
+    """The coefficients a_n where mask is True, b_n elsewhere."""
     found: Parts = []
     for p, q, lead in zip(a_n, b_n, call.algebra.leads, strict=True):
         sides: list[Any] = [0 if r is None else align(r, lead, call.out.dim()) for r in (p, q)]
@@ -259,7 +267,7 @@ def _extremum(call: Call) -> Parts:
     a, b = call.args
     larger = a > b if call.name == "maximum" else a < b
     found = where_tensors(call, larger, a, b)
-    ties = a == b  # each gets a half, as torch's derivative
+    ties = a == b  # torch's derivative: half of each
     if call.side:
         sign = call.direction(plus(call.known(a), times(-1, call.known(b))))
         if sign is None:
@@ -271,7 +279,7 @@ def _extremum(call: Call) -> Parts:
 
 
 def _reduced_extremum(call: Call) -> Parts:
-    """amax, amin, max, min: the mean over the elements that are equal to the extremum."""
+    """amax, amin, max, min: the mean of the coefficients over elements equal to the extremum."""
     x, *rest = call.args
     dims = list(rest[0]) if rest and rest[0] else list(range(x.dim()))
     keep = bool(rest[1]) if len(rest) > 1 else False
@@ -292,7 +300,7 @@ def _selecting(call: Call) -> list[Parts | None]:
     x = call.args[0]
     given = [a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)]
     kwargs = call.kwargs
-    before = 1 if call.name in ("topk", "kthvalue") else 0  # arguments: k
+    before = 1 if call.name in ("topk", "kthvalue") else 0  # k comes before dim
     dim = given[before] if len(given) > before else kwargs.get("dim", -1)
     values, indices = call.out
     if x.dim() == 0:
@@ -308,7 +316,10 @@ def _selecting(call: Call) -> list[Parts | None]:
 
 
 def _written(source: int) -> Rule:
-    """Operations that write one tensor into another: linear in both, one direction after another."""
+    """A rule for operations that write args[source] into args[0]: linear in both tensors.
+
+    The operation runs once for each direction.
+    """
 
     def rule(call: Call) -> Parts:
         found: Parts = []
