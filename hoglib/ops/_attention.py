@@ -46,21 +46,20 @@ def scaled_dot_product_attention(
 
     torch's fused kernels have no double backward and no forward mode. Differentiable to any order, in
     every mode, under vmap. Above a length of some hundreds all orders run by blocks of rows, which are
-    computed anew from Q and K: nothing of the size [L, S] is kept, except the gradient of a mask that
-    requires one, and what torch.compile or jvp inside jvp needs. Value and gradient are torch's fused
-    kernel's, where it has them: on the CPU, in float32 and float64, without dropout, for E = Ev. A row
-    that attends to nothing gives zero, and so do its derivatives. Half precision is computed in float32
-    and rounded once.
+    computed anew from Q and K: no tensor of the size [L, S] is kept, except the gradient of a mask that
+    requires grad, and under torch.compile or jvp inside jvp. On the CPU, in float32 and float64,
+    without dropout, for E = Ev, torch's fused kernel computes value and gradient. A row that attends to
+    nothing gives zero, and so do its derivatives. Half precision is computed in float32 and rounded
+    once.
 
     Args:
         query: Q, a real floating-point tensor.
         key: K, of the dtype of query.
         value: V, of the dtype of query.
-        attn_mask: A boolean mask, True for what takes part; or B itself, in float32 or the dtype of
-            query, by which it is differentiable too. Default: none.
-        dropout_p: The probability of dropout, whose random numbers follow from torch's generator:
-            :func:`attention_dropout_mask` gives them. They are not those that torch would draw.
-            Default: 0.
+        attn_mask: A boolean mask, True for keys that take part; or B itself, in float32 or the dtype of
+            query, with derivatives by B too. Default: none.
+        dropout_p: The probability of dropout. The random numbers are seeded by torch's generator
+            (:func:`attention_dropout_mask` returns them), but differ from torch's. Default: 0.
         is_causal: Whether position l attends to positions up to l only. Default: False.
         scale: The factor of the scores. Default: 1 / sqrt(E).
         enable_gqa: Whether key and value may have fewer heads (dimension -3) than query, each for
@@ -70,8 +69,8 @@ def scaled_dot_product_attention(
     Raises:
         TypeError: for tensors of different dtypes, or that are not dense, real and floating-point, and
             for a mask of another dtype.
-        ValueError: for shapes or devices that do not belong together, a mask together with is_causal,
-            numbers of heads that do not divide, or a dropout_p that is no probability.
+        ValueError: for shapes or devices that do not fit, a mask together with is_causal, numbers of
+            heads that do not divide, or a dropout_p that is no probability.
     Shape:
         - query: [..., L, E]
         - key: [..., S, E]
@@ -103,10 +102,10 @@ def scaled_dot_product_attention(
     low_memory = AMBIENT.remat is not None and AMBIENT.remat.low_memory
     if low_memory and not (dropout_p or is_half(query) or only_plain_operations()):
         short = short and not _are_large(query, key, value)
-    # in float32 up to the result, which is rounded once
+    # compute in float32, and round the result once
     if is_half(query) and not (short and autocast_on(query.device.type)):
         query, key, value = query.float(), key.float(), value.float()
-    # Q is scaled instead of the scores, of which there are L S
+    # scale Q, which has fewer elements than the scores [L, S]
     query = query * (1.0 / math.sqrt(query.shape[-1] or 1) if scale is None else scale)
     if short:
         k, v = (_repeat_heads(x, query) if enable_gqa else x for x in (key, value))
@@ -115,7 +114,7 @@ def scaled_dot_product_attention(
         with without_autocast(query):
             form = _Form.of(query, key, value, attn_mask, dropout_p, enable_gqa)
             result = form.attention(dropout_p, is_causal)
-    if heads_inside:  # as torch lays it out: what follows may view heads and values as one
+    if heads_inside:  # torch's memory layout, in which users may view heads and values as one
         result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
     return result.to(dtype)
 
@@ -133,20 +132,20 @@ def attention_dropout_mask(
 
         P_ls is kept and divided by 1 - p where the mask is True, and is 0 elsewhere.
 
-    It draws from torch's generator what the attention with these arguments would draw in its place.
+    It draws from torch's generator exactly as the attention with these arguments would.
     It has no derivative of any order.
 
     Args:
         query: As for the attention.
         key: As for the attention.
         value: As for the attention.
-        attn_mask: As for the attention, of which its shape is read. Default: none.
+        attn_mask: As for the attention; only its shape is read. Default: none.
         dropout_p: The probability of dropout. Default: 0.
         enable_gqa: As for the attention. Default: False.
     Returns:
         A boolean tensor.
     Raises:
-        ValueError: for shapes that do not belong together, or a dropout_p that is no probability.
+        ValueError: for shapes that do not fit, or a dropout_p that is no probability.
     Shape:
         - query, key, value: as for the attention
         - mask: [..., L, S], with the heads of query
@@ -162,7 +161,7 @@ def attention_dropout_mask(
     _check_shapes(query, key, value, attn_mask, enable_gqa)
     if _is_short(query, key, value):
         own = _repeat_heads(key, query) if enable_gqa else key
-        # drawn as the formula draws, in the shape and the order of its weights
+        # draw as the formula does: its weights have this shape and memory order
         ones = torch.ones_like((query @ own.mT).detach(), dtype=torch.float32)
         if attn_mask is not None:
             ones = ones.expand(torch.broadcast_shapes(ones.shape, attn_mask.shape)).contiguous()
@@ -196,7 +195,7 @@ def _check_options(
 def _check_shapes(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> None:
-    """Raise for tensors that do not belong together: blocks and torch's kernels would not notice."""
+    """Raise for shapes that do not fit: blocks and torch's kernels would compute without an error."""
     for name, x in ("query", query), ("key", key), ("value", value):
         validation.real(name, x)
     named = {"query": query, "key": key, "value": value, "attn_mask": mask}
@@ -241,7 +240,7 @@ def _check_shapes(
 
 
 def _check_mask_dtype(mask: Tensor | None, query: Tensor) -> None:
-    """Raise for what torch refuses: an integer mask would be added to the scores."""
+    """Raise for a mask dtype that torch refuses: an integer mask would be added to the scores."""
     if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
         advice = f".to({query.dtype})" if mask.is_floating_point() else ".bool()"
         raise ArgumentTypeError(
@@ -257,7 +256,7 @@ def _is_short(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _are_large(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the scores, which the formula keeps, are larger than what the blocks keep."""
+    """Whether the scores [L, S], which the formula keeps, are larger than all tensors blocks keep."""
     rows, columns = query.shape[-2], key.shape[-2]
     kept = (rows + columns) * (query.shape[-1] + value.shape[-1])
     return rows * columns > kept and query.numel() > 0
@@ -266,7 +265,7 @@ def _are_large(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def _by_formula(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool
 ) -> Tensor:
-    """dropout(softmax(Q K^T + B)) V, of Q that is scaled."""
+    """dropout(softmax(Q K^T + B)) V, with a scaled Q."""
     scores = q @ k.mT
     future = None
     if causal:
@@ -278,18 +277,18 @@ def _by_formula(
 
 
 class _Form(NamedTuple):
-    """The arguments as `hoglib.ops._attention_blocks` takes them, and the way back."""
+    """The arguments in the form of `hoglib.ops._attention_blocks`, and how to undo it."""
 
     inputs: blocks.Inputs
-    places: tuple[int, ...] | None
-    lead: torch.Size  # of N
-    grouped: bool
+    places: tuple[int, ...] | None  # for each of N, the index of its mask; None: one mask
+    lead: torch.Size  # the leading dimensions that N stands for
+    grouped: bool  # grouped-query attention
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, grouped: bool
     ) -> "_Form":
-        # groups of different sizes have no common form
+        # groups of different sizes do not fit into one dimension H
         if grouped and k.shape[-3] != v.shape[-3]:
             k, v, grouped = _repeat_heads(k, q), _repeat_heads(v, q), False
         heads = (k.shape[-3], _group_size(k, q)) if grouped else ()
@@ -324,18 +323,18 @@ class _Form(NamedTuple):
 
 
 def _mask_indices(own: tuple[int, ...], lead: torch.Size) -> tuple[int, ...] | None:
-    """Which of the masks, of the leading dimensions `own`, each of N has; None if they are one."""
+    """For each of N the index of its mask; None if there is one mask. own: the masks' leading dims."""
     if math.prod(own) == 1:
         return None
     places = [0]
     for size, full in zip(own, lead, strict=True):
-        # row-major over the leading dimensions; of size 1 the mask is the same for all
+        # row-major over the leading dimensions; a dimension of size 1 broadcasts
         places = [i * size + (j if size > 1 else 0) for i in places for j in range(full)]
     return tuple(places)
 
 
 def _group_size(x: Tensor, query: Tensor) -> int:
-    """How many heads of query share one of x."""
+    """The number of query heads for each head of x."""
     heads, own = query.shape[-3], x.shape[-3]
     if heads % own:
         raise ArgumentValueError(
@@ -349,13 +348,16 @@ def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
     return x.repeat_interleave(_group_size(x, query), -3)
 
 
-# Attention by blocks as a differentiable function: each map of `_attention_blocks` is a Function, whose
-# backward and jvp are the other maps.
+# Attention by blocks as a differentiable function: each map of `_attention_blocks` is a Function, and
+# further maps are its backward and jvp.
 #
-#     values: backward gradients, jvp tangents        gradients: backward curvature, jvp curvature
-#     tangents: backward curvature, no jvp            curvature: by the derivatives of its formula
+#     Function      backward                       jvp
+#     values        gradients                      tangents
+#     gradients     curvature                      curvature
+#     tangents      curvature                      none
+#     curvature     derivatives of its formula     derivatives of its formula
 #
-# The batch of vmap becomes a part of the heads. Tracers record the maps as operators.
+# Under vmap the batch joins the heads. Tracers record a map as one operator.
 
 
 _MAPS: dict[str, Callable[..., Any]] = {
@@ -365,7 +367,7 @@ _MAPS: dict[str, Callable[..., Any]] = {
     "curvature": blocks.compute_curvature,
 }
 
-# Tracers record one operator, instead of the operations of each block.
+# The operator that tracers record, instead of the operations of each block.
 torch.library.define(
     "hoglib::attention",
     "(str which, Tensor?[] tensors, bool causal, int[]? places, float dropout_p, bool fused, str needs)"
@@ -399,11 +401,11 @@ torch.library.register_fake("hoglib::attention", _fake_outputs)
 
 
 def _run(which: str, *given: Any) -> Any:
-    """The parts of the map; of a tracer one operator, if what it computes is not differentiated."""
+    """The outputs of a map; a tracer gets one operator, unless it differentiates through the map."""
     *tensors, plan = given
     with without_autocast(given[0]):
         traced = torch_internals.tracing() and not torch.compiler.is_dynamo_compiling()
-        # a tracer that differentiates has to see the operations
+        # a tracer that differentiates must see the operations
         if not traced or blocks.is_recorded(given):
             found = _MAPS[which](*given)
         else:
@@ -413,13 +415,13 @@ def _run(which: str, *given: Any) -> Any:
 
 
 def _reference_value(*given: Any) -> tuple[Tensor, Tensor]:
-    """The value by torch operations."""
+    """The value by torch operations, for the compiler and jvp inside jvp."""
     *tensors, plan = given
     return blocks.compute_values(*tensors, plan._replace(fused=False))
 
 
 def _gradients_by(needs: str, *given: Any) -> blocks.Parts:
-    """The gradients that are wanted, by their Function; None for the others."""
+    """The gradients by the inputs named in `needs`, as a Function; None for further inputs."""
     *tensors, plan = given
     if not needs:
         return (None,) * len(blocks.NAMES)
@@ -435,12 +437,12 @@ def _values_backward(saved: Saved, g: Tensor, _: object) -> blocks.Parts:
 def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
     *tensors, plan = saved.inputs
     y = apply_function(_TANGENTS, None, *tensors, *tangents[:4], plan)
-    # the sums are read by the fused kernel's gradient alone, and have no derivative
+    # only the fused kernel's gradient reads the sums; they have no derivative
     return y, torch.zeros_like(saved.outputs[1])
 
 
 def _curvature_by(needs: str, *given: Any) -> blocks.Parts:
-    """The curvature by its Function: what is wanted of q, k, v and m, and Y'."""
+    """The curvature as a Function: the parts by the inputs named in `needs`, and Y'."""
     *tensors, plan = given
     found = apply_function(_CURVATURE, None, *tensors, plan._replace(needs=needs))
     return by_name(blocks.KINDS, (*needs, "y"), found)
@@ -500,12 +502,12 @@ def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
     )
 
 
-# by the number of tensors, which of them are masks
+# number of a map's tensors -> the positions of masks among them
 _MASK_PLACES = {5: (3,), 8: (3,), 9: (3, 8), 10: (3, 9)}
 
 
 def _fold_batch(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor, Any]:
-    """The vmap rule of all four: the batch becomes a part of N and, where a mask has it, of M."""
+    """The vmap rule of all four maps: the batch joins N and, if a mask is batched, M."""
     *tensors, plan = given
     count = batch.to_front(0, tensors[0]).shape[1]
     masks = _MASK_PLACES[len(tensors)]

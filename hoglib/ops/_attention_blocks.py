@@ -13,14 +13,13 @@ With P = softmax(S), S = Q K^T + B, the factors D of dropout (1 without it) and 
     the gradient along it, with A' = D (G V'^T) and T' = P' C + P (A' - sum G Y'):
         by Q: T' K + T K'        by K: T'^T Q + T^T Q'        by V: (D P')^T G        by B: T'
 
-The last one is a symmetric map: it is the backward of the gradient, the jvp of the gradient and the
-backward of Y'. A block computes its P anew from Q and K at each order; derivatives of the last one
-are those of its formula, recomputed block by block. torch's fused kernel computes the value and the
-gradient where it can.
+The gradient along a vector (the curvature) is a symmetric map: it is the backward of the gradient, the
+jvp of the gradient and the backward of Y'. At each order a block computes its P anew from Q and K.
+Derivatives of the curvature come from autograd of its formula, recomputed block by block. If torch's
+fused kernel takes the arguments, it computes the value and the gradient.
 
-All functions take one form: Q, Y and G are [N, H, L, E] (N heads of keys, and for each H heads of
-queries, scaled), K and V [N, S, E], and B [M, 1 or H, 1 or L, 1 or S]; `places` says which of the M
-belongs to each of the N.
+Shapes: Q, Y and G are [N, H, L, E] (N heads of keys, H heads of queries for each; Q is scaled), K and V
+[N, S, E], and B [M, 1 or H, 1 or L, 1 or S]; `places` maps each of the N to the index of its mask in M.
 """
 
 import math
@@ -38,49 +37,51 @@ from hoglib.ops._function import by_name
 
 
 class Sizes(NamedTuple):
-    """What decides how attention runs, in scores."""
+    """Thresholds for blocks, in numbers of scores."""
 
-    formula: int  # L S of one head, up to which the formula runs, which is faster there
-    block: int  # in a block
+    formula: int  # up to so many scores L S of a head the formula runs, because it is faster
+    block: int  # scores in a block
 
 
-# Measured with `python -m experiments.benchmarks.attention`. On a processor a block stays in its cache;
-# a GPU, on which it was not measured, wants many scores at once.
+# Measured with `python -m experiments.benchmarks.attention` on a CPU, where a block should stay in the
+# cache. Not measured on a GPU, which needs many scores at once.
 SIZES = {"cpu": Sizes(formula=2**18, block=2**17)}
 OTHER_SIZES = Sizes(formula=2**20, block=2**24)
-FEWEST_ROWS = 16  # of a block
-FUSED_MASK_ELEMENTS = 2**22  # of a mask that is written out for torch's fused kernel
+FEWEST_ROWS = 16  # rows of a block, at least
+FUSED_MASK_ELEMENTS = 2**22  # elements of B that are written out at once for torch's fused kernel
 
 NAMES = "qkvm"  # Q, K, V and B
-KINDS = "qkvmy"  # of the parts of the curvature
+KINDS = "qkvmy"  # the parts of the curvature: by Q, K, V and B, and Y'
 Parts = Sequence[Tensor | None]
 
 
 class Plan(NamedTuple):
-    """What is known without the tensors."""
+    """The options of a call, without tensors."""
 
     causal: bool
-    places: tuple[int, ...] | None  # None where all have the same mask
+    places: tuple[int, ...] | None  # for each of N, the index of its mask; None: one mask for all
     dropout_p: float
-    fused: bool  # whether torch's fused kernel computes the value and the gradient
-    needs: str = ""  # the derivatives that are wanted, of NAMES
+    fused: bool  # torch's fused kernel computes the value and the gradient
+    needs: str = ""  # the wanted derivatives, characters of NAMES
 
 
 class Inputs(NamedTuple):
+    """The tensors of a call; shapes in the docstring of the module."""
+
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None  # boolean, or B
-    keys: Tensor | None  # of the random numbers of dropout, [N, 2]
+    mask: Tensor | None  # a boolean mask, or B
+    keys: Tensor | None  # keys of dropout's random numbers, [N, 2]
 
 
 def sizes(x: Tensor) -> Sizes:
-    """The sizes on the device of a tensor."""
+    """The thresholds for the device of x."""
     return SIZES.get(x.device.type, OTHER_SIZES)
 
 
 def softmax_of(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Tensor:
-    """P, with zeros in the rows that attend to nothing. future: what a causal row does not see."""
+    """P, with zeros in rows that attend to nothing. future: the mask of later keys, if causal."""
     if future is not None:
         scores = scores.masked_fill(future, -math.inf)
     if mask is None:
@@ -91,28 +92,28 @@ def softmax_of(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Te
     else:
         empty = (mask == -math.inf).all(-1, keepdim=True)
         scores = scores + mask.to(scores.dtype).masked_fill(empty, 0.0)
-    # rows of -inf alone would be NaN: they were left unmasked, and are dropped here
+    # the softmax of a row of -inf is NaN: such rows were left unmasked above, and become 0 here
     return torch.softmax(scores, -1).masked_fill(empty, 0.0)
 
 
 def kept_by_dropout(keys: Tensor, rows: Tensor, columns: int, dropout_p: float) -> Tensor:
-    """The weights that dropout keeps, [N, R, columns], in rows [R]."""
+    """The mask of weights that dropout keeps, [N, R, columns]; rows: the row numbers [R]."""
     return random_words(keys, rows, columns) >= round(dropout_p * WORDS)
 
 
 class _Block(NamedTuple):
-    """What a block reads: rows of Q, the keys and values that they see, and their mask."""
+    """The inputs of a block: rows of Q, the keys and values that these rows see, and their mask."""
 
     q: Tensor  # [n, H, l, E]
     k: Tensor  # [n, c, E]
-    v: Tensor
+    v: Tensor  # [n, c, E]
     mask: Tensor | None  # [1 or n, 1 or H, 1 or l, 1 or c]
-    keys: Tensor | None  # [n, 2]
-    rows: tuple[int, int, int]  # the first, the one after the last, and L
+    keys: Tensor | None  # keys of dropout's random numbers, [n, 2]
+    rows: tuple[int, int, int]  # (start, stop, L)
     plan: Plan
 
     def weights(self) -> Tensor:
-        """P, [n, H, l, c]"""
+        """The softmax P, [n, H, l, c]."""
         scores = _product(self.q, self.k.transpose(1, 2))
         future = None
         if self.plan.causal:
@@ -121,7 +122,7 @@ class _Block(NamedTuple):
         return softmax_of(scores, self.mask, future)
 
     def factors(self) -> Tensor | None:
-        """D"""
+        """Dropout's factors D, [n, H, l, c]; None without dropout."""
         if self.keys is None:
             return None
         (heads, _), (start, stop, length) = self.q.shape[1:3], self.rows
@@ -134,13 +135,14 @@ class _Block(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a block lies."""
+    """The position of a block in the whole tensors."""
 
-    heads: slice
-    rows: slice
-    columns: int
+    heads: slice  # of N
+    rows: slice  # of L
+    columns: int  # the number of keys, from the first
 
     def of(self, inputs: Inputs, plan: Plan) -> _Block:
+        """The block at this place."""
         q, k, v, mask, keys = inputs
         rows = self.rows.start, self.rows.stop, q.shape[2]
         q, k, v, mask = self.of_rows(q), self.of_keys(k), self.of_keys(v), self.of_mask(mask, plan)
@@ -165,16 +167,16 @@ class _Place(NamedTuple):
         return x[..., : self.columns] if x.shape[3] > 1 else x
 
     def of_each(self, parts: Parts, plan: Plan) -> Parts:
-        """The parts of a vector, of the kinds KINDS and NAMES, or the first of them."""
+        """The block's part of each tensor; parts: tensors of the kinds KINDS + NAMES, or the first."""
         of_mask = partial(self.of_mask, plan=plan)
         of: list[Callable[[Any], Any]] = [self.of_rows, self.of_keys, self.of_keys, of_mask]
         return [take(x) for take, x in zip([*of, self.of_rows, *of], parts, strict=False)]
 
     def write(self, whole: list[Tensor], part: Tensor, inputs: Inputs, of_keys: bool) -> None:
-        """Writes rows, or adds to keys, in the only element of a list, which the first part makes.
+        """Write a block's rows into the whole result, or add its part by keys; whole: a list of one.
 
-        Parts that stay until the end would lie between the temporaries of the blocks: the allocator of
-        a processor could not give their memory back.
+        The first part creates the result, so that no parts of blocks are kept: between the temporaries
+        of other blocks they would keep the CPU's allocator from returning memory.
         """
         if not whole:
             shape = inputs.k.shape[:2] if of_keys else inputs.q.shape[:3]
@@ -187,17 +189,17 @@ class _Place(NamedTuple):
     def add_to_mask(
         self, total: list[Tensor], term: Tensor, mask: Any, plan: Plan, recorded: bool
     ) -> None:
-        """Adds [n, H, l, c], summed to the shape of the mask, to the only element of a list."""
+        """Add a term [n, H, l, c], summed to the mask's shape, to the whole gradient of the mask."""
         for dim in (1, 2, 3):
             term = term.sum(dim, keepdim=True) if mask.shape[dim] == 1 else term
         places = plan.places[self.heads] if plan.places else (0,) * len(term)
-        if recorded:  # then this is the only block
+        if recorded:  # a recorded gradient of the mask has one block
             index = torch.tensor(places, device=term.device)
             total.append(term.new_zeros(mask.shape).index_add(0, index, term))
             return
         if not total:
             total.append(term.new_zeros(mask.shape))
-        # one mask for all: summed over the heads before it is added
+        # one mask for all of N: sum over N first
         if plan.places is None:
             self._seen(total[0]).add_(term.sum(0, keepdim=True))
             return
@@ -206,7 +208,7 @@ class _Place(NamedTuple):
 
 
 def _iterate_blocks(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_Place]]:
-    """The blocks, those of the same heads together."""
+    """The places of all blocks, in groups: one list for the blocks of some heads."""
     (count, heads, length, _), keys = inputs.q.shape, inputs.k.shape[1]
     size = sizes(inputs.q).block
     rows = min(length, max(FEWEST_ROWS, size // (heads * keys)))
@@ -216,12 +218,12 @@ def _iterate_blocks(inputs: Inputs, plan: Plan, whole: bool) -> Iterator[list[_P
     for first in range(0, count, step):
         group = slice(first, min(first + step, count))
         spans = [slice(i, min(i + rows, length)) for i in range(0, length, rows)]
-        # rows of a causal block see no key after the last of them
+        # with causal attention, rows see no key after the block's last row
         yield [_Place(group, r, min(keys, r.stop) if plan.causal else keys) for r in spans]
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """[n, H, l, i] times [n, i, j], as one product for all H."""
+    """[n, H, l, i] times [n, i, j], as one matrix product for all H."""
     return (_merge_heads(a) @ b).reshape(*a.shape[:3], b.shape[2])
 
 
@@ -231,7 +233,7 @@ def _transposed_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _merge_heads(x: Tensor) -> Tensor:
-    """[n, H, l, i] -> [n, H l, i]. (The vmap of `is_grads_batched` knows reshape, and no flatten.)"""
+    """[n, H, l, i] -> [n, H l, i]; by reshape, since `is_grads_batched` has no rule for flatten."""
     n, heads, rows, width = x.shape
     return x.reshape(n, heads * rows, width)
 
@@ -241,7 +243,7 @@ def _drop(weights: Tensor, factors: Tensor | None) -> Tensor:
 
 
 def _subtract_mean(weights: Tensor, x: Tensor) -> Tensor:
-    """x - sum P x"""
+    """x - sum P x, P = weights."""
     return x - (weights * x).sum(-1, keepdim=True)
 
 
@@ -262,7 +264,7 @@ def _gradients_of(x: _Block, g: Tensor) -> Parts:
 
 
 def _change_of_weights(x: _Block, weights: Tensor, along: Parts) -> Tensor | None:
-    """P'"""
+    """P' along (Q', K', V', B'); None if it is zero."""
     dq, dk, _, dm = along
     scores: Tensor | None = None
     if dq is not None and dk is not None:  # one product of twice the width
@@ -323,8 +325,11 @@ def _curvature_of(x: _Block, g: Tensor, along: Parts) -> Parts:
 def _over_blocks(
     inputs: Inputs, plan: Plan, kinds: str, run: Callable[..., Parts], *others: Parts | Tensor
 ) -> list[Any]:
-    """run(block, *others of the block) of all blocks: put together by rows (kinds q and y), summed by
-    keys (k and v), or summed over the mask (m)."""
+    """run(block, *the block's part of others) for all blocks, combined.
+
+    kinds: how to combine each result: "q", "y": concatenated by rows; "k", "v": summed by keys; "m":
+    summed to the mask's shape.
+    """
     recorded = is_recorded(inputs, others)
     wholes: list[list[Tensor]] = [[] for _ in kinds]
     for places in _iterate_blocks(inputs, plan, whole=recorded and "m" in plan.needs):
@@ -335,7 +340,7 @@ def _over_blocks(
                 place.of_rows(x) if isinstance(x, Tensor) else place.of_each(x, plan)
                 for x in others
             ]
-            # a graph would hold the P of all blocks: each is computed again in backward
+            # recompute each block in backward, or the graph would hold P of all blocks
             parts = recompute(run, block, *given) if recorded else run(block, *given)
             for kind, part, whole, group in zip(kinds, parts, wholes, groups, strict=True):
                 if part is None:
@@ -355,7 +360,7 @@ def _over_blocks(
 
 
 def is_recorded(*given: Any) -> bool:
-    """Whether a graph is made of what is computed from these, which may then not change in place."""
+    """Whether autograd or vmap records operations on these tensors: no in-place writes then."""
     if torch_internals.transforms_active():
         return True
     tensors = pytree.tensors(given)
@@ -364,19 +369,19 @@ def is_recorded(*given: Any) -> bool:
 
 
 def _add_keys(total: list[Tensor], term: Tensor, length: int) -> None:
-    """Adds to the only element of a list; the first terms of causal rows have fewer keys."""
+    """Add a term by keys to the total, a list of one; a causal block's term may have fewer keys."""
     columns = term.shape[1]
     term = term if columns == length else F.pad(term, (0, 0, 0, length - columns))
     total[:] = [total[0] + term] if total else [term]
 
 
 def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, given: Parts) -> Parts:
-    """The vjp of `_curvature_of` along (by Q, K, V, B, Y'), or its jvp along (Q, K, V, B, G) and the
-    vector."""
+    """The vjp of `_curvature_of` for cotangents of (by Q, K, V, B, and Y'), or its jvp for tangents
+    of (Q, K, V, B, G, vector)."""
     shape = (*x.q.shape[:3], x.k.shape[1])
     mask = x.mask if x.mask is not None and x.mask.is_floating_point() else None
     values: list[Any] = [x.q, x.k, x.v, mask, g, *along]
-    for i in (3, 8):  # by the mask: of the size of the scores, as `_over_blocks` sums it
+    for i in (3, 8):  # B and B': expand to the scores, since `_over_blocks` sums gradients itself
         values[i] = None if values[i] is None else values[i].expand(shape).contiguous()
     known = [i for i, value in enumerate(values) if value is not None]
     primals = tuple(values[i] for i in known)
@@ -389,7 +394,7 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
 
     kinds = [kind for kind in KINDS if kind in (*x.plan.needs, "y")]
     outputs, pull, *_ = torch.func.vjp(curvature, *primals)
-    if which == "jvp":  # by the vjp of the vjp, which is linear: torch nests no forward mode here
+    if which == "jvp":  # as the transpose of the linear vjp: forward mode may be active already
         _, turn, *_ = torch.func.vjp(pull, list(outputs))
         (found,) = turn(_or_zeros([given[i] for i in known], primals))
         return by_name(KINDS, kinds, found)
@@ -403,7 +408,7 @@ def _or_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(y) if x is None else x.expand_as(y).contiguous() for x, y in both)
 
 
-# The maps. Each takes the inputs, what it is applied to, and the plan.
+# The maps. Each takes the inputs, its vectors (G, Q', ...), and the plan.
 
 
 def compute_values(*given: Any) -> tuple[Tensor, Tensor]:
@@ -427,7 +432,7 @@ def compute_gradients(*given: Any) -> Parts:
 
 
 def compute_tangents(*given: Any) -> Tensor:
-    """Y'"""
+    """Y' along (Q', K', V', B')."""
     *tensors, dq, dk, dv, dm, plan = given
     return _over_blocks(Inputs(*tensors), plan, "y", _tangents_of, (dq, dk, dv, dm))[0]
 
@@ -439,8 +444,11 @@ def compute_curvature(*given: Any) -> Parts:
 
 
 def derivative_of_curvature(which: str, *given: Any) -> Parts:
-    """vjp: the gradients of <C, curvature> by Q, K, V, B, G and the vector; jvp: the curvature along
-    Q', K', V', B', G' and another vector."""
+    """The derivative of compute_curvature.
+
+    which: "vjp": the gradients of <C, curvature> by Q, K, V, B, G and the vector; "jvp": the tangent of
+    the curvature for tangents Q', K', V', B', G' and a tangent of the vector.
+    """
     (*tensors, g, dq, dk, dv, dm), along, plan = given[:10], given[10:-1], given[-1]
     kinds = KINDS + NAMES if which == "vjp" else KINDS
     run = partial(_derivative_of_curvature, which)
@@ -448,12 +456,12 @@ def derivative_of_curvature(which: str, *given: Any) -> Parts:
 
 
 def _fused_rows(inputs: Inputs, plan: Plan) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """The calls of the fused kernel: the head of queries, the rows, and their mask written out as B."""
+    """The calls of the fused kernel: the head of queries, the rows, and the mask as numbers B."""
     (count, heads, length, _), keys, mask = inputs.q.shape, inputs.k.shape[1], inputs.mask
     rows = length
     if mask is not None and mask.shape[2] > 1:
         elements = keys * (1 if plan.places is None else count)
-        # the kernel takes B as numbers: of a large mask some rows at a time are written out
+        # the kernel takes B as numbers: write out some rows of a large mask at a time
         rows = max(FEWEST_ROWS, FUSED_MASK_ELEMENTS // elements)
     for head in range(heads):
         for start in range(0, length, rows):
@@ -491,9 +499,9 @@ def _fused_gradients(inputs: Inputs, g: Tensor, y: Tensor, logsumexp: Tensor, pl
     return [x if name in plan.needs else None for name, x in zip(NAMES, found, strict=True)]
 
 
-# Random numbers by a counter: a part of a large array of them can be drawn by itself, and again.
+# Random numbers by a counter, so that a block can draw its part of a large array, and draw it again:
 # Philox4x32-10 (Salmon, Moraes, Dror and Shaw, Parallel random numbers: as easy as 1, 2, 3, 2011) in
-# torch operations on integers, which run on every device and in captured graphs.
+# integer operations of torch, which run on every device and in captured graphs.
 
 WORDS = 2**32
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -508,23 +516,23 @@ def draw_keys(count: int, device: torch.device) -> Tensor:
 
 
 def random_words(keys: Tensor, rows: Tensor, columns: int) -> Tensor:
-    """Integers from 0 to 2^32 - 1, [N, R, columns], of the arrays of keys [N, 2], in rows [R]."""
+    """Random integers from 0 to 2^32 - 1, [N, R, columns]; keys: [N, 2]; rows: row numbers [R]."""
     key = [keys[:, i, None, None] for i in (0, 1)]
     zero = torch.zeros_like(rows)[None, :, None]
     quads = torch.arange(-(-columns // 4), device=keys.device)[None, None, :]
-    # the counter of a word is its place: (four columns, row, 0, 0)
+    # the counter of four words: (column // 4, row, 0, 0)
     c = [quads + zero, rows[None, :, None] + 0 * quads, 0 * key[0], 0 * key[0]]
     for step in range(ROUNDS):
         (high_0, low_0), (high_1, low_1) = (
             _product_of_words(m, x) for m, x in zip(MULTIPLIERS, (c[0], c[2]), strict=True)
         )
-        # words of 32 bits in integers of 64, cut after each addition
+        # 32-bit words in 64-bit integers: mask after each addition
         k_0, k_1 = ((k + step * s) & (WORDS - 1) for k, s in zip(key, KEY_STEPS, strict=True))
         c = [high_1 ^ c[1] ^ k_0, low_1, high_0 ^ c[3] ^ k_1, low_0]
     return torch.stack(torch.broadcast_tensors(*c), -1).flatten(-2)[..., :columns]
 
 
 def _product_of_words(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and the lower word of a product, whose 64 bits are those of the unsigned one."""
+    """The upper and the lower 32-bit word of the unsigned product (the signed bits are equal)."""
     product = x * factor
     return (product >> 32) & (WORDS - 1), product & (WORDS - 1)

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits by one Function; of a linear layer, with the logits of some rows at a time.
+"""Cross-entropy by Functions: of logits, and of a linear layer with logits for some rows at a time.
 
     z_n = W h_n + b        p_n = softmax(z_n)        l_n = log sum_c exp(z_nc) - q_n . z_n
     r_n = p_n - q_n        dl_n/dh_n = W^T r_n       dl_n/dW = r_n h_n^T      dl_n/db = r_n
@@ -7,9 +7,9 @@ and, along (h', W', b') with z'_n = W h'_n + W' h_n + b' and s_n = p_n (z'_n - p
 
     (dl_n/dh_n)' = W^T s_n + W'^T r_n        (dl_n/dW)' = s_n h_n^T + r_n h'_n^T        (dl_n/db)' = s_n
 
-The Gauss-Newton matrix is the part of this that has s. Value, gradient and this product are closed
-forms of two tensors of the size of the logits of a chunk; derivatives of the product are those of its
-formula, recomputed by chunks.
+The terms with s are the Gauss-Newton product. Value, gradient and product are closed forms that need
+two tensors of the size of a chunk's logits. Derivatives of the product come from autograd of its
+formula, recomputed chunk by chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ __all__ = ["linear_cross_entropy", "softmax_cross_entropy"]
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # by h, W and b
 NAMES = "hWb"
-CHUNK_ELEMENTS = 2**22  # of the logits of a chunk, where no size is given
+CHUNK_ELEMENTS = 2**22  # logits in a chunk, by default
 
 
 def softmax_cross_entropy(
@@ -101,11 +101,11 @@ def softmax_cross_entropy(
         rows = sum(mul(q, logsumexp(shifted, axis, keepdim=True) - shifted), axis)
         return reduce_loss(rows, number)
     counts = target != ignore_index
-    # rows that do not count need some class to gather by
+    # ignored rows need some valid class for gather
     inputs = logits, torch.where(counts, target, 0).long().unsqueeze(axis), axis, smoothing
     try:
         rows = apply_function(_SOFTMAX, _softmax_forward, *inputs)
-    except RuntimeError as error:  # to look beforehand would wait for a GPU and stop a tracer
+    except RuntimeError as error:  # a check beforehand would wait for a GPU, and fail in a tracer
         if "out of bounds" not in str(error):
             raise
         raise ArgumentIndexError(
@@ -116,7 +116,7 @@ def softmax_cross_entropy(
 
 
 def _picked(values: Tensor, classes: Tensor, axis: int, smoothing: float) -> Tensor:
-    """sum_c q_c v_c for each row, whose dimension stays."""
+    """sum_c q_c v_c for each row, with keepdim."""
     picked = values.gather(axis, classes)
     if not smoothing:
         return picked
@@ -129,7 +129,7 @@ def _softmax_forward(z: Tensor, *rows: Any) -> Tensor:
 
 def _softmax_vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
     z, classes, axis, smoothing = saved.inputs
-    # p comes from z again: an output of log_softmax that forward kept would have no graph
+    # compute p from z again: an output of log_softmax that forward saved would have no graph
     grad = torch.softmax(z, axis) * g
     if smoothing:
         grad = grad - g * (smoothing / z.shape[axis])
@@ -190,12 +190,12 @@ def linear_cross_entropy(
         target: The classes, of dtype long, or probabilities q.
         linear_bias: b. Default: none.
         weight: w, one for each class. Default: 1.
-        reduction: "mean", which over classes is weighted and without those that are ignore_index; "sum"
-            or "none". Default: "mean".
+        reduction: "mean" (for classes weighted, and without rows of ignore_index), "sum" or "none".
+            Default: "mean".
         ignore_index: The class of rows that do not count. Default: -100.
         label_smoothing: From 0 to 1. Default: 0.
-        options: The rows of a chunk: an integer, or torch's LinearCrossEntropyOptions, of which
-            ``batch_chunk_size`` is read. Default: as many as have four million logits.
+        options: The rows of a chunk: an integer, or torch's LinearCrossEntropyOptions (its
+            ``batch_chunk_size`` is read). Default: rows with four million logits in total.
     Returns:
         The loss, of the dtype of input.
     Raises:
@@ -255,19 +255,19 @@ def chunk_size_of(options: object, classes: int) -> int:
 
 
 class Rows(NamedTuple):
-    """What the losses of rows are computed from; h and targets have a row for each."""
+    """The arguments of the losses of N rows."""
 
-    h: Tensor
-    W: Tensor
-    b: Tensor | None
+    h: Tensor  # the inputs of the linear layer, [N, F]
+    W: Tensor  # [C, F]
+    b: Tensor | None  # [C]
     # classes [N] from 0 to C - 1, probabilities [N, C] for the formula, None for the Gauss-Newton part
     targets: Any
-    smoothing: float
-    chunk_size: int
+    smoothing: float  # label_smoothing
+    chunk_size: int  # rows of a chunk
 
 
 def _losses_and_shares(rows: Rows, weight: Tensor | None, ignored: int) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and what it counts in the mean."""
+    """The loss of each row, and its weight in the mean."""
     h, t = rows.h, rows.targets
     if t.is_floating_point():
         return _formula(rows, weight), torch.ones_like(h[:, 0], dtype=upcast_half(h[:0]).dtype)
@@ -291,7 +291,7 @@ def row_losses(rows: Rows) -> Tensor:
 
 
 def row_gradients(rows: Rows, g: Tensor, needs: str) -> Gradients:
-    """d(sum_n g_n l_n) by h, W and b, where they are needed."""
+    """The gradients of sum_n g_n l_n by those of h, W and b that `needs` names; None for the rest."""
     found = apply_function(_GRADIENTS, None, *rows, g, needs) if needs else ()
     by_h, by_W, by_b = by_name(NAMES, needs, found)
     return by_h, by_W, by_b
@@ -311,7 +311,7 @@ def row_tangents(rows: Rows, vector: Gradients) -> Tensor:
 
 def gauss_newton_product(rows: Rows, g: Tensor, vector: Gradients, needs: str) -> Gradients:
     """sum_n g_n J_n^T (diag(p_n) - p_n p_n^T) J_n (h', W', b'), J_n the Jacobian of z_n."""
-    # without targets there is no r, and what is left is the part that has s
+    # without targets r is 0, and only the terms with s remain
     return _curvature(rows._replace(targets=None), g, vector, needs)[:3]
 
 
@@ -323,7 +323,7 @@ def _formula(rows: Rows, weight: Tensor | None = None) -> Tensor:
 @full_precision(widen=True)
 def _of_logits(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
     z = upcast_half(z)
-    shifted = z - z.detach().amax(1, True)  # what the maximum adds to derivatives cancels
+    shifted = z - z.detach().amax(1, True)  # detached, because the maximum cancels in derivatives
     log_p = shifted - shifted.exp().sum(1, True).log()
     w = torch.ones_like(z[0]) if weight is None else weight.to(z.dtype)
     if t.is_floating_point():
@@ -336,9 +336,9 @@ def _of_logits(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) ->
 
 
 def row_chunks(rows: Rows, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """The rows, and other tensors, by chunks, at least one; None stays None.
+    """The rows, and other tensors, in chunks, at least one; None stays None.
 
-    A captured graph, too, computes the logits of h again instead of keeping those of all chunks.
+    Each chunk copies its part of h, so that a captured graph, too, computes logits chunk by chunk.
     """
     h, targets, size = rows.h, rows.targets, rows.chunk_size
     for start in range(0, max(len(h), 1), size):
@@ -353,17 +353,17 @@ def _logits(rows: Rows) -> Tensor:
 
 
 def _target_values(values: Tensor, rows: Rows) -> Tensor:
-    """q_n . v_n"""
+    """q_n . v_n for each row, v = values."""
     return _picked(values, rows.targets.unsqueeze(1), 1, rows.smoothing).squeeze(1)
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
-    """a_n . b_n, without a tensor of their size."""
+    """a_n . b_n for each row, without a temporary of the size of a."""
     return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).squeeze((1, 2))
 
 
 def _may_overwrite(*tensors: Tensor | None) -> bool:
-    """Whether nothing records what is computed from these, so that results may be overwritten."""
+    """Whether neither autograd, a transform nor a tracer records: then in-place operations are safe."""
     return not (
         torch.is_grad_enabled()
         or torch_internals.transforms_active()
@@ -374,7 +374,7 @@ def _may_overwrite(*tensors: Tensor | None) -> bool:
 
 
 def _residual(p: Tensor, rows: Rows, g: Tensor, overwrite: bool) -> Tensor:
-    """g_n (p_n - q_n)"""
+    """g_n (p_n - q_n); overwrite: in the memory of p."""
     smoothing, out = rows.smoothing, p if overwrite else None
     minus = torch.full_like(p[:, :1], smoothing - 1)
     r = torch.scatter_add(p, 1, rows.targets.unsqueeze(1), minus, out=out)
@@ -383,7 +383,7 @@ def _residual(p: Tensor, rows: Rows, g: Tensor, overwrite: bool) -> Tensor:
 
 
 def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Tensor:
-    """z'_n = W h'_n + W' h_n + b'"""
+    """z'_n = W h'_n + W' h_n + b'; overwrite: may add in place."""
     (h, W), (dh, dW, db) = rows[:2], vector
     pairs = [(x, y) for x, y in ((dh, W), (h, dW)) if x is not None and y is not None]
     if not pairs:
@@ -391,14 +391,14 @@ def _tangent(rows: Rows, vector: Gradients, like: Tensor, overwrite: bool) -> Te
         return tangent if db is None else tangent + db.to(like.dtype)
     tangent = upcast_half(F.linear(*pairs[0], db))
     for x, y in pairs[1:]:
-        # in place, one tensor of the logits' size less
+        # in place: saves a tensor of the logits' size
         fits = overwrite and tangent.dtype == x.dtype
         tangent = tangent.addmm_(x, y.mT) if fits else tangent + upcast_half(F.linear(x, y))
     return tangent
 
 
 def _accumulate(total: Tensor | None, term: Tensor | None, overwrite: bool) -> Tensor | None:
-    """A sum over chunks with one more term, in float32 for half precision, in place if it may be."""
+    """total + term, in float32 for half precision; overwrite: in the memory of total."""
     term = None if term is None else upcast_half(term)
     if total is None or term is None:
         return total if term is None else term
@@ -406,7 +406,7 @@ def _accumulate(total: Tensor | None, term: Tensor | None, overwrite: bool) -> T
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor, overwrite: bool) -> Tensor | None:
-    """The same with the term a^T b."""
+    """total + a^T b, as `_accumulate`."""
     if total is not None and overwrite and total.dtype == a.dtype == b.dtype:
         return total.addmm_(a.mT, b)
     return _accumulate(total, a.mT @ b, overwrite)
@@ -442,7 +442,7 @@ def _gradients_forward(*given: Any) -> tuple[Tensor, ...]:
     for part, g_c in row_chunks(rows, g):
         p = torch.softmax(_logits(part), 1)
         r = _residual(p, part, g_c, overwrite).to(W.dtype)
-        # not held beside r: the tensors of a chunk are the largest ones here
+        # free p before the products: tensors of a chunk's logits are the largest ones
         del p
         if "h" in needs:
             by_h.append(r @ W)
@@ -491,7 +491,7 @@ def _curvature(
         if overwrite:
             of_h, by_W, of_b, of_g = _chunk_curvature(*chunk, by_W, True)
         else:
-            # with a graph, a chunk is computed again in backward instead of kept
+            # with a graph, backward computes each chunk again instead of keeping its logits
             of_h, of_W, of_b, of_g = recompute(_chunk_curvature, *chunk, None, False)
             by_W = _accumulate(by_W, of_W, False)
         by_h.append(of_h)
@@ -504,7 +504,7 @@ def _curvature(
 def _chunk_curvature(
     rows: Rows, g: Tensor, vector: Gradients, needs: str, by_W: Tensor | None, overwrite: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """As `_curvature` for one chunk: by h, by W added to what there is, by b and by g."""
+    """`_curvature` of one chunk: the parts by h, W (added to by_W), b and g."""
     (h, W), (dh, dW, _), second = rows[:2], vector, rows.targets is not None
     p = torch.softmax(_logits(rows), 1)
     tangent = _tangent(rows, vector, p, overwrite)
@@ -532,7 +532,7 @@ def _chunk_curvature(
 
 
 def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """The errors of torch 2.13, which older ones lack."""
+    """Raise the errors of torch 2.13, which older versions lack."""
     wrong = ""
     if not 1 <= input.dim() <= 2:
         wrong = f"expected input with dimensionality 1 or 2, got {input.dim()}"

@@ -45,22 +45,22 @@ def define(
         forward: f(*inputs), which acts element by element and broadcasts.
         partials: One function (*inputs, output) for each input, the derivative of the output by that
             input, made of torch operations. It returns a tensor, a number, or a boolean mask, which
-            stands for 1 and 0 and lets no infinite gradient through where it is False. None for an
-            input that is always a constant, as are integer tensors and inputs that are not tensors.
-        reference: The same function of plain torch operations, for the compiler and for jvp inside
+            stands for 1 and 0 and blocks even infinite gradients where it is False. None for an
+            input that is always constant, such as an integer tensor or a number.
+        reference: forward in plain torch operations, for the compiler and for jvp inside
             jvp. Default: none.
-        surrogate: Whether the partials differ from the derivative of forward on purpose. A reference
-            must then carry the same ones, for instance y.detach() + p (x - x.detach()) with a
-            constant p. Default: False.
-        keep: The tensors that the partials read: "both", "inputs", "output" or "none". No other is
-            held in memory, and the partials receive None in its place. Default: "both".
+        surrogate: Whether the partials differ from the derivative of forward on purpose. The
+            derivatives of a reference must then equal the partials, for instance
+            y.detach() + p (x - x.detach()) with a constant p. Default: False.
+        keep: The tensors that the partials read: "both", "inputs", "output" or "none". Only these are
+            held in memory; in place of others the partials receive None. Default: "both".
     Returns:
         The op, a function of the inputs. It has the attributes ``surrogate`` and ``reference``.
     Raises:
         TypeError: for partials that are not functions, and in a call with another number of inputs.
         ValueError: for an unknown keep.
         NotImplementedError: in a call, for jvp inside jvp without a reference, for the derivative by
-            an input whose partial is None, and for a real function of complex inputs.
+            an input with the partial None, and for a real function of complex inputs.
     Shape:
         - inputs: any shapes that broadcast together
         - output: the shape they broadcast to
@@ -80,9 +80,9 @@ def define(
 
     def own_forward(*inputs: Any) -> Tensor:
         y = forward(*inputs)
-        if torch.compiler.is_dynamo_compiling():  # it makes its own copies
+        if torch.compiler.is_dynamo_compiling():  # Dynamo makes its own copies
             return y
-        # torch has rules of its own for a Function that returns its input or a view of it
+        # copy: autograd treats a Function that returns an input, or a view of one, specially
         return y.clone() if y._is_view() or any(y is value for value in inputs) else y
 
     def derivative(i: int, saved: Saved) -> Any:
@@ -100,7 +100,7 @@ def define(
         for i, (shape, dtype) in enumerate(like):
             if saved.needs_input_grad[i] and shape is not None and dtype is not None:
                 share = _multiply(grad, conj(derivative(i, saved)))
-                # of a complex function of a real input, the gradient is the real part
+                # a real input of a complex function gets the real part
                 share = share.real if share.is_complex() and not dtype.is_complex else share
                 grads[i] = sum_to_shape(share, shape)
         return grads
@@ -109,7 +109,7 @@ def define(
         known = [(i, t) for i, t in enumerate(tangents) if t is not None]
         total = sum_terms([_multiply(t, derivative(i, saved)) for i, t in known])
         (shape,), (dtype,) = saved.output_shapes, saved.output_dtypes
-        # a partial that is a number, or that does not depend on all inputs, gives a smaller tangent
+        # if a partial is a number, or depends on some inputs only, the tangent must be expanded
         return total.to(dtype).expand(shape)
 
     function = make_function(
@@ -156,13 +156,13 @@ def define(
 def promote_dtypes(*inputs: Any) -> tuple[Any, ...]:
     """The inputs with one dtype for all floating-point and complex tensors, by torch's promotion.
 
-    Inside a Function it would be too late: under vmap a tensor of no dimensions has one more, and
-    would count in the promotion.
+    Call it before a Function: inside, under vmap, a scalar tensor has a batch dimension and would take
+    part in the promotion like other tensors.
     """
     floating = [value for value in inputs if pytree.is_float(value)]
     if all(value.dtype == floating[0].dtype for value in floating):
         return inputs
-    dtypes: list[torch.dtype | None] = [None, None]  # of those with and those without dimensions
+    dtypes: list[torch.dtype | None] = [None, None]  # of tensors with dimensions, and of scalars
     for value in floating:
         group = value.dim() == 0
         known = dtypes[group]
@@ -176,7 +176,7 @@ def promote_dtypes(*inputs: Any) -> tuple[Any, ...]:
 
 
 def _multiply(factor: Tensor, partial: Any) -> Tensor:
-    """factor times a partial, which is a tensor, a number or a mask."""
+    """factor * partial; a partial is a tensor, a number or a mask."""
     if not isinstance(partial, Tensor):
         return factor if partial == 1 else factor * partial
     # not a product: infinity times a mask's 0 would be NaN

@@ -1,13 +1,13 @@
-"""Where a function has no derivative of its own, but what is made of it has: along a direction.
+"""Second derivatives of smooth functions of functions that are not smooth, along a direction.
 
-A norm at 0 and the eigenvalues of a matrix where some are equal are no smooth functions of x, but
-f(|x|) with f'(0) = 0, such as a square, and symmetric functions of a spectrum are. The derivative of
-their gradient along v exists, and is that of the path x + t v, along which the norm is t |v| and the
-eigenvectors those of v: only the pass that multiplies by v knows it, and hands it to the one after it.
+A norm at 0, and equal eigenvalues of a matrix, are not smooth in x. But f(|x|) with f'(0) = 0, such as
+a square, is smooth, and so are symmetric functions of a spectrum. The derivative of their gradient
+along v follows the path x + t v, on which the norm is t |v| and v selects the eigenvectors. Only the
+pass that multiplies by v knows v: it hands the direction to the next pass.
 
-    gradient         g u(x)                                   u = 0 where x = 0
-    its derivative   <v, u> to g, with u = v / |v|             notes the direction
-    gradient again   c u(x), of what came back through f''     takes it
+    gradient           g u(x)                               u = 0 where x = 0
+    its derivative     <v, u> for g, with u = v / |v|       notes the direction v
+    gradient again     c u(x), with c from f''              takes the direction
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from hoglib._core.torch_api import torch_internals
 
 
 class Directions:
-    """What the passes of one call hand on."""
+    """The direction that the passes of one call hand on."""
 
     def __init__(self, operation: str, x: Tensor) -> None:
-        self.operation, self.line = operation, user_line()
-        self.nested = torch_internals.reverse_mode_active(x)  # forward mode is not all there is
-        self.tangent: Any = None  # of forward mode, which precedes all
-        self.noted: Any = None  # of reverse mode, for the next pass alone
+        self.operation, self.line = operation, user_line()  # for a warning
+        self.nested = torch_internals.reverse_mode_active(x)  # reverse mode is active, too
+        self.tangent: Any = None  # the direction from forward mode, for all later passes
+        self.noted: Any = None  # the direction from a backward, for the next pass only
 
     def take(self) -> Any:
         """The direction of this pass, or None."""
@@ -33,7 +33,7 @@ class Directions:
         return self.tangent if noted is None else noted
 
     def warn(self, missing: Tensor, lacks: str) -> None:
-        """Warns, once a place, where a derivative along the direction does not exist."""
+        """Warn, once a line, of points in the mask `missing`: no derivative along the direction."""
         seen = values(missing)
         if seen is not None and bool(seen.any()):
             at = f"{self.operation} at {self.line}" if self.line else self.operation
@@ -46,6 +46,5 @@ class Directions:
 
 
 def values(x: Tensor) -> Tensor | None:
-    """The tensor that checks may read, beneath the wrappers of torch.func; None while a graph is
-    captured."""
+    """x below the wrappers of torch.func, for checks to read; None while a graph is captured."""
     return None if torch_internals.tracing() else torch_internals.unwrap(x)

@@ -1,8 +1,8 @@
 """Distances between rows and Euclidean norms, to any order.
 
 torch's cdist and pdist have neither a second derivative nor a forward mode. Its pairwise_distance
-raises in reverse over forward for p = 1 and has NaN for the second derivative at distance 0, as its
-norms have, also where they are squared.
+raises in reverse over forward for p = 1. At distance 0, second derivatives of pairwise_distance and of
+torch's norms are NaN, even those of squares.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _COMPUTE_MODES = {
     "use_mm_for_euclid_dist": True,
     "donot_use_mm_for_euclid_dist": False,
 }
-_MANY_ROWS = 25  # what torch means by "if necessary": more than these
+_MANY_ROWS = 25  # "if necessary": torch takes matrix products for more rows
 _DISTANCES = "cdist, pdist, pairwise_distance"
 
 
@@ -51,23 +51,22 @@ def cdist(
 
         y_ij = (sum_k |x1_ik - x2_jk|^p)^(1/p)
 
-    torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
+    torch.cdist has neither a second derivative nor a forward mode. p = 0 counts the entries that
     differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
-    derivatives 0; for p = 2, what is smooth in them all the same, such as the squares, has its second
-    derivatives. Half precision is computed in float32; under autocast the result is float32.
+    derivatives 0; but for p = 2 smooth functions of their distance, such as its square, have right
+    second derivatives. Half precision is computed in float32; under autocast the result is float32.
     Differentiable to any order, in every mode, under vmap.
 
-    Where torch uses matrix products (p = 2, by compute_mode, or with more than 25 rows), the values
-    are those of the differences all the same, and the derivatives are those of
-    |x1|^2 + |x2|^2 - 2 x1 x2^T with the rows centred: as exact as if each entry had been rounded once
-    more, and without a temporary of shape [n, m, d].
+    If torch uses matrix products (p = 2, by compute_mode, or with more than 25 rows), values still come
+    from differences, and derivatives from |x1|^2 + |x2|^2 - 2 x1 x2^T with centred rows: as exact as
+    with one more rounding of each entry, and without a temporary of shape [n, m, d].
 
     Args:
         x1: A real floating-point tensor.
         x2: A real floating-point tensor of the dtype of x1.
         p: The norm, 0 to infinity. Default: 2.
         compute_mode: "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist" or
-            "donot_use_mm_for_euclid_dist", by which the derivatives too come from differences,
+            "donot_use_mm_for_euclid_dist"; with the last, derivatives come from differences too,
             exact for rows that nearly coincide. Default: the first.
     Returns:
         y.
@@ -111,7 +110,7 @@ def cdist(
         seen = values(y)
         if seen is not None and not bool(seen.all()):
             zero = seen == 0
-            if x1 is x2 and zero.shape == y.shape:  # a row stays at distance 0 of itself
+            if x1 is x2 and zero.shape == y.shape:  # the distance of a row to itself is constant 0
                 zero.diagonal(dim1=-2, dim2=-1).zero_()
             y = _with_equal_rows(y, zero, a, b) if bool(zero.any()) else y
     return y if is_autocast(x1) else y.to(x1.dtype)
@@ -123,10 +122,10 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
 
         y = (|x_0 - x_1|_p, |x_0 - x_2|_p, ..., |x_(n-2) - x_(n-1)|_p)
 
-    torch's own has neither a second derivative nor a forward mode. p = 0 counts the entries that
+    torch.pdist has neither a second derivative nor a forward mode. p = 0 counts the entries that
     differ; for infinity each entry that attains the maximum has the whole derivative. Equal rows have
-    derivatives 0; for p = 2, what is smooth in them all the same, such as the squares, has its second
-    derivatives. Half precision is computed in float32; under autocast the result is float32.
+    derivatives 0; but for p = 2 smooth functions of their distance, such as its square, have right
+    second derivatives. Half precision is computed in float32; under autocast the result is float32.
     Differentiable to any order, in every mode, under vmap.
 
     Args:
@@ -158,18 +157,18 @@ def pdist(input: Tensor, p: float = 2.0) -> Tensor:
     return y if is_autocast(input) else y.to(input.dtype)
 
 
-@stands_in_for(torch.pairwise_distance, name=_DISTANCES)  # also that of torch.nn.functional
+@stands_in_for(torch.pairwise_distance, name=_DISTANCES)  # F.pairwise_distance is this function
 def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
-    r"""Distances of the rows of x1 to those of x2 one by one, as `torch.pairwise_distance`.
+    r"""Distances of row i of x1 to row i of x2, as `torch.pairwise_distance`.
 
         y_i = (sum_k |x1_ik - x2_ik + eps|^p)^(1/p)
 
-    torch's own raises in reverse over forward for p = 1, and has second derivatives NaN at distance
-    0. For p = infinity the entries that attain the maximum share the derivative. Distance 0 has
-    derivatives 0; for p = 2 its square has its second derivatives. A negative p and complex rows are
-    torch's own. Differentiable to any order, in every mode, under vmap.
+    torch.pairwise_distance raises in reverse over forward for p = 1, and has second derivatives NaN at
+    distance 0. For p = infinity the entries that attain the maximum share the derivative. Distance 0
+    has derivatives 0; but for p = 2 its square has right second derivatives. A negative p and complex
+    rows go to torch. Differentiable to any order, in every mode, under vmap.
 
     Args:
         x1: A floating-point or complex tensor.
@@ -180,7 +179,7 @@ def pairwise_distance(
     Returns:
         y.
     Raises:
-        TypeError: for what is not a tensor.
+        TypeError: for arguments that are no tensors.
     Shape:
         - x1, x2: [..., d], which broadcast
         - y: [...], or [..., 1] with keepdim
@@ -206,21 +205,21 @@ def pairwise_distance(
 
 def _squares_by_products(a: Tensor, b: Tensor) -> Tensor:
     """Squared distances: values by differences, derivatives by products of matrices."""
-    # a row that is not finite does not reach the others
+    # nan_to_num: an infinite row must not reach other rows through the mean
     origin = a.detach().mean(-2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     near = torch.cdist(a.detach(), b.detach(), 2.0, "donot_use_mm_for_euclid_dist")
     with without_autocast(a):
-        # centred, since |a|^2 + |b|^2 - 2 a.b cancels for rows far from 0
+        # centre, since |a|^2 + |b|^2 - 2 a.b cancels for rows far from 0
         a, b = a - origin, b - origin
         lengths = (a * a).sum(-1, keepdim=True) + (b * b).sum(-1).unsqueeze(-2)
         squares = lengths - 2 * (a @ b.mT)
-    # the value of the one, the derivatives of the other
+    # the value of near^2, the derivatives of squares
     return near * near + (squares - squares.detach())
 
 
 def _with_equal_rows(y: Tensor, zero: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The distances by products of matrices, with those that are 0 by differences."""
-    if zero.shape != y.shape:  # of all samples of a vmap, whose zeros are at different places
+    """The distances y, with those at the mask `zero` computed again, by differences."""
+    if zero.shape != y.shape:  # under vmap the mask has all samples, with zeros at different places
         return norm_of_rows(a.unsqueeze(-2) - b.unsqueeze(-3), 2)
     *batch, i, j = zero.nonzero(as_tuple=True)
     first = a.expand(*y.shape[:-1], a.shape[-1])[(*batch, i)]
@@ -234,16 +233,16 @@ def _check_norm(p: float) -> float:
     return float(p)
 
 
-# p-norms over the last dimension. Where the norm has no derivative, theirs is 0, at every order.
+# p-norms over the last dimension. Where a norm has no derivative, all derivatives here are 0.
 
 
 def norm_of_rows(d: Tensor, p: float) -> Tensor:
-    r"""(sum_k |d_k|^p)^(1/p); for p = 0 the number of d_k that are not 0, for infinity their maximum.
+    r"""(sum_k |d_k|^p)^(1/p); for p = 0 the number of nonzero d_k, for infinity max_k |d_k|.
 
-    All derivatives are 0 at a row of zeros, and those of |d_k|^p are 0 at d_k = 0 where it has none.
+    All derivatives are 0 at a row of zeros; derivatives of |d_k|^p that do not exist at d_k = 0 are 0.
     """
     if p == 0:
-        return d.sign().abs().sum(-1)  # connected to the graph, with derivatives 0
+        return d.sign().abs().sum(-1)  # sign() keeps the graph, with derivatives 0
     if p == 1:
         return d.abs().sum(-1)
     if p == 2:
@@ -254,19 +253,18 @@ def norm_of_rows(d: Tensor, p: float) -> Tensor:
 
 
 def powers(d: Tensor, p: float) -> Tensor:
-    """|d|^p, with derivatives 0 at d = 0 where it has none."""
+    """|d|^p, with 0 for derivatives that do not exist at d = 0."""
     if p % 2 == 0:
-        return d**p  # smooth at 0 too
+        return d**p  # smooth at 0, too
     zero = d == 0
-    # the inner where too: the derivative of the branch that is not taken is infinite, and 0 times
-    # it NaN
+    # two wheres: the unused branch would have an infinite derivative, and 0 * inf is NaN
     return torch.where(zero, 0.0, torch.where(zero, 1.0, d).abs() ** p)
 
 
 def root(s: Tensor, p: float = 2.0) -> Tensor:
     """s^(1/p), with derivatives 0 at s = 0."""
     zero = s == 0
-    # torch.where would make a tensor of each number
+    # masked_fill, because torch.where would make tensors of the numbers
     positive = s.masked_fill(zero, 1.0)
     return (positive.sqrt() if p == 2 else positive ** (1 / p)).masked_fill(zero, 0.0)
 
@@ -280,17 +278,17 @@ def largest(a: Tensor) -> Tensor:
     return maximum.squeeze(-1) + attained.sum(-1)
 
 
-# Euclidean norms, whose squares have the second derivative 2 at 0; see `_directions`.
+# Euclidean norms with right second derivatives of their squares at 0; see `_directions`.
 #
 #     n = |x|        n' = <u, x'>        u = x / n, and 0 where n = 0
 #     gradient       G(g, x, n) = g u
-#     along w        <u, w> by g         g w / n by x        -g <x, w> / n^2 by n
+#     <G, w> has the derivatives         <u, w> by g        g w / n by x        -g <x, w> / n^2 by n
 #
-# n is an input of G, so that its derivative by x is the sum of the last two: g (w - u <u, w>) / n.
+# n is an input of G; by the chain rule the whole derivative by x is g (w - u <u, w>) / n.
 
 
 def _is_smooth(y: Tensor) -> bool:
-    """Whether torch's own norm will do: none is 0, as far as is seen without waiting for a device."""
+    """Whether torch's own norm is right, since no norm is 0; False on a device, to avoid a wait."""
     if torch.compiler.is_dynamo_compiling():
         return True
     seen = values(y)
@@ -298,8 +296,8 @@ def _is_smooth(y: Tensor) -> bool:
 
 
 def euclidean(x: Tensor, dims: tuple[int, ...], torch_norm: Callable[[Tensor], Tensor]) -> Tensor:
-    """The norm of a real x over dims, negative ones, which are kept; torch's own where none is 0."""
-    if only_plain_operations():  # Taylor coefficients know what to do at 0
+    """The norm of a real x over dims (negative, with keepdim); torch's own if no norm is 0."""
+    if only_plain_operations():  # Taylor mode has its own rule at 0
         return torch_norm(x) if needs_linear_backward() else _norm_forward(x, dims, None)
     y = torch_norm(x)
     if _is_smooth(y):
@@ -313,9 +311,9 @@ def _unit(x: Tensor, n: Tensor) -> Tensor:
 
 
 def _leaving_directions(w: Tensor, stays: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The directions of w, as vectors of length 1; 0 where x stays or is not 0."""
+    """Unit vectors along w; 0 where the mask `stays` is True."""
     w = w.masked_fill(stays, 0.0)
-    w = _unit(w, w.detach().abs().amax(dims, keepdim=True))  # whose squares do not underflow
+    w = _unit(w, w.detach().abs().amax(dims, keepdim=True))  # scaled, or squares may underflow
     return _unit(w, root((w * w).sum(dims, keepdim=True)))
 
 
@@ -327,7 +325,7 @@ def _norm_vjp(saved: Saved, grad: Tensor) -> list[Tensor | None]:
     (x, dims, directions), (n,) = saved.inputs, saved.outputs
     along = directions.take()
     if along is not None and torch_internals.forward_mode_active():
-        # of forward over reverse, known before what is made of the norm
+        # forward over reverse: the forward pass noted the direction; drop it at kinks
         along = along.masked_fill(_find_kinks(grad, n, along, dims, directions), 0.0)
     share = apply_function(_NORM_GRADIENT, None, grad, x, n, dims, directions)
     return [share if along is None else share + grad * along, None, None]
@@ -343,7 +341,7 @@ def _norm_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Tensor:
 
 
 def _tangent_vjp(saved: Saved, g: Tensor) -> list[Tensor | None]:
-    """That of the identity; g is the slope of what was made of the norm."""
+    """The gradient of the identity; g, the slope of the function of the norm, shows kinks."""
     _, n, tangent, dims, directions = saved.inputs
     _find_kinks(g, n, tangent, dims, directions)
     return [g, None, None, None, None]
@@ -354,8 +352,11 @@ def _gradient_forward(g: Tensor, x: Tensor, n: Tensor, *_: Any) -> Tensor:
 
 
 def _find_kinks(g: Tensor, n: Tensor, w: Tensor, dims: tuple[int, ...], of: Directions) -> Tensor:
-    """Where the norm is 0 and what is made of it has no derivative; warns of that if w leaves 0. For a
-    single number it is a kink, with derivatives 0 on both sides."""
+    """The mask of norms of 0 with a nonzero slope g, so that the function of the norm has a kink.
+
+    Warns if x leaves 0 along w; but not for |x| of single numbers, with second derivatives 0 on both
+    sides.
+    """
     steep = (n == 0) & (g.abs() > 100 * torch.finfo(g.dtype).eps * g.detach().abs().amax())
     if prod(w.shape[d] for d in dims) > 1:
         of.warn(steep & w.detach().abs().amax(dims, keepdim=True).bool(), "where it is 0")
@@ -390,7 +391,7 @@ _NORM_GRADIENT = _make("NormGradient", 5, _gradient_forward, _gradient_vjp, _gra
 
 
 def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
-    """The Euclidean norm over dimensions, all by default, of what :func:`_is_plain` takes."""
+    """The Euclidean norm over dim (None: all dimensions) of a tensor that :func:`_is_plain` accepts."""
     x = input if input.dim() else input.reshape(1)
     dim = range(x.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     own = dims = tuple(d - x.dim() if d >= 0 else d for d in dim)
@@ -403,12 +404,12 @@ def _norm_over(input: Tensor, dim: Any, keepdim: bool) -> Tensor:
 
 
 def _is_plain(x: Any, dtype: torch.dtype | None = None) -> bool:
-    """Whether nothing asks for torch's own, such as another dtype."""
+    """Whether x is a dense, nonempty float tensor and no dtype is asked for; else torch must do it."""
     return pytree.is_float(x) and x.layout == torch.strided and x.numel() > 0 and dtype is None
 
 
 def _two_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function of a norm, with the Euclidean one from here."""
+    """A wrapper of torch's norm function that takes Euclidean norms from `_norm_over`."""
     names = ("ord", "dim", "keepdim") if "linalg" in repr(original) else ("p", "dim", "keepdim")
     order = None if original is torch.linalg.norm else 2
     usual = dict(zip(names, (order, None, False), strict=True))
@@ -443,7 +444,7 @@ for _function in (torch.linalg.norm, torch.norm, Tensor.norm):
 def matrix_norm(
     A: Tensor, ord: object = "fro", dim: Any = (-2, -1), keepdim: bool = False, **kw: Any
 ) -> Any:
-    """torch.linalg.matrix_norm by the Euclidean norm and by singular values that may be equal."""
+    """torch.linalg.matrix_norm by the Euclidean norm, and by `svdvals`, right for equal values."""
     if not _is_plain(A, **kw) or ord not in ("fro", "nuc", 2, -2):
         return torch.linalg.matrix_norm(A, ord, dim, keepdim, **kw)
     if ord == "fro":
@@ -455,7 +456,7 @@ def matrix_norm(
 
 @stands_in_for(torch.dist, Tensor.dist, name=_NORMS)
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
-    """torch.dist, likewise; that of p = 0 is constant, where torch's backward raises."""
+    """torch.dist by the Euclidean norm; p = 0 is a constant, for which torch's backward raises."""
     d = input - other
     plain = p == 2 and _is_plain(d)
     return _norm_over(d, None, False) if plain else torch.linalg.vector_norm(d, p)
@@ -463,7 +464,7 @@ def dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
 
 @stands_in_for(torch.std, Tensor.std, name=_NORMS)
 def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw: Any) -> Tensor:
-    """torch.std, whose square has second derivatives where all numbers are equal."""
+    """torch.std, with right second derivatives of its square if all numbers are equal."""
     if isinstance(dim, bool):  # torch.std(input, unbiased)
         dim, kw = None, {"correction": int(dim)}
     y = torch.std(input, dim, *args, keepdim=keepdim, **kw)
@@ -477,10 +478,10 @@ def std(input: Tensor, dim: Any = None, *args: Any, keepdim: bool = False, **kw:
 
 @stands_in_for(torch.abs, Tensor.abs, Tensor.__abs__, torch.absolute, Tensor.absolute, name=_NORMS)
 def absolute(input: Tensor) -> Tensor:
-    """torch.abs, whose square has second derivatives at 0."""
+    """torch.abs, with right second derivatives of its square at 0."""
     if not _is_plain(input):
         return torch.abs(input)
-    if not input.is_complex() and only_plain_operations():  # a kink by its name
+    if not input.is_complex() and only_plain_operations():  # Taylor mode finds this kink by name
         return torch.abs(input)
     x = torch.view_as_real(input) if input.is_complex() else input.unsqueeze(-1)
     return euclidean(x, (-1,), lambda x: torch.abs(input).unsqueeze(-1)).squeeze(-1)
@@ -488,7 +489,7 @@ def absolute(input: Tensor) -> Tensor:
 
 @stands_in_for(torch.hypot, Tensor.hypot, name=_NORMS)
 def hypot(input: Tensor, other: Tensor) -> Tensor:
-    """torch.hypot, whose square has second derivatives at 0."""
+    """torch.hypot, with right second derivatives of its square at 0."""
     if not (_is_plain(input) and _is_plain(other)):
         return torch.hypot(input, other)
     x = torch.stack(torch.broadcast_tensors(*promote_dtypes(input, other)), -1)

@@ -1,12 +1,12 @@
-"""Code that torch cannot see into, NumPy, SciPy, C++, as an op with hand-given derivatives.
+"""Code that torch cannot differentiate (NumPy, SciPy, C++) as an op with given derivatives.
 
 A chain of Functions, for any number of inputs and as many orders as there are derivatives:
 
     D_0 = f        D_k = all partial derivatives of order k        d D_k[m] / dx_i = D_{k+1}[m, i]
 
-The backward of D_k is a sum of products with outputs of D_{k+1}, itself a Function. All of them call
-one operator of torch.library, `hoglib::external`, which tracers record instead of running: NumPy under
-a tracer computes with the example inputs, and its numbers become constants of the graph.
+The backward of D_k is a sum of products with outputs of D_{k+1}, itself a Function. All Functions call
+one operator of torch.library, `hoglib::external`. Tracers record this operator; recorded directly,
+NumPy would run with the example inputs, and its results would become constants of the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,18 +36,18 @@ def external(
 
         y = f(x_1, ..., x_n)        df = (dy/dx_1, ..., dy/dx_n)        d2f[i][j] = d2y / dx_i dx_j
 
-    Every function gets one NumPy array for each input, all of one shape, and returns arrays of that
-    shape, or what broadcasts to it. With one input each of them returns an array; with several, df
-    returns a tuple, d2f a tuple of tuples, and d3f one more level. None instead of an array says that a
-    derivative is not known; a call that needs it raises.
+    Every function gets one NumPy array for each input, all of one shape, and returns arrays that
+    broadcast to this shape. With one input each function returns an array; with several, df
+    returns a tuple, d2f a tuple of tuples, and d3f one more level. None instead of an array marks an
+    unknown derivative; a call that needs it raises.
 
     The op is differentiable to as many orders as derivatives were given, in reverse mode, forward mode,
-    either over the other, and under vmap. float16 and bfloat16 are computed in float32; inputs on an
-    accelerator go to the host and come back. make_fx and torch.compile record a call of f, not its
-    values (torch.compile breaks the graph where the op stands inside a torch.func transform; make_fx
-    does not). What they record names f by a number, so f is kept for the life of the process: make an
-    op once. As in every custom Function, an input that requires grad is differentiated by even if only
-    the gradient of another is asked for.
+    reverse over forward, forward over reverse, and under vmap. float16 and bfloat16 are computed in
+    float32; inputs on an accelerator go to the host, and results return. make_fx and torch.compile
+    record a call of f, not its values (inside a torch.func transform torch.compile breaks the graph;
+    make_fx does not). Their graphs refer to f by a number, so f lives as long as the process: make an
+    op once. As in every custom Function, derivatives by all inputs that require grad are computed, even
+    if only one of the gradients is asked for.
 
     Args:
         f: The function.
@@ -60,7 +60,7 @@ def external(
     Raises:
         ValueError: for d3f without d2f; in a call where f or a derivative returns another shape,
             another number of arrays, or complex numbers for real ones.
-        TypeError: for what is not a function; in a call for integer tensors.
+        TypeError: for arguments that cannot be called; in a call for integer tensors.
         RuntimeError: in a call for an order beyond the derivatives given, naming the one to add.
         NotImplementedError: in a call under two levels of forward mode, where torch differentiates
             custom Functions to zero.
@@ -102,7 +102,7 @@ class _Chain:
     def evaluate(self, which: Sequence[Index], *inputs: Tensor) -> tuple[Tensor, ...]:
         """The partial derivatives `which`, all of one order, differentiable again."""
         if torch.compiler.is_compiling():
-            # The compiler refuses a Function that has a jvp, and torch.func an operator's autograd.
+            # Dynamo refuses a Function with a jvp, and torch.func an operator's register_autograd
             if not torch_internals.transforms_active():
                 return tuple(_external(list(inputs), self.number, _encode(which)))
             private("torch._dynamo.graph_break")()
@@ -112,7 +112,7 @@ class _Chain:
                 "jvp (or jacfwd inside jacfwd), where torch differentiates a custom Function to zero. "
                 "Use torch.func.grad or jacrev for one of the two, for instance torch.func.hessian."
             )
-        # one Function for each number of inputs, as its signature is fixed
+        # one Function for each number of inputs, because a Function's signature is fixed
         if len(inputs) not in self._functions:
             self._functions[len(inputs)] = _make_chain_link(self, len(inputs))
         return self._functions[len(inputs)].apply(tuple(which), *inputs)
@@ -132,7 +132,7 @@ class _Chain:
 
 
 def _make_chain_link(chain: _Chain, count: int) -> type[torch.autograd.Function]:
-    """(which, x_1, ..., x_n) -> the derivatives `which`, whose derivatives are the next order's."""
+    """The Function (which, x_1, ..., x_n) -> derivatives `which`, differentiable by the next order."""
 
     def forward(which: tuple[Index, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(_external(list(inputs), chain.number, _encode(which)))
@@ -192,7 +192,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: list[Tensor]) -> Any:
-    """The derivative of the operator alone, for torch.compile, which does not see the Functions."""
+    """The backward of the operator, for torch.compile, which records the operator, no Functions."""
     # all partial derivatives of the next order in one call of the user's function
     inputs, indices = list(ctx.saved_tensors), _decode(ctx.which)
     _CHAINS[ctx.chain].check_order(len(indices[0]) + 1)
@@ -213,7 +213,7 @@ def _decode(which: str) -> list[Index]:
 
 
 def _component(chain: _Chain, values: object, index: Index, count: int) -> Array:
-    """values[i][j]..., checked, since user code returned it."""
+    """values[i][j]..., with checks, because user code returned it."""
     part = values
     for depth, i in enumerate(index if count > 1 else ()):
         if not isinstance(part, tuple | list) or len(part) != count:
@@ -233,7 +233,7 @@ def _component(chain: _Chain, values: object, index: Index, count: int) -> Array
 
 
 def _to_array(x: Tensor) -> Array:
-    """A copy, which user code may change in place or keep."""
+    """A copy as a NumPy array; user code may change or keep it."""
     x = x.detach().cpu()
     # NumPy has no bfloat16; float16 is computed in float32, as in all ops
     if x.dtype in (torch.float16, torch.bfloat16):
@@ -247,8 +247,7 @@ def _to_tensor(chain: _Chain, index: Index, values: Array, like: Tensor) -> Tens
     where = f"external({chain.name}): expected {chain.label(index)} to give"
     array = np.asarray(values)
     try:
-        # a copy, as user code may return what it goes on to change; in double precision until the
-        # end
+        # a copy, because user code may change the returned array later; in double precision
         value = torch.from_numpy(array.astype(complex if array.dtype.kind == "c" else float))
     except (TypeError, ValueError):
         got = validation.describe(values)

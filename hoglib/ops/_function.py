@@ -1,12 +1,12 @@
-"""The one place that turns a derivative rule into a complete `torch.autograd.Function`.
+"""`make_function` turns a derivative rule into a complete `torch.autograd.Function`.
 
-A Function is right to second order when three things hold, and `make_function` sees to all of them:
+A Function is right to second order under three conditions, which `make_function` ensures:
 
-* backward is built of differentiable torch operations, so autograd can differentiate it again;
-* everything that backward reads was an input or an output of the Function. A tensor that forward
-  computed and kept for itself has no graph, and its part of the second derivative would be lost;
-* forward mode, vmap and the compiler are served: by a `jvp`, by a vmap rule, and by a reference of
-  plain torch operations where torch itself is wrong (jvp inside jvp) or refuses (the compiler).
+* backward consists of differentiable torch operations, so that autograd can differentiate it again;
+* backward reads only inputs and outputs of the Function. An intermediate that forward saved has no
+  graph, and its part of the second derivative would be lost;
+* forward mode, vmap and the compiler have a `jvp`, a vmap rule, and a reference of plain torch
+  operations where torch is wrong (jvp inside jvp) or refuses Functions with a jvp (Dynamo).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -23,9 +23,9 @@ from hoglib.errors import UnsupportedError
 
 
 class Saved(NamedTuple):
-    """What backward and jvp may read."""
+    """The saved values, for backward and jvp."""
 
-    inputs: tuple[Any, ...]  # as given to forward; None for a tensor that was not kept
+    inputs: tuple[Any, ...]  # the arguments of forward; None for a tensor that was not kept
     outputs: tuple[Any, ...]  # None for an output that was not kept
     input_shapes: tuple[Any, ...]  # None for an input that is not a tensor
     output_shapes: tuple[torch.Size, ...]
@@ -34,7 +34,10 @@ class Saved(NamedTuple):
     needs_input_grad: tuple[bool, ...]  # all True in jvp
 
     def needed(self, names: str, first: int = 0) -> str:
-        """Of the names of the inputs from `first` on, those of floating point that need a gradient."""
+        """The names of the floating-point inputs that need a gradient.
+
+        names: one character for each input, from input `first` on.
+        """
         flags = zip(names, self.needs_input_grad[first:], self.input_dtypes[first:], strict=False)
         needed = (n for n, needs, dtype in flags if needs and dtype and dtype.is_floating_point)
         return "".join(needed)
@@ -43,12 +46,12 @@ class Saved(NamedTuple):
 class Batch(NamedTuple):
     """A call under vmap."""
 
-    function: Any
-    size: int
-    in_dims: tuple[int | None, ...]  # the batch dimension of each input
+    function: Any  # the Function
+    size: int  # of the batch
+    in_dims: tuple[int | None, ...]  # the batch dimension of each input; None: not batched
 
     def to_front(self, i: int, tensor: Tensor) -> Tensor:
-        """Input i with its batch dimension first; without one it is expanded."""
+        """Input i with its batch dimension first; an unbatched input is expanded."""
         dim = self.in_dims[i]
         return tensor.expand(self.size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
@@ -67,14 +70,16 @@ def make_function(
 ) -> type[torch.autograd.Function]:
     """Build the Function class of an op.
 
-    forward(*inputs) returns a tensor or a tuple of tensors. backward(saved, *grads) returns one
-    gradient or None for each input; a grad is None where no gradient arrived, and at least one is
-    not None. jvp(saved, *tangents) returns a tangent for each output; a tangent is None for a
-    constant. vmap(batch, *inputs), of a :class:`Batch`, returns (outputs, out_dims); without it
-    torch derives a rule from forward and backward, which works for every op and costs more per call.
-    Inputs that are not tensors are kept as they are and have no derivative. keep_inputs, keep_outputs:
-    which of them backward and jvp read; by default all inputs and no output. runs_user_code: backward
-    is the user's, and may need the stand-ins of `second_order`.
+    Inputs that are not tensors are kept unchanged and have no derivative.
+
+    forward: forward(*inputs) returns a tensor or a tuple of tensors.
+    backward: backward(saved, *grads) returns a gradient or None for each input. A grad is None if no
+        gradient arrived; at least one is not None.
+    jvp: jvp(saved, *tangents) returns a tangent for each output; a tangent is None for a constant.
+    vmap: vmap(batch, *inputs), with a :class:`Batch`, returns (outputs, out_dims). Without it torch
+        derives a rule from forward and backward, at a higher cost per call.
+    keep_inputs, keep_outputs: the positions that backward and jvp read. Default: all inputs, no output.
+    runs_user_code: backward is the user's, and may need the stand-ins of `second_order`.
     """
     keep = frozenset(range(num_inputs) if keep_inputs is None else keep_inputs)
 
@@ -86,7 +91,7 @@ def make_function(
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        # a gradient that did not arrive is None, which costs nothing, and not a tensor of zeros
+        # None instead of a tensor of zeros for a gradient that did not arrive
         ctx.set_materialize_grads(False)
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
         ctx.like = (
@@ -103,7 +108,7 @@ def make_function(
     def run_backward(ctx: Any, *grads: Tensor | None) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * num_inputs
-        # what hoglib's own backward calls needs no stand-in, and the mode would look up each call
+        # hoglib's own backward needs no stand-ins; without the mode its torch calls are faster
         seen = runs_user_code or torch.compiler.is_dynamo_compiling()
         with nullcontext() if seen else without_stand_ins():
             return tuple(backward(saved(ctx, ctx.needs_input_grad), *grads))
@@ -114,8 +119,8 @@ def make_function(
     def run_forward(*inputs: Any) -> Any:
         return forward(*inputs)
 
-    # Function.apply binds its arguments to the signature of forward at every call; a signature that
-    # is ready saves a tenth of the call.
+    # Function.apply binds its arguments to the signature of forward at every call; a prepared
+    # signature saves a tenth of the call
     run_forward.__signature__ = Signature(  # type: ignore[attr-defined]
         [Parameter(f"input{i}", Parameter.POSITIONAL_ONLY) for i in range(num_inputs)]
     )
@@ -137,7 +142,7 @@ def make_function(
 
 
 def without_jvp(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """The same Function for the compiler, which refuses a jvp and does not use a vmap rule."""
+    """The Function without jvp and vmap rule, for Dynamo, which refuses a jvp and uses no vmap rule."""
     kept = ("forward", "setup_context", "backward", "__doc__")
     members = {name: vars(function)[name] for name in kept} | {"generate_vmap_rule": True}
     twin = type(function.__name__, (torch.autograd.Function,), members)
@@ -147,11 +152,11 @@ def without_jvp(function: type[torch.autograd.Function]) -> type[torch.autograd.
 def apply_function(
     function: type[torch.autograd.Function], reference: Callable[..., Any] | None, *inputs: Any
 ) -> Any:
-    """Apply a Function, or its reference of plain torch operations where that is right or faster.
+    """Apply a Function, or its reference of plain torch operations if that is right or faster.
 
-    Under the compiler the reference fuses better than a Function can; and where layers are looked for,
-    they are found in it. Under two forward levels
-    torch differentiates the `jvp` of a custom Function to zero, without an error.
+    The compiler fuses the reference better than a Function. Code that looks for layers or Taylor rules
+    needs plain operations. Under two forward levels, torch silently takes the derivative of a custom
+    Function's `jvp` for zero.
     """
     if reference is not None and (torch.compiler.is_dynamo_compiling() or only_plain_operations()):
         return reference(*inputs)
@@ -182,7 +187,7 @@ def vmap_by_broadcasting(batch: Batch, *inputs: Any) -> tuple[Tensor, int]:
 
 
 def vmap_in_front(batch: Batch, *inputs: Any) -> Any:
-    """A vmap rule for ops that count dimensions from the end: those of vmap go in front."""
+    """A vmap rule for ops that count dimensions from the end: the batch dimension goes in front."""
     tensors = (batch.to_front(i, x) if isinstance(x, Tensor) else x for i, x in enumerate(inputs))
     result = batch.function.apply(*tensors)
     return result, (0,) * len(result) if isinstance(result, tuple) else 0
@@ -204,13 +209,13 @@ def sum_terms(terms: Iterable[Tensor]) -> Tensor:
 def by_name(
     names: Sequence[str], present: Collection[str], parts: Iterable[Tensor | None]
 ) -> list[Tensor | None]:
-    """The parts, of the names that are present, in the place of each name; None for the others."""
+    """For each name its part, or None if the name is not present; parts: of the present names."""
     given = iter(parts)
     return [next(given) if name in present else None for name in names]
 
 
 def conj(value: Any) -> Any:
-    """The complex conjugate; a real tensor itself, not a view of it."""
+    """The complex conjugate; a real tensor is returned itself, not as a view."""
     if isinstance(value, Tensor):
         return value.conj() if value.is_complex() else value
     return value.conjugate()

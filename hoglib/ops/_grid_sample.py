@@ -1,4 +1,4 @@
-"""Sampling at places between pixels, of which torch has no second derivative and no forward mode."""
+"""Sampling between pixels, for which torch has no second derivative and no forward mode."""
 
 import warnings
 
@@ -13,9 +13,9 @@ from hoglib.ops._stand_in import IN_FORWARD, NO_FORWARD, OVER, stands_in_for
 
 _MODES = ("bilinear", "nearest", "bicubic")  # in the order of torch's numbers
 _PADDING_MODES = ("zeros", "border", "reflection")
-# torch's parameter of the kernel; in Keys' article it is -0.5
+# torch's parameter of the cubic kernel; -0.5 in Keys' article
 _CUBIC = -0.75
-_NAN_PLACE = -2.0  # the place of a coordinate that is NaN
+_NAN_PLACE = -2.0  # the place that stands for a NaN coordinate
 
 
 @stands_in_for(
@@ -36,12 +36,12 @@ def grid_sample(
 
         y(p) = sum_k w_k(x) v_k(y)        v_k: pixels around (x, y)(p), w_k: of the distance to them
 
-    torch's own has no second derivative and no forward mode. The grid runs from -1 to 1.
-    Derivatives are the one-sided ones of torch: at a pixel that to the right, none by a coordinate
-    at or outside of the border. Half precision is computed in float32, from the grid on; under
-    autocast the result is float32. A coordinate that is NaN gives NaN, or for "nearest" a pixel of
-    the border or 0, as torch's; so too for "bilinear" with "border" or "reflection", where torch's
-    own reads memory outside of the tensor. Differentiable to any order, in every mode, under vmap.
+    F.grid_sample has no second derivative and no forward mode. The grid runs from -1 to 1.
+    Derivatives are one-sided, as in torch: at a pixel to the right, and 0 by a coordinate at or
+    outside of the border. Half precision is computed in float32, from the grid on; under
+    autocast the result is float32. A NaN coordinate gives NaN, or for "nearest" a pixel of the border
+    or 0, as in torch; also for "bilinear" with "border" or "reflection", where torch reads memory
+    outside of the tensor. Differentiable to any order, in every mode, under vmap.
 
     Args:
         input: The pixels, a real floating-point tensor.
@@ -101,7 +101,7 @@ def grid_sample(
         if axis == 0:
             places, weights, stride = i, w, size
         else:
-            # each pixel of this axis with each combination of the axes before
+            # combine each pixel of this axis with each combination of the previous axes
             places = (i.unsqueeze(2) * stride + places.unsqueeze(1)).flatten(1, 2)
             weights = (w.unsqueeze(2) * weights.unsqueeze(1)).flatten(1, 2)
             stride *= size
@@ -110,7 +110,7 @@ def grid_sample(
     index = places.reshape(N, 1, K * P).expand(N, C, K * P)
     values = input.flatten(2).gather(2, index).unflatten(2, (K, P))
     product = values * weights.unsqueeze(1)
-    y = product.squeeze(2) if K == 1 else product.sum(2)  # a sum of one is a copy
+    y = product.squeeze(2) if K == 1 else product.sum(2)  # a sum of one term would copy
     return y.reshape(N, C, *grid.shape[1:-1]).to(dtype)
 
 
@@ -118,7 +118,7 @@ def grid_sample(
 def torch_grid_sampler(
     input: Tensor, grid: Tensor, interpolation_mode: int, padding_mode: int, align_corners: bool
 ) -> Tensor:
-    """With the signature of `torch.grid_sampler`, where options are numbers."""
+    """With the signature of `torch.grid_sampler`: options are numbers."""
     options = {"interpolation_mode": interpolation_mode, "padding_mode": padding_mode}
     for what, number in options.items():
         if number not in (0, 1, 2):
@@ -131,7 +131,7 @@ def _neighbours(
     x: Tensor, size: int, mode: str, padding_mode: str, align_corners: bool
 ) -> tuple[Tensor, Tensor]:
     """The pixels around each position, [N, K, P], and their weights."""
-    if mode != "bicubic":  # which brings each pixel inside, not the position
+    if mode != "bicubic":  # bicubic brings each pixel inside, not the position
         x = _bring_inside(x, size, padding_mode, align_corners)
     if mode == "nearest":
         taps = x.nan_to_num(_NAN_PLACE).round().unsqueeze(1)
@@ -139,12 +139,12 @@ def _neighbours(
         taps = taps.detach()
     else:
         first = x.detach().floor()
-        t = x - first  # the detached floor has no derivative, as torch's
+        t = x - first  # the floor is detached: constant, as in torch
         w = torch.stack((1 - t, t) if mode == "bilinear" else _cubic(t), 1)
         taps = torch.stack([first + k for k in _OFFSETS[mode]], 1)
     if mode == "bicubic":
         taps = _bring_inside(taps, size, padding_mode, align_corners)
-    if padding_mode == "zeros":  # not `where`, so that NaN stays NaN
+    if padding_mode == "zeros":  # multiply instead of `where`, so that NaN stays NaN
         w = w * ((taps >= 0) & (taps <= size - 1))
     return taps.nan_to_num(_NAN_PLACE).clamp(0, size - 1).long(), w
 
@@ -170,21 +170,21 @@ def _bring_inside(x: Tensor, size: int, padding_mode: str, align_corners: bool) 
         low, period = (0.0, 2.0 * (size - 1)) if align_corners else (-0.5, 2.0 * size)
         if period:
             x = _reflect(x - low, period) + low
-    # as clamp, but without a derivative at the bounds too
+    # like clamp, but with the derivative 0 at the bounds
     return F.hardtanh(x, 0.0, float(size - 1))
 
 
 def _reflect(x: Tensor, period: float) -> Tensor:
     """The distance to the nearest multiple of the period; at 0 its derivative is 1."""
     x = torch.where(x < 0, -x, x)
-    # the floor is constant between the jumps, as torch's derivative has it
+    # the floor is detached: constant between jumps, as in torch's derivative
     x = x - (x.detach() / period).floor() * period
     back = period - x
     return torch.where(x > back, back, x)
 
 
 def _is_supported(input: Tensor, grid: Tensor, mode: str) -> bool:
-    """Whether torch takes these tensors."""
+    """Whether torch accepts these tensors."""
     rank = input.dim()
     of_rank = rank in ((4,) if mode == "bicubic" else (4, 5)) and grid.dim() == rank
     fits = of_rank and (grid.shape[0], grid.shape[-1]) == (input.shape[0], rank - 2)

@@ -1,8 +1,8 @@
-"""Reductions by index, by segment and by bag, with products that are right where factors are 0.
+"""Reductions by index, by segment and by bag, with right derivatives of products at zero factors.
 
-Dividing the product of all by one factor, as torch's derivatives do, needs cases for zeros, and cases
-by values have no derivatives of their own. Here products come from a segmented scan by doubling: only
-multiplications.
+torch's derivatives divide the product of all factors by one factor. This needs cases for zeros, and
+cases by value have no derivatives. Here a segmented scan by doubling computes products, by
+multiplications alone.
 """
 
 from math import inf, nan
@@ -45,19 +45,19 @@ def scatter_reduce(
 
         y_(index_i) = input_(index_i) * prod_i src_i        for "prod", along dim
 
-    torch's own is silently wrong for products in forward over reverse, and so in torch.func.hessian;
-    for the other reductions it is right in every mode, and used. Equal maxima and minima share the
-    derivative. Products are right where factors are 0; half precision is multiplied in float32.
-    Differentiable to any order by input and src, in every mode, under vmap.
+    torch.scatter_reduce is silently wrong for products in forward over reverse, and so in
+    torch.func.hessian; other reductions are right in torch, and computed by it. Equal maxima and minima
+    share the derivative. Derivatives of products are right at factors of 0; half precision is
+    multiplied in float32. Differentiable to any order by input and src, in every mode, under vmap.
 
     Args:
-        input: A tensor; for "prod" with derivatives a floating-point or complex one.
+        input: A tensor; for derivatives of "prod" floating-point or complex.
         dim: The dimension along which index counts.
         index: The places, int64.
         src: The entries, of the dtype of input.
         reduce: "sum", "prod", "mean", "amax" or "amin".
-        include_self: Whether the entries of input take part; without it the places that index names
-            start from the neutral element. Default: True.
+        include_self: Whether the entries of input take part; if not, places in index start from
+            the neutral element. Default: True.
     Returns:
         y, like input.
     Raises:
@@ -81,8 +81,7 @@ def scatter_reduce(
         return torch.scatter_reduce(input, dim, index, src, reduce, include_self=include_self)
     dim = validation.dim("dim", dim, input.dim())
     x, index, src = torch.atleast_1d(upcast_half(input), index, upcast_half(src))
-    # equal indices become a run, whose factors stay in their order, so that rounding is the same
-    # each time
+    # a stable sort makes a run of equal indices with factors in their order: reproducible rounding
     keys, order = torch.sort(index, dim=dim, stable=True)
     products, named = _products_by_key(src.gather(dim, order), keys, dim, x)
     y = x * products if include_self else torch.where(named, products, x)
@@ -99,13 +98,13 @@ def index_reduce(
     *,
     include_self: bool = True,
 ) -> Tensor:
-    r"""Reduce the slices of source into those of input that index names, as `torch.index_reduce`.
+    r"""Reduce slices of source into the slices of input at index, as `torch.index_reduce`.
 
         y_(index_i) = input_(index_i) * prod_i source_i        for "prod", slices along dim
 
-    torch's own has no forward mode. Equal maxima and minima share the derivative. Products are right
-    where factors are 0; half precision is multiplied in float32. Differentiable to any order by input
-    and source, in every mode, under vmap.
+    torch.index_reduce has no forward mode. Equal maxima and minima share the derivative. Derivatives of
+    products are right at factors of 0; half precision is multiplied in float32. Differentiable to any
+    order by input and source, in every mode, under vmap.
 
     Args:
         input: A floating-point or complex tensor.
@@ -113,17 +112,17 @@ def index_reduce(
         index: The slices of input, int64 or int32.
         source: The slices, of the dtype of input.
         reduce: "prod", "mean", "amax" or "amin".
-        include_self: Whether the slices of input take part; without it those that index names start
-            from the neutral element. Default: True.
+        include_self: Whether the slices of input take part; if not, slices in index start from the
+            neutral element. Default: True.
     Returns:
         y, like input.
     Raises:
         RuntimeError: for another reduction, and for shapes and dtypes that do not fit.
-        IndexError: for a dim that input lacks, or an index that is no vector.
+        IndexError: for a dim that input lacks, or an index with more than one dimension.
     Shape:
         - input, y: any
         - index: [n]
-        - source: that of input with n at dim
+        - source: the shape of input with n at dim
     Example:
         >>> x, i = torch.ones(2), torch.tensor([0, 0])
         >>> f = lambda s: hog.ops.index_reduce(x, 0, i, s, "prod")
@@ -166,13 +165,13 @@ def segment_reduce(
 ) -> Tensor:
     r"""Sum, mean, maximum, minimum or product of each segment along an axis, as `torch.segment_reduce`.
 
-        y_s = initial + sum_(i in segment s) x_i, and so on for the others
+        y_s = initial + sum_(i in segment s) x_i        for "sum"
 
-    torch's own has neither a second derivative nor a forward mode. Entries outside of all segments
-    are left out. A mean divides initial too. A segment without entries is initial, or else 0, NaN,
-    -inf, inf or 1, without derivatives. Equal maxima and minima share the derivative (torch's share
-    only one that is greater than 0). Products are right where factors are 0. Half precision is
-    computed in float32. Differentiable to any order, in every mode, under vmap.
+    torch.segment_reduce has neither a second derivative nor a forward mode. Entries outside of all
+    segments are left out. A mean divides initial too. A segment without entries is initial, or else 0,
+    NaN, -inf, inf or 1, without derivatives. Equal maxima and minima share the derivative (in torch
+    only a derivative greater than 0). Derivatives of products are right at factors of 0. Half
+    precision is computed in float32. Differentiable to any order, in every mode, under vmap.
 
     Args:
         data: x, a real floating-point tensor.
@@ -186,8 +185,8 @@ def segment_reduce(
     Returns:
         y, of the dtype of data.
     Raises:
-        RuntimeError: where torch does: for shapes, dtypes and another reduction; also, on the CPU, for
-            lengths that are negative or, unless unsafe, that do not sum to n.
+        RuntimeError: as torch, for shapes, dtypes and another reduction; also, on the CPU, for
+            negative lengths or, unless unsafe, lengths with a sum other than n.
     Shape:
         - data: [..., n, ...], n at axis
         - lengths: [..., segments]
@@ -207,7 +206,7 @@ def segment_reduce(
     validation.torch_real("data", data)
     kind = reduce.removeprefix("a")
     if offsets is None and not unsafe and data.device.type == "cpu":
-        # an assertion inside the graph, because a branch on values would leave it
+        # an assertion as an operation, because a branch on values would break a captured graph
         _assert_async(
             ((given >= 0).all(-1) & (given.sum(-1) == data.shape[axis])).all(),
             "lengths: expected integers of at least 0 that sum to data.size(axis); or set unsafe.",
@@ -237,7 +236,7 @@ def segment_reduce(
 def _check_segments(
     data: Tensor, lengths: Tensor | None, indices: Tensor | None, offsets: Tensor | None, axis: int
 ) -> tuple[Tensor, int]:
-    """The lengths, or the offsets where they are given, and the axis counted from 0."""
+    """The offsets, or the lengths if there are no offsets, and the axis counted from 0."""
     if indices is not None:
         raise TorchValueError("indices: expected None, got a tensor; torch does not take them yet.")
     given = lengths if offsets is None else offsets
@@ -259,7 +258,7 @@ def _check_segments(
 
 
 def _segment_of_each(given: Tensor, are_offsets: bool, n: int) -> tuple[Tensor, int]:
-    """The segment of each entry, and the number of segments, which stands for an entry in none."""
+    """The segment of each entry, and the number of segments, which marks an entry in no segment."""
     ends = given[..., 1:] if are_offsets else given.cumsum(-1)
     place = torch.arange(n, dtype=ends.dtype, device=given.device)
     place = place.expand(*given.shape[:-1], n).contiguous()
@@ -289,7 +288,7 @@ def _products_by_key(x: Tensor, keys: Tensor, dim: int, like: Tensor) -> tuple[T
     keys has the shape of x, and is sorted along dim.
     """
     beyond = torch.full_like(keys.narrow(dim, 0, min(keys.shape[dim], 1)), -1)
-    # the scan has the product of a run at its last entry
+    # the last entry of a run holds the product of the run
     ends = keys.diff(dim=dim, append=beyond) != 0  # of runs of equal keys
     products = torch.where(ends, segmented_scan(x, keys, dim), 0.0)
     zeros = torch.zeros(like.shape, dtype=x.dtype, device=x.device)
@@ -297,7 +296,7 @@ def _products_by_key(x: Tensor, keys: Tensor, dim: int, like: Tensor) -> tuple[T
     return torch.where(named, zeros.scatter_add(dim, keys, products), 1.0), named
 
 
-# Bags: the rows are selected by index and added up bag by bag.
+# Bags: rows are selected by index and reduced bag by bag.
 
 _MODES = ("sum", "mean", "max")  # in the order of torch's numbers for them
 
@@ -320,30 +319,30 @@ def embedding_bag(
 
         y_b = sum_(i in bag b) s_i W[input_i]        s = per_sample_weights, for mode "sum", or 1
 
-    torch's own has neither a second derivative nor a forward mode. A bag without entries, or with none
-    but padding_idx, gives 0. Of equal maxima the first in its bag has the derivative. Half precision is
+    F.embedding_bag has neither a second derivative nor a forward mode. A bag without entries other than
+    padding_idx gives 0. Among equal maxima the first in its bag has the derivative. Half precision is
     summed in float32. Differentiable to any order by W and s, in every mode, under vmap.
 
     Args:
         input: The indices of rows, int64 or int32.
         weight: W, the table.
         offsets: The position in input where each bag begins, for a flat input. Default: none.
-        max_norm: The rows that are used are scaled down to this norm in weight itself, in place, as
-            torch does. Default: none.
-        norm_type: The norm that max_norm is of. Default: 2.
+        max_norm: The selected rows of weight are scaled down to this norm, in place, as in torch.
+            Default: none.
+        norm_type: The p of max_norm's p-norm. Default: 2.
         scale_grad_by_freq: Refused: such a gradient cannot be differentiated. Default: False.
         mode: "sum", "mean" or "max". Default: "mean".
         sparse: Refused: such a gradient cannot be differentiated. Default: False.
         per_sample_weights: s, for mode "sum". Default: 1.
         include_last_offset: Whether offsets ends with the end of the last bag. Default: False.
-        padding_idx: The row that does not count. Default: none.
+        padding_idx: A row that is left out of bags. Default: none.
     Returns:
         y.
     Raises:
         ValueError: for an unknown mode, and for shapes that do not fit.
         RuntimeError: for dtypes and a padding_idx that torch refuses.
         NotImplementedError: for sparse, scale_grad_by_freq, and weights with another mode than "sum".
-        IndexError: for an index that is no row.
+        IndexError: for an index beyond the rows.
     Shape:
         - input: [bags, n], or [n] with offsets
         - weight: [rows, d]
@@ -407,7 +406,7 @@ def torch_embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """With the signature of `torch.embedding_bag`, and what it returns beside the bags."""
+    """With the signature of `torch.embedding_bag`, and its four results."""
     name = _MODES[mode]
     more = scale_grad_by_freq, name, sparse, per_sample_weights, include_last_offset, padding_idx
     y = embedding_bag(indices, weight, offsets, None, 2.0, *more)
@@ -419,11 +418,11 @@ def torch_embedding_bag(
 
 
 class _Bags(NamedTuple):
-    """The bag of each index; those that do not count go into a bag after the last."""
+    """The bag of each index; padding belongs to an extra bag after the last."""
 
-    indices: Tensor  # (n,)
-    bag: Tensor  # (n,)
-    num_bags: int
+    indices: Tensor  # rows of the table, (n,)
+    bag: Tensor  # the bag of each index, (n,)
+    num_bags: int  # without the extra bag
 
     def sizes(self, dtype: torch.dtype) -> Tensor:
         ones = torch.ones(self.bag.shape, dtype=dtype, device=self.bag.device)
@@ -433,12 +432,12 @@ class _Bags(NamedTuple):
 def _reduce_bags(
     bags: _Bags, weight: Tensor, mode: str, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Bags of any length; for maxima also the row of weight that each is from."""
+    """The reduced bags; for mode "max" also the row of each maximum, else None."""
     if mode == "max":
         if bags.indices.shape[0]:
             return _maxima(bags, weight)
         return weight[:0].sum(0).expand(bags.num_bags, -1), None  # zeros that depend on weight
-    # not by `embedding`, whose double backward fails where there are no indices
+    # not by F.embedding: its double backward fails without indices
     rows = upcast_half(weight.index_select(0, bags.indices))
     if scale is not None:
         rows = rows * scale.unsqueeze(-1)
@@ -457,7 +456,7 @@ def _maxima(bags: _Bags, weight: Tensor) -> tuple[Tensor, Tensor]:
     maxima = low.scatter_reduce(0, into, rows, "amax")
     attains = (rows == maxima.index_select(0, bags.bag)) | rows.isnan()
     place = torch.arange(n, device=rows.device).unsqueeze(-1)
-    # n, a place after all, stays where a bag has no entries
+    # n, a place after the last, remains for a bag without entries
     last = torch.full((bags.num_bags + 1, width), n, device=rows.device)
     first = last.scatter_reduce(0, into, torch.where(attains, place, n), "amin")[: bags.num_bags]
     empty = first == n
@@ -476,7 +475,7 @@ def _make_bags(input: Tensor, offsets: Tensor, ends: bool, padding: int | None) 
     if not count:
         bag = torch.zeros_like(bag)
     if padding is not None:
-        # into the bag after the last, which is cut off
+        # into the extra bag after the last, which is cut off
         bag = torch.where(input == padding, count, bag)
     return _Bags(input, bag, count)
 

@@ -1,8 +1,8 @@
 """Determinants, linear systems, and the inverse of a matrix from its Cholesky factor.
 
-torch's rules for tangents take the factors of A for constants, so that nothing may be differentiated
-after forward mode, and the second derivatives of its det are NaN or wrong where it is small. What is
-right: solve and slogdet in reverse mode, to any order, and the factors themselves in every mode.
+torch's forward mode takes the factors of A for constants, so that its results cannot be differentiated
+again; and second derivatives of torch.linalg.det are NaN or wrong for a small determinant. In torch,
+solve and slogdet are right in reverse mode, to any order, and the factorisations in every mode.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from hoglib.ops._stand_in import IN_FORWARD, OVER, OVER_FORWARD, SILENT, stands_
 
 __all__ = ["cholesky_inverse", "det", "logdet", "slogdet", "solve", "solve_ex", "tensorsolve"]
 
-# By so much can the rank be less than n with every derivative to the third order right.
+# For ranks down to n - _DEFICIENCY all derivatives are right; below, derivatives to third order are 0.
 _DEFICIENCY = 3
 _LOGARITHMS, _SYSTEMS = "slogdet, logdet", "linalg.solve"
 _ISSUE = "198017"
 _LACKS = f"a wrong forward mode{SILENT}"
 _WRONG_FORWARD: Any = {"lacks": _LACKS, "modes": ("fr", "ff"), "issue": _ISSUE}
-# Their backward without create_graph solves by the saved LU factors, which have no tangents.
+# torch's backward without create_graph solves by the saved LU factors, which have no tangents.
 _OVER_FORWARD: Any = {
     "lacks": f"forward mode over a backward without create_graph is wrong{SILENT}; before torch 2.15 "
     f"{OVER_FORWARD}",
@@ -35,7 +35,7 @@ _OVER_FORWARD: Any = {
 
 
 def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The op with its first argument called input, as torch calls it outside of torch.linalg."""
+    """The op with a first argument named input, torch's name outside of torch.linalg."""
 
     def adapter(input: Tensor, *args: Any, **options: Any) -> Any:
         return op(input, *args, **options)
@@ -54,17 +54,17 @@ def det(A: Tensor) -> Tensor:
 
         det A = det(A + W V^T) det(I - V^T (A + W V^T)^-1 W)        d det A = tr(adj(A) dA)
 
-    W and V are constants: W = 0 where A has full rank, otherwise they have a column for each pivot that
-    is almost 0, up to 3, which makes A + W V^T regular. So the derivatives of singular matrices are
-    right too, where torch's are 0, wrong or NaN: to any order for rank n - 3 and more, and 0, which is
-    right to the third order, for less. For n <= 3, Sarrus' rule. In every mode, under vmap.
+    W and V are constants: W = 0 if A has full rank; otherwise a column of W and V for each pivot near
+    0, up to 3, makes A + W V^T regular. So derivatives of singular matrices are right too (torch's are
+    0, wrong or NaN): to any order for rank n - 3 and more, and for a lower rank 0, right to third
+    order. For n <= 3, Sarrus' rule. In every mode, under vmap.
 
     Args:
         A: Square matrices, float32, float64 or complex.
     Returns:
         The determinant of each matrix.
     Raises:
-        RuntimeError: as torch, for matrices that are not square and for dtypes.
+        RuntimeError: as torch, for rectangular matrices and for dtypes.
     Shape:
         - A: [..., n, n]
         - y: [...]
@@ -84,14 +84,14 @@ def det(A: Tensor) -> Tensor:
     change = torch.zeros_like(A.detach()).scatter_add(-1, index, W)  # W V^T
     B = torch.where(deficient[..., None, None], identity, A + change)
     sign, logarithm, X = _decompose(B, W)
-    # 1, with the derivatives of the determinant relative to itself, which does not overflow
+    # 1, with the derivatives of det B / det B.detach(); the logarithm avoids overflow
     growth = (logarithm - logarithm.detach()).exp()
     if A.is_complex():
         growth = growth * sign * sign.detach().conj()
     rows = places[..., None].expand(*X.shape[:-2], places.shape[-1], X.shape[-1])
     rest = _det_up_to_3(identity[: W.shape[-1], : W.shape[-1]] - X.gather(-2, rows))
     product = torch.where(deficient, 0, regular_value * growth * rest)
-    # the value by A's own pivots, the derivatives by the regular matrix near it
+    # the value from A's own pivots, the derivatives from the regular matrix near A
     return value + (product - product.detach())
 
 
@@ -102,7 +102,7 @@ def slogdet(A: Tensor) -> Any:
 
         sign = det A / |det A|        d log|det A| = Re tr(A^-1 dA)
 
-    A singular A has (0, -inf) and, as in torch, derivatives that are not finite. Differentiable to any
+    A singular A has (0, -inf) and, as in torch, infinite or NaN derivatives. Differentiable to any
     order, in every mode, under vmap.
 
     Args:
@@ -110,7 +110,7 @@ def slogdet(A: Tensor) -> Any:
     Returns:
         torch's named tuple (sign, logabsdet).
     Raises:
-        RuntimeError: as torch, for matrices that are not square and for dtypes.
+        RuntimeError: as torch, for rectangular matrices and for dtypes.
     Shape:
         - A: [..., n, n]
         - sign, logabsdet: [...]
@@ -138,16 +138,15 @@ def logdet(input: Tensor) -> Tensor:
 
         y = log det A        dy = tr(A^-1 dA)
 
-    NaN for a negative determinant; -inf for that of a singular matrix, with derivatives that are not
-    finite. Of complex matrices, the principal branch. Differentiable to any order, in every mode, under
-    vmap.
+    NaN for a negative determinant; -inf for a singular matrix, with infinite or NaN derivatives. For
+    complex matrices, the principal branch. Differentiable to any order, in every mode, under vmap.
 
     Args:
         input: A, square matrices, float32, float64 or complex.
     Returns:
         y.
     Raises:
-        RuntimeError: as torch, for matrices that are not square and for dtypes.
+        RuntimeError: as torch, for rectangular matrices and for dtypes.
     Shape:
         - input: [..., n, n]
         - y: [...]
@@ -165,23 +164,25 @@ def logdet(input: Tensor) -> Tensor:
 
 
 def _has_factors(A: Tensor) -> bool:
-    """Whether torch factorises A; what it refuses, and empty matrices, are left to it."""
+    """Whether torch factorises A: nonempty square matrices of its dtypes; others are left to torch."""
     dtypes = (torch.float32, torch.float64, torch.complex64, torch.complex128)
     return A.dtype in dtypes and A.dim() >= 2 and A.shape[-1] == A.shape[-2] and A.numel() > 0
 
 
 def _regular_matrix_near(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A regular matrix A + W V^T, all of it constant: W, the places where V has a 1 (for each column of
-    W), whether more pivots are 0 than there are places, and the determinants of A and of that matrix.
+    """A regular matrix A + W V^T near A, without derivatives.
 
-    It replaces the pivots that are 0: with A = P L U, P L (U + s e_i e_i^T) = A + (s P L e_i) e_i^T.
+    It replaces pivots of 0: with A = P L U, P L (U + s e_i e_i^T) = A + (s P L e_i) e_i^T.
+
+    Returns W; the row of the 1 in each column of V; whether more pivots are 0 than V has columns; det
+    A; det(A + W V^T).
     """
     n = A.shape[-1]
     count = min(n, _DEFICIENCY)
     LU, swaps, _ = torch.linalg.lu_factor_ex(A)
     P, L, U = torch.lu_unpack(LU, swaps)
     pivots = U.diagonal(dim1=-2, dim2=-1)
-    # small against its column and its row, so that rows and columns of any scale are regular
+    # a pivot counts as 0 relative to its column and row, so that scales of rows and columns cancel
     rows = (P.mT @ A.abs().amax(-1, True).to(A.dtype)).abs().squeeze(-1)
     sizes = torch.minimum(U.abs().amax(-2), rows)
     ratios = pivots.abs() / torch.where(sizes > 0, sizes, 1)
@@ -199,7 +200,7 @@ def _regular_matrix_near(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 
 def _decompose(B: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sign, logarithm of the absolute determinant, and B^-1 W, of a regular B."""
+    """Sign and logarithm of the absolute determinant of a regular B, and B^-1 W."""
     if reverse_only():
         sign, logarithm = torch.linalg.slogdet(B)
         return sign, logarithm, torch.linalg.solve_ex(B, W)[0]
@@ -207,7 +208,7 @@ def _decompose(B: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_factors(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Sign and logarithm by factors, which torch differentiates in every mode."""
+    """Sign and logarithm from the LU factors, which torch differentiates in every mode."""
     LU, swaps, _ = torch.linalg.lu_factor_ex(A)
     pivots = LU.diagonal(dim1=-2, dim2=-1)
     sign = _permutation_sign(swaps).to(A.dtype) * pivots.sgn().prod(-1)
@@ -215,18 +216,18 @@ def _by_factors(A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _permutation_sign(swaps: Tensor) -> Tensor:
-    """The sign of the permutation of rows: swaps[i] says which row, from 1, took the place of row i."""
-    # each row that was swapped with another changes the sign
+    """The sign of LAPACK's row permutation: row i was swapped with row swaps[i], counted from 1."""
+    # each swap of different rows changes the sign
     unmoved = torch.arange(1, swaps.shape[-1] + 1, device=swaps.device)
     return 1 - 2 * ((swaps != unmoved).sum(-1) % 2)
 
 
 def _det_up_to_3(M: Tensor) -> Tensor:
-    """By Sarrus' rule, a polynomial, which has all its derivatives at singular matrices too."""
+    """The determinant by Sarrus' rule, a polynomial: right derivatives at singular matrices, too."""
     n = M.shape[-1]
     a = [[M[..., i, j] for j in range(n)] for i in range(n)]
     if n == 1:
-        return a[0][0].clone()  # torch's result is no view of A
+        return a[0][0].clone()  # torch.linalg.det returns no view of A
     if n == 2:
         return a[0][0] * a[1][1] - a[0][1] * a[1][0]
     return (
@@ -244,8 +245,8 @@ def solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:
         A X = B, or X A = B with left=False        dX = A^-1 (dB - dA X)
 
     Reverse mode is torch's own. Under forward mode X = X0 + A^-1 (B - A X0), where X0 is torch's
-    solution, without derivatives, and A^-1 torch's inverse, whose derivatives are right to any order.
-    Differentiable to any order, in every mode, under vmap.
+    solution, without derivatives, and A^-1 torch's inverse, with derivatives that are right to any
+    order. Differentiable to any order, in every mode, under vmap.
 
     Args:
         A: Square matrices, float32, float64 or complex.
@@ -285,10 +286,10 @@ def solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = Fa
         A: Square matrices, float32, float64 or complex.
         B: Right-hand sides, of the dtype of A.
         left: Whether A is on the left. Default: True.
-        check_errors: Whether a singular A raises all the same. Default: False.
+        check_errors: Whether to raise for a singular A. Default: False.
     Returns:
-        torch's named tuple (result, info): X, and for each matrix the index of the first pivot that is
-        0, counted from 1, or 0.
+        torch's named tuple (result, info): X, and for each matrix the index of the first zero pivot,
+        counted from 1, or 0.
     Raises:
         torch.linalg.LinAlgError: for a singular A with check_errors.
         RuntimeError: as torch, for shapes and dtypes.
@@ -321,7 +322,7 @@ def tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Tens
     under vmap.
 
     Args:
-        A: A tensor that is a square matrix from the dimensions of X to those of B.
+        A: A square matrix as a tensor, from the dimensions of X to the dimensions of B.
         B: The right-hand side, of the dtype of A.
         dims: The dimensions of A that X takes, moved to its end first. Default: the last ones.
     Returns:
@@ -354,11 +355,12 @@ def cholesky_inverse(L: Tensor, upper: bool = False) -> Tensor:
 
         Y = (L L^H)^-1, or (L^H L)^-1 if upper        dY = -Y d(L L^H) Y
 
-    Only the triangle of L is read, so the gradient of the rest is 0; torch's is wrong for an L that is
-    no triangle, its forward mode for any. Differentiable to any order, in every mode, under vmap.
+    Only the triangle of L is read, so the gradient of the rest is 0. torch's gradient is wrong unless
+    L is triangular, torch's forward mode always. Differentiable to any order, in every mode, under
+    vmap.
 
     Args:
-        L: Cholesky factors, whose diagonal is real.
+        L: Cholesky factors, with a real diagonal.
         upper: Whether L is an upper triangle. Default: False.
     Returns:
         Y, like L.
@@ -400,7 +402,7 @@ def _is_vector(A: Tensor, B: Tensor) -> bool:
 
 
 def _align_batches(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrices with equally many batch dimensions, which torch's vmap otherwise aligns wrongly."""
+    """A and B with equally many batch dimensions, because torch's vmap would align them wrongly."""
     missing = B.dim() - A.dim()
     if A.dim() < 2 or _is_vector(A, B) or missing == 0:
         return A, B
@@ -408,7 +410,7 @@ def _align_batches(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _refine_solution(A: Tensor, B: Tensor, X: Tensor, left: bool) -> Tensor:
-    """A step of iterative refinement: from a constant X, it has all the derivatives of A^-1 B."""
+    """A step of iterative refinement from a constant X; it has all derivatives of A^-1 B."""
     inverse = torch.linalg.inv_ex(A)[0]
     if _is_vector(A, B):
         return X + (inverse @ (B.unsqueeze(-1) - A @ X.unsqueeze(-1))).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Losses that torch does not differentiate twice or in forward mode: regression, hinge losses, CTC."""
+"""Losses without a double backward or forward mode in torch: regression, hinge losses, CTC."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,10 +32,10 @@ _reduction_number = private("torch.nn._reduction.get_enum")
 _legacy_reduction_number = private("torch.nn._reduction.legacy_get_enum")
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for reductions
 
-# torch's annotations lack the weight
+# torch's annotations lack the argument weight
 _TORCH_MSE: Callable[..., Tensor] = F.mse_loss
 _TORCH_HUBER: Callable[..., Tensor] = F.huber_loss
-_TORCH_CTC: Callable[..., Tensor] = F.ctc_loss  # and that lengths may be tuples
+_TORCH_CTC: Callable[..., Tensor] = F.ctc_loss  # annotations lack tuples of lengths
 
 
 @stands_in_for(
@@ -55,7 +55,7 @@ def mse_loss(
 ) -> Tensor:
     r"""Squared error, as `torch.nn.functional.mse_loss`.
 
-        y = w d^2, its sum, or its sum over that of w        dy/dinput = 2 w d,  d = input - target
+        y = w d^2, its sum, or its sum / sum(w)        dy/dinput = 2 w d,  d = input - target
 
     torch does not differentiate its gradient in forward mode. Differentiable to any order, in every
     mode, under vmap.
@@ -115,7 +115,7 @@ def huber_loss(
     Raises:
         TypeError: for complex numbers.
         ValueError: for a wrong weight or reduction.
-        RuntimeError: for a delta that is not positive.
+        RuntimeError: for a delta of 0 or less.
     Shape:
         - input, target: any that broadcast together, with torch's warning where they do
         - y: [], or with reduction "none" the shape they broadcast to
@@ -155,16 +155,16 @@ def multi_margin_loss(
 
         y = sum over j != t of w_t max(0, margin - x_t + x_j)^p / C
 
-    torch differentiates its own once. Where a margin is met exactly, all derivatives are those of the
-    side that meets it: 0. Half precision, which torch refuses on a CPU, is computed in float32. The
-    mean over no rows is 0. Differentiable to any order, in every mode, under vmap.
+    torch's loss has first derivatives only. Where a margin is met exactly, all derivatives are 0. Half
+    precision, which torch refuses on a CPU, is computed in float32. The mean over no rows is 0.
+    Differentiable to any order, in every mode, under vmap.
 
     Args:
         input: x, a real floating-point tensor.
         target: t, the class of each row, of dtype long.
         p: The power, 1 or 2. Default: 1.
         margin: The margin. Default: 1.
-        weight: w, one for each class; the loss is differentiable by it too. Default: 1.
+        weight: w, one for each class; the loss has derivatives by w too. Default: 1.
         size_average: Deprecated by torch in favour of reduction. Default: None.
         reduce: Deprecated by torch in favour of reduction. Default: None.
         reduction: "mean", "sum" or "none". Default: "mean".
@@ -195,7 +195,7 @@ def multi_margin_loss(
         return F.multi_margin_loss(input, target, *given)
     x = upcast_half(input.reshape(rows, classes))
     index = target.reshape(rows, 1)
-    # the class itself takes no part: its margin is set to 0
+    # j = t takes no part: set its margin to 0
     hinge = torch.relu(x + (margin - x.gather(1, index))).scatter(1, index, 0.0)
     loss = (hinge if p == 1 else hinge * hinge).sum(1) / classes
     if weight is not None:
@@ -216,14 +216,14 @@ def multilabel_margin_loss(
 
         y = sum over i in t, j not in t of max(0, 1 - x_i + x_j) / C
 
-    torch differentiates its own once. It takes memory for N C^2 numbers. Where a margin is met exactly,
-    the derivatives are 0. Half precision, which torch refuses on a CPU, is computed in float32. The
-    mean over no rows is 0. In every mode, under vmap.
+    torch's loss has first derivatives only. This op needs memory for N C^2 numbers. Where a margin is
+    met exactly, the derivatives are 0. Half precision, which torch refuses on a CPU, is computed in
+    float32. The mean over no rows is 0. In every mode, under vmap.
 
     Args:
         input: x, a real floating-point tensor.
-        target: t, the classes of each row, of dtype long: they end at its first -1, and one that stands
-            there twice counts twice. A class out of range behind the first -1 is not noticed.
+        target: t, the classes of each row, of dtype long: they end at the row's first -1; repeated
+            classes count repeatedly. A class out of range behind the first -1 is not noticed.
         size_average: Deprecated by torch in favour of reduction. Default: None.
         reduce: Deprecated by torch in favour of reduction. Default: None.
         reduction: "mean", "sum" or "none". Default: "mean".
@@ -249,7 +249,7 @@ def multilabel_margin_loss(
         return F.multilabel_margin_loss(input, target, size_average, reduce, reduction)
     classes = _num_classes(input)
     x, t = upcast_half(input.reshape(-1, classes)), target.reshape(-1, classes)
-    # what is behind the first -1 goes to a class that is cut off
+    # entries behind the first -1 go to an extra class, which is cut off
     listed = (t != -1).cumprod(1) == 1
     counts = x.new_zeros(x.shape[0], classes + 1)
     counts = counts.scatter_add(1, torch.where(listed, t, classes), torch.ones_like(x))[:, :classes]
@@ -268,11 +268,11 @@ def soft_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    r"""Logistic loss of targets that are 1 or -1, as `torch.nn.functional.soft_margin_loss`.
+    r"""Logistic loss for targets 1 and -1, as `torch.nn.functional.soft_margin_loss`.
 
         y = log(1 + exp(-target * input)), averaged, summed, or neither
 
-    torch's own has no forward mode. Differentiable by input to any order, in every mode, under vmap.
+    torch's loss has no forward mode. Differentiable by input to any order, in every mode, under vmap.
 
     Args:
         input: A real floating-point tensor.
@@ -314,7 +314,7 @@ def reduction_number(
 
 
 def reduce_loss(loss: Tensor, number: int, counts: Tensor | None = None) -> Tensor:
-    """counts: what each element counts in a mean. Default: 1."""
+    """The reduced loss, by torch's number of the reduction; counts: weights in a mean, by default 1."""
     if number == NONE:
         return loss
     if number == SUM:
@@ -323,8 +323,8 @@ def reduce_loss(loss: Tensor, number: int, counts: Tensor | None = None) -> Tens
 
 
 def _torch_is_right(input: Tensor) -> bool:
-    """In reverse mode, but for vmap, where torch takes shapes wrongly, and for half precision, whose
-    second derivatives torch rounds on the way."""
+    """Whether torch's loss is right: in reverse mode, without vmap (torch mistakes shapes) and half
+    precision (torch rounds intermediate second derivatives)."""
     plain = input.numel() > 0 and not is_half(input)
     return plain and reverse_only() and not torch_internals.transforms_active()
 
@@ -399,11 +399,11 @@ def ctc_loss(
 
     The loss is the negative logarithm of the probability of a labelling: l is the target of U labels
     with blanks around each, k_s = 1 where l_s is not l_{s-2}; q_t(c) is the probability of c at time t
-    given the target. p_t(c) in the gradient is torch's own convention: the loss as a function of
-    probabilities that sum to 1. Through log_softmax it makes no difference, to any order; a derivative
-    along log_probs that do not stay normalised is torch's, not that of the value.
+    given the target. The term p_t(c) in the gradient is torch's convention: the loss as a function of
+    probabilities that sum to 1. Through log_softmax it makes no difference, to any order; along
+    log_probs that do not stay normalised, the derivative is torch's, not the value's.
 
-    Computed in logarithms. A log probability of -inf, and what comes after an input's length, have
+    Computed in logarithms. A log probability of -inf, and entries after an input's length, have
     derivatives 0. A target that no path reaches has the loss inf, or 0 under zero_infinity, and
     derivatives 0 (torch: NaN without zero_infinity). Differentiable to any order, in every mode, under
     vmap.
@@ -419,9 +419,9 @@ def ctc_loss(
     Returns:
         The loss.
     Raises:
-        RuntimeError: as torch, for shapes, lengths and the blank. Of lengths in tensors that cannot be
-            read (under torch.compile or vmap) only those that index outside of the tensors raise; so do
-            labels out of range, which torch does not check.
+        RuntimeError: as torch, for shapes, lengths and the blank. If lengths in tensors cannot be read
+            (under torch.compile or vmap), only lengths that index outside of the tensors raise. Labels
+            out of range raise, too, which torch does not check.
         NotImplementedError: for half precision outside of autocast.
         TypeError: for lengths of two kinds.
         ValueError: for an unknown reduction.
@@ -441,7 +441,7 @@ def ctc_loss(
     """
     number = reduction_number(reduction)
     validation.real("log_probs", log_probs)
-    # float32 for any but float64 under autocast, as torch's
+    # under autocast float32 for every dtype but float64, as in torch
     p = log_probs.float() if is_autocast(log_probs) else log_probs
     if p.dtype not in (torch.float32, torch.float64):
         raise UnsupportedError(
@@ -472,14 +472,14 @@ def torch_ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """With the signature of `torch.ctc_loss`, where any other number than 1 and 2 means "none"."""
+    """With the signature of `torch.ctc_loss`: reductions other than 1 and 2 mean "none"."""
     word = {1: "mean", 2: "sum"}.get(reduction, "none")
     return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, word, zero_infinity)
 
 
 def _is_supported(p: Tensor, targets: Tensor, lengths: tuple[Lengths, Lengths], blank: int) -> bool:
-    """Whether torch takes these; of lengths that cannot be read, their number is known."""
-    # both are tensors of integers, or both tuples
+    """Whether torch accepts these arguments; lengths that cannot be read are checked by number only."""
+    # both are integer tensors, or both tuples
     others: list[Any] = [x for x in lengths if not isinstance(x, tuple | list)]
     tensors = all(isinstance(x, Tensor) and not pytree.is_float(x) for x in others)
     if len(others) == 1 or not tensors or torch.bool in [x.dtype for x in others]:
@@ -506,10 +506,10 @@ def _ctc_losses(
     as_long = partial(torch.as_tensor, dtype=torch.long, device=p.device)
     steps, U = (as_long(x).reshape(-1) for x in lengths)
     labels = _pad_labels(targets.to(device=p.device, dtype=torch.long), U, known_U, blank)
-    if known != [T] * N:  # torch does not read what comes after an end, be it infinite or NaN
+    if known != [T] * N:  # torch does not read entries after a sample's end: they may be NaN
         p = torch.where(_length_mask(steps, T).t().unsqueeze(2), p, 0)
     a = _log_probability(p, labels, steps, known, U, blank)
-    # a correction of value 0 that brings torch's gradient by log_probs; see the docstring
+    # a term of value 0 with the derivative p_t(c) of torch's convention; see the docstring
     total = p.exp().sum((0, 2))
     possible = a > LOG_ZERO / 100
     value = (total - total.detach()).nan_to_num() - a  # NaN: totals of unnormalised exp(100)
@@ -519,7 +519,7 @@ def _ctc_losses(
 def _log_probability(
     p: Tensor, labels: Tensor, steps: Tensor, known: list[int] | None, U: Tensor, blank: int
 ) -> Tensor:
-    """log(a_T(2U) + a_T(2U-1)) of each row; near LOG_ZERO where no path reaches it."""
+    """log(a_T(2U) + a_T(2U-1)) of each row; near LOG_ZERO if no path reaches the target."""
     T, N, _ = p.shape
     states = F.pad(F.pad(labels.unsqueeze(2), (1, 0), value=blank).flatten(1), (0, 1), value=blank)
     L = states.shape[1]
@@ -536,7 +536,7 @@ def _log_probability(
     history = [a]
     for e in emitted.unbind(0)[: T if known is None else max(known)]:
         a = _logsumexp(a.gather(1, sources).unflatten(1, (3, L)) + arrows, e)
-        # inputs of several lengths end at several times, at which their states are picked below
+        # inputs of different lengths end at different times: keep the states, to pick from below
         history = [a] if full else [*history, a]
     if not full:
         a = torch.stack(history).gather(0, steps.reshape(1, N, 1).expand(1, N, L)).squeeze(0)
@@ -548,30 +548,30 @@ def _log_probability(
 
 def _logsumexp(x: Tensor, more: Tensor) -> Tensor:
     """log sum_i exp(x[:, i]) + more; torch.logsumexp raises in reverse over forward mode."""
-    # constant: what the maximum adds to derivatives cancels
+    # detached, because the maximum cancels in derivatives
     top = x.detach().amax(1)
     return (x - top.unsqueeze(1)).exp().sum(1).log() + (top + more)
 
 
 def _length_mask(ends: Tensor, size: int) -> Tensor:
-    """[N, size]: the places of each row that come before its end."""
+    """The mask [N, size] of places before each row's end."""
     return torch.arange(size, device=ends.device) < ends.unsqueeze(1)
 
 
 def _pad_labels(labels: Tensor, U: Tensor, known: list[int] | None, blank: int) -> Tensor:
-    """The labels [N, S], with blanks after the end of each."""
+    """The labels as [N, S], with blanks after each row's end."""
     if labels.dim() == 2:
         return torch.where(_length_mask(U, labels.shape[1]), labels, blank)
     total = labels.shape[0]
     S = total if known is None else max(known)
     starts = (U.cumsum(0) - U).unsqueeze(1)
-    # the place after the last label holds a blank for all that comes after an end
+    # places after a row's end point to index `total`, where a blank is appended
     places = torch.where(_length_mask(U, S), starts + torch.arange(S, device=labels.device), total)
     return F.pad(labels, (0, 1), value=blank)[places]
 
 
 def _read_lengths(lengths: Lengths) -> list[int] | int:
-    """The lengths, or how many there are where they cannot be read."""
+    """The lengths; if they cannot be read, their number."""
     if not isinstance(lengths, Tensor):
         return [int(length) for length in lengths]
     if torch.compiler.is_compiling():

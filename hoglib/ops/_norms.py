@@ -4,18 +4,18 @@ Layer, batch and instance norm share mean 0 and variance 1 along rows, and its d
 
     d = x - mean(x)        r = (mean(d^2) + eps)^(-1/2)        y = d r
 
-torch's layer_norm and batch_norm take mean and r for constants in forward mode. So here the equations
-are written out, in every mode but plain reverse mode.
+torch's layer_norm and batch_norm take mean and r for constants in forward mode. So every mode but plain
+reverse mode runs these equations in torch operations.
 
-There torch's fused kernels run, for instance norm that of a layer norm of each channel. torch's own
-double backward takes the mean and r for constants, so its third derivatives are wrong. Here the
-backward is a Function of its own, and the derivative of that one is written out. For n values with
-h = d r, the projection, which is symmetric, is
+Plain reverse mode runs torch's fused kernels; instance norm is a layer norm of each channel. torch's
+double backward takes mean and r for constants, so that third derivatives are wrong. Here the backward
+(`FusedNormGradient`) is a Function with a written-out derivative. For n values with h = d r, the
+projection, a symmetric map, is
 
     P u = r (u - mean(u) - h mean(u h))
 
-The weight w and the bias b are one for each channel, which is a row of batch norm, or one for each
-element of a row, for layer norm; dw and db are sums over all that shares one.
+Batch norm has a weight w and a bias b for each channel (a row), layer norm for each element of a row;
+dw and db are sums over the values that share a parameter.
 With G = w g and k = r / n, for each row of n values:
 
     y  = w h + b
@@ -23,11 +23,11 @@ With G = w g and k = r / n, for each row of n values:
     Dw = sum(g P v)        Dg = w P v + a h + c                           for v, a, c by dx, dw, db
     Dx = P((a - w k sum(v h)) g - k sum(G h) v) - k sum(G P v) h
 
-A pass that is not differentiated again runs torch's kernel of the first backward, which gives P u (and
-for batch norm sum(u h) with it); any other runs the same in torch's operations.
+A backward that is not differentiated again computes P u by torch's kernel of the first backward (with
+sum(u h), for batch norm); otherwise by torch operations.
 
-Batch and instance norm normalise each channel by statistics of the input or by running ones; they
-differ in the dimensions that the mean is over.
+Batch and instance norm normalise each channel by statistics of the input or by running statistics; the
+mean of batch norm is also over the batch.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def _can_fuse(x: Tensor, eps: float) -> bool:
 
 
 def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Differences from the mean, and their biased variance, along dims that are kept."""
+    """Differences from the mean, and the biased variance, along dims, with keepdim."""
     d = x - x.mean(dims, keepdim=True)
     return d, (d * d).mean(dims, keepdim=True)
 
@@ -71,7 +71,7 @@ def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _standardize(d: Tensor, var: Tensor, w: Tensor | None, eps: float, at_zero: float) -> Tensor:
     """d (var + eps)^(-1/2) w; where var + eps is 0, at_zero with derivative 0."""
     spread = var + eps
-    if eps > 0:  # a number of the model's, not of its data
+    if eps > 0:  # a Python number: this branch reads no data
         r = spread.rsqrt()
         return d * (r if w is None else r * w)
     none = spread <= 0
@@ -81,7 +81,7 @@ def _standardize(d: Tensor, var: Tensor, w: Tensor | None, eps: float, at_zero: 
 
 
 def _scale_and_shift(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """y weight + bias, where given, in one kernel."""
+    """y * weight + bias, each if given, in one kernel."""
     if weight is not None and bias is not None:
         return torch.addcmul(bias, y, weight)
     if weight is not None:
@@ -94,7 +94,7 @@ def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _check_dtypes(input: Tensor, **parameters: Tensor | None) -> None:
-    """Parameters have the dtype of the input, or are all float32 beside an input of half precision."""
+    """Raise unless parameters have the input's dtype, or all float32 for an input in half precision."""
     given = {name: value for name, value in parameters.items() if value is not None}
     for name, value in given.items():
         validation.tensor(name, value)
@@ -109,11 +109,11 @@ def _check_dtypes(input: Tensor, **parameters: Tensor | None) -> None:
 
 
 class _RunningStatistics(NamedTuple):
-    """Running statistics that one call updates; None for those it leaves alone."""
+    """The running statistics that a call updates."""
 
-    mean: Tensor | None
+    mean: Tensor | None  # None: there is nothing to update
     var: Tensor | None
-    momentum: float
+    momentum: float  # the step toward the new statistics
 
     def update(self, x: Tensor, dims: tuple[int, ...]) -> None:
         """Move toward the mean and the variance of x along dims, averaged over samples."""
@@ -124,16 +124,16 @@ class _RunningStatistics(NamedTuple):
             mean = x.mean(dims, keepdim=True)
             var = (x - mean).square().mean(dims)  # a third of the time of `torch.var`
             if 0 not in dims:
-                # instance norm has statistics for each sample, and keeps their average
+                # instance norm has statistics for each sample: take their average
                 mean, var = mean.reshape(x.shape[:2]).mean(0), var.mean(0)
             count = x.numel() // x.shape[1] // (1 if 0 in dims else x.shape[0])
             self.move_toward(mean, var, count)
 
     def move_toward(self, mean: Tensor, var: Tensor, count: int) -> None:
-        """Move by `momentum` toward a mean and the biased variance of `count` values; in no_grad."""
+        """Move by `momentum` toward a mean and the biased variance of `count` values, under no_grad."""
         if self.mean is None or self.var is None:
             return
-        # of a single value there is no unbiased variance, as in torch
+        # a single value has an infinite unbiased variance, as in torch
         unbiased = var * (count / (count - 1) if count > 1 else inf)
         for running, now in ((self.mean, mean), (self.var, unbiased)):
             old = running.to(now.dtype)
@@ -141,7 +141,7 @@ class _RunningStatistics(NamedTuple):
 
 
 def _check_running_statistics(mean: Tensor | None, var: Tensor | None, *, required: bool) -> None:
-    """Both or neither, neither differentiable; both where they are required."""
+    """Raise unless both or neither are given (both if required), without requires_grad."""
     given = {"running_mean": mean, "running_var": var}
     missing = [name for name, value in given.items() if value is None]
     if required and missing:
@@ -161,13 +161,13 @@ def _check_running_statistics(mean: Tensor | None, var: Tensor | None, *, requir
 
 
 class FusedNorm(torch.autograd.Function):
-    """Standardised by torch's fused kernel, the running statistics of a batch updated.
+    """A norm by torch's fused kernel, which also updates the running statistics of batch norm.
 
-    In plain reverse mode, for eps > 0.
+    For plain reverse mode and eps > 0.
     """
 
     runs_user_code = False
-    # saves mean and r, which forward computed: it is right inside its op alone
+    # saves the intermediates mean and r: right only in its op, with FusedNormGradient as backward
     part_of_an_op = True
 
     @staticmethod
@@ -184,8 +184,7 @@ class FusedNorm(torch.autograd.Function):
         needs, norm = ctx.needs_input_grad[:3], ctx.norm
         with without_stand_ins():
             if not plain_reverse_mode():
-                # forward mode or a transform came after forward: in torch's operations, which have
-                # all modes
+                # forward mode or a transform was entered after forward: torch operations have all modes
                 grads = norm.gradients(g, x, weight)
             elif torch.is_grad_enabled():
                 grads = FusedNormGradient.apply(g, x, weight, bias, mean, r, norm)
@@ -195,6 +194,8 @@ class FusedNorm(torch.autograd.Function):
 
 
 class FusedNormGradient(torch.autograd.Function):
+    """The gradients (dx, dw, db) by torch's kernel, with a written-out derivative."""
+
     runs_user_code = False
     part_of_an_op = True
 
@@ -222,11 +223,11 @@ class FusedNormGradient(torch.autograd.Function):
 
 
 class _Kernels:
-    """h, r and P by the kernels, for a pass that is not differentiated."""
+    """h, r, P and sum(g h) by the kernels, for a backward that is not differentiated."""
 
     def __init__(self, x: Tensor, mu: Tensor, r: Tensor, norm: "_LayerNorm", dw: Parameter) -> None:
         self.given, self.norm, self.r = (mu, r), norm, norm.along(r, x)
-        # in place, as nothing records this pass
+        # in place, because autograd does not record this pass
         self.x, self.h = x, (x - norm.along(mu, x)).mul_(self.r)
         self.gh = dw
 
@@ -237,7 +238,7 @@ class _Kernels:
 
 
 class _Composite:
-    """The same in torch's operations, which can be differentiated."""
+    """h, r and P in torch operations, for a backward that is differentiated."""
 
     def __init__(self, x: Tensor, norm: "_LayerNorm") -> None:
         self.dims = norm.dims(x)
@@ -246,7 +247,7 @@ class _Composite:
         self.h, self.gh = d * self.r, None
 
     def project(self, u: Tensor) -> tuple[Tensor, Parameter]:
-        """P u"""
+        """P u, and None for sum(u h)."""
         centered = u - u.mean(self.dims, keepdim=True)
         uh = (centered * self.h).mean(self.dims, keepdim=True)
         return (centered - self.h * uh) * self.r, None
@@ -256,7 +257,7 @@ Pass = _Kernels | _Composite
 
 
 class _LayerNorm:
-    """The kernels of layer norm, and their derivatives, which are those of batch norm, too."""
+    """The kernels of layer norm, and their derivatives; batch norm shares the derivatives."""
 
     has_row_parameters = False  # one weight and bias for each row
 
@@ -268,7 +269,7 @@ class _LayerNorm:
         return tuple(range(-len(self.shape), 0))
 
     def along(self, value: Tensor, x: Tensor) -> Tensor:
-        """A parameter, mean or r in a shape that broadcasts to x."""
+        """A parameter, the mean or r, in a shape that broadcasts to x."""
         return value
 
     def sum_over_shares(self, value: Tensor) -> Tensor:
@@ -277,7 +278,7 @@ class _LayerNorm:
         return value.sum(rows) if rows else value
 
     def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
-        """sum(w u) over each row; known: `sum_over_shares` of u, if it is."""
+        """sum(w u) over each row, u = value; known: `sum_over_shares` of u, if it was computed."""
         value = value if weight is None else value * weight
         return value.sum(self.dims(value), keepdim=True)
 
@@ -288,7 +289,7 @@ class _LayerNorm:
     def kernel_gradients(
         self, g: Tensor, x: Tensor, w: Parameter, b: Parameter, mean: Tensor, r: Tensor, mask: Mask
     ) -> Gradients:
-        """dx, dw and db; None where the mask is False, or where there is no parameter."""
+        """dx, dw and db; None if the mask is False or the parameter is None."""
         wanted = mask[0], mask[1] and w is not None, mask[2] and b is not None
         given = g, x, self.shape, mean, r, w, b, wanted
         return torch.ops.aten.native_layer_norm_backward.default(*given)
@@ -302,7 +303,7 @@ class _LayerNorm:
     def double_backward(
         self, v: Tensor, a: Parameter, c: Parameter, g: Tensor, w: Parameter, by: Pass, needs: Mask
     ) -> tuple[Tensor | None, ...]:
-        """Dg, Dx and Dw; not in place: a vmap around it, of the old kind too, may batch one factor."""
+        """Dg, Dx and Dw of the docstring above; out of place, because vmap may batch some factors."""
         a, c, w = (None if value is None else self.along(value, v) for value in (a, c, w))
         p, vh = by.project(v)
         gp = g * p
@@ -313,7 +314,7 @@ class _LayerNorm:
             dg = dg if a is None else torch.addcmul(dg, by.h, a)
             dg = dg if c is None else dg + c
         if needs[1]:
-            # -r / n: as many numbers have one r as a row has values
+            # k = -r / n, with n = v.numel() / r.numel() values in a row
             k = by.r * (-by.r.numel() / v.numel())
             factor = k * self.sum_over_rows(v * by.h if vh is None else v, None, vh)
             factor = factor if w is None else factor * w
@@ -325,7 +326,7 @@ class _LayerNorm:
 
 
 class _BatchNorm(_LayerNorm):
-    """A layer norm whose rows are the channels, with one weight and bias for each."""
+    """A layer norm with the channels as rows, and one weight and bias for each row."""
 
     has_row_parameters = True
 
@@ -342,7 +343,7 @@ class _BatchNorm(_LayerNorm):
         return value.sum(self.dims(value))
 
     def sum_over_rows(self, value: Tensor, weight: Parameter, known: Parameter) -> Tensor:
-        # w is one number in each row, so that it stands before the sum
+        # w is one number for each row: multiply after the sum
         found = self.along(self.sum_over_shares(value) if known is None else known, value)
         return found if weight is None else found * weight
 
@@ -355,7 +356,7 @@ class _BatchNorm(_LayerNorm):
                 statistics = _RunningStatistics(None, None, 0.0)
             mean, var, momentum = statistics
             return torch.native_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
-        # its statistics of images take several times as long as these
+        # on a CPU torch's kernel takes several times as long for the statistics of images
         mean = x.mean(dims, keepdim=True)
         var = (x - mean).square_().mean(dims)
         mean = mean.view(-1)
@@ -388,14 +389,14 @@ def layer_norm(
 
     Args:
         input: x, a real floating-point tensor.
-        normalized_shape: The sizes of the last dimensions, which the mean is over.
+        normalized_shape: The sizes of the last dimensions, over which the mean is taken.
         weight: Scale of each element. Default: none.
         bias: Shift of each element. Default: none.
         eps: Added to the variance. Default: 1e-5.
     Returns:
         y, like input.
     Raises:
-        TypeError: for an integer or complex input, or a normalized_shape that is no tuple or list.
+        TypeError: for an integer or complex input, or a normalized_shape other than a tuple or list.
         RuntimeError: for shapes and dtypes that do not fit.
     Shape:
         - input, y: [..., \*normalized_shape]
@@ -427,7 +428,7 @@ def layer_norm(
             text = f"{name}: expected normalized_shape {shape}, got {validation.describe(value)}."
             raise TorchValueError(text)
     dtype = input.dtype
-    # on a GPU autocast runs it in float32, and its result stays so; on a CPU it leaves it alone
+    # autocast on a GPU runs layer norm in float32 and returns float32; on a CPU it has no rule for it
     if input.device.type != "cpu" and autocast_on(input.device.type):
         dtype = upcast_dtype(dtype)
     else:
@@ -445,7 +446,7 @@ def layer_norm(
 
 @stands_in_for(torch.layer_norm, name="layer_norm")
 def torch_layer_norm(*args: Any, cudnn_enable: bool = True, **options: Any) -> Tensor:
-    """With the signature of `torch.layer_norm`, whose sixth argument is cudnn_enable."""
+    """With the signature of `torch.layer_norm`: the sixth argument is cudnn_enable."""
     return layer_norm(*args[:5], **options)
 
 
@@ -485,7 +486,7 @@ def batch_norm(
         TypeError: for an integer or complex input.
         ValueError: in training for one value in a channel or an eps of 0 or less; for one running
             statistic alone.
-        RuntimeError: for missing running statistics, for those that require grad, and for shapes and
+        RuntimeError: for running statistics that are missing or require grad, and for shapes and
             dtypes that do not fit.
     Shape:
         - input, y: [N, C, ...]
@@ -549,7 +550,7 @@ def instance_norm(
     Raises:
         TypeError: for an integer or complex input.
         ValueError: for one value in a channel of a sample; for one running statistic alone.
-        RuntimeError: for missing running statistics, for those that require grad, and for shapes and
+        RuntimeError: for running statistics that are missing or require grad, and for shapes and
             dtypes that do not fit.
     Shape:
         - input, y: [N, C, ...]
@@ -572,13 +573,13 @@ def instance_norm(
 
 @stands_in_for(torch.batch_norm, name="batch_norm")
 def torch_batch_norm(*args: Any, **options: Any) -> Tensor:
-    """With the signature of `torch.batch_norm`, which takes one value a channel, and any eps."""
+    """With the signature of `torch.batch_norm`, which accepts one value per channel, and any eps."""
     return _normalize(True, *args, **options)
 
 
 @stands_in_for(torch.instance_norm, name="instance_norm")
 def torch_instance_norm(*args: Any, **options: Any) -> Tensor:
-    """With the signature of `torch.instance_norm`, which takes one value a channel."""
+    """With the signature of `torch.instance_norm`, which accepts one value per channel."""
     if "use_input_stats" in options:
         options["training"] = options.pop("use_input_stats")
     return _normalize(False, *args, **options)
@@ -596,7 +597,7 @@ def _normalize(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """The input normalised by its own statistics, over the batch too or not, or by the running ones."""
+    """Batch norm (over_batch) or instance norm, by statistics of the input or running statistics."""
     validation.real("input", input)
     running = {"running_mean": running_mean, "running_var": running_var}
     _check_channels(input, weight=weight, bias=bias, **running)
@@ -622,10 +623,10 @@ def _normalize(
             rows = x.flatten(2)
             y = FusedNorm.apply(rows, None, None, _LayerNorm(rows.shape[2:], eps)).reshape(x.shape)
             y = _scale_and_shift(y, weight, bias)
-        elif x.numel():  # at variance 0, which torch lets pass where eps is 0
+        elif x.numel():  # torch accepts eps = 0, and so a variance of 0
             y = _standardize(*_moments(x, dims), weight, eps, 0.0 if eps == 0 else nan)
             y = y if bias is None else y + bias
-        else:  # there is no mean, and NaN times nothing would reach the weight
+        else:  # an empty input has a NaN mean, which would reach the weight's gradient
             y = _scale_and_shift(x, weight, bias)
     y = y if y.dtype == input.dtype else y.to(input.dtype)
     return y if y.shape == input.shape else y.reshape(input.shape)
@@ -643,9 +644,9 @@ def _normalize_by_running(
 
 
 def _check_channels(input: Tensor, **given: Tensor | None) -> None:
-    """Each tensor has one element for each channel, dimension 1 of the input."""
+    """Raise unless each tensor has one element for each channel, dimension 1 of the input."""
     if input.dim() == 1 and not input.numel():
-        return  # torch takes this for no batch
+        return  # torch accepts an empty vector
     if input.dim() < 2:
         raise ArgumentIndexError(
             f"input: expected [N, C, ...], got {validation.describe(input)}; add the missing "
@@ -660,8 +661,8 @@ def _check_channels(input: Tensor, **given: Tensor | None) -> None:
 
 
 def _updates_statistics(x: Tensor) -> bool:
-    """Whether running statistics are updated. Under a torch.func transform they are not: they would
-    take values that belong to the transform."""
+    """Whether running statistics are updated: not under a torch.func transform, because they would
+    hold tensors of the transform's level."""
     compiling = torch.compiler.is_dynamo_compiling()  # the compiler cannot read a context variable
     frozen = not compiling and AMBIENT.statistics_frozen
     return bool(x.numel()) and not transforms_active() and not frozen
@@ -716,7 +717,7 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 @stands_in_for(private("torch._weight_norm_interface", None), name="weight_norm")
 def torch_weight_norm_interface(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """`torch._weight_norm_interface`: the norms too, as constants, in the dtype computed in."""
+    """`torch._weight_norm_interface`: also returns the norms, as constants, in the computing dtype."""
     if dim not in (0, v.dim() - 1):
         raise TorchValueError(f"dim: expected the first or the last dimension, got {dim}.")
     w, squares = _weight_and_squares(v, g, dim)
@@ -743,14 +744,14 @@ def _weight_and_squares(v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, Tensor]
 
 
 def _result_type(v: Tensor, g: Tensor) -> torch.dtype:
-    """`torch.result_type`, which the compiler does not take."""
+    """`torch.result_type`, which Dynamo does not trace."""
     if v.dim() and not g.dim() and v.is_complex() >= g.is_complex():
-        return v.dtype  # a tensor without dimensions does not count
+        return v.dtype  # a scalar tensor takes no part in the promotion
     return torch.promote_types(v.dtype, g.dtype)
 
 
 def _one_for_each_norm(v: Tensor, g: Tensor, length: Tensor, squares: Tensor) -> Tensor:
-    """Along the first and the last dimension torch reads g as a list, whatever its shape."""
+    """g in the shape of the norms: for dim first or last, torch accepts g of any shape."""
     if v.dtype != g.dtype or g.numel() != squares.numel():
         raise TorchValueError(
             f"g: expected {squares.numel()} elements of {v.dtype}, one for each norm, got "

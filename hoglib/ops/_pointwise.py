@@ -1,10 +1,10 @@
 """Pointwise ops, each a formula and its partial derivatives, by `define`.
 
-The gates of piecewise ops are masks, through which no gradient passes where they are closed, an
-infinite one neither. At the end stand the ops that act on gradients: what they compute and what they
-send back differ on purpose. Their value is a copy of x, not a view, so that an in-place operation on it
-leaves x alone; for a second derivative the rule of backward is differentiated: each docstring says
-what that gives.
+The gates of piecewise ops are masks: where a mask is False no gradient passes, not even an infinite
+one. At the end of the file are ops that act on gradients: on purpose, their backward is not the
+derivative of their forward. Their value is a copy of x, not a view, so that an in-place operation on
+the value leaves x alone. Second derivatives differentiate the rule of backward; each docstring gives
+the result.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ Unary = Callable[[Tensor], Tensor]
 def _op(
     formula: Callable[..., Tensor], *partials: Partial | None, keep: str = "inputs"
 ) -> Callable[..., Tensor]:
-    """The op of a formula of torch operations."""
+    """An op from a formula of torch operations and its partials."""
     return define(formula, partials, reference=formula, keep=keep)
 
 
@@ -90,7 +90,7 @@ def square(x: Tensor) -> Tensor:
     Raises:
         TypeError: for an integer x.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(3.0)
         >>> hog.ops.square(x), torch.func.grad(torch.func.grad(hog.ops.square))(x)
@@ -115,7 +115,7 @@ def exp(x: Tensor) -> Tensor:
     Raises:
         TypeError: for an integer x.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(1.0)
         >>> hog.ops.exp(x), torch.func.grad(torch.func.grad(hog.ops.exp))(x)
@@ -140,7 +140,7 @@ def sinh(x: Tensor) -> Tensor:
     Raises:
         TypeError: for an integer x.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(1.0)
         >>> hog.ops.sinh(x), torch.func.grad(torch.func.grad(hog.ops.sinh))(x)
@@ -165,7 +165,7 @@ def tanh(x: Tensor) -> Tensor:
     Raises:
         TypeError: for an integer x.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(0.5)
         >>> hog.ops.tanh(x), torch.func.grad(torch.func.grad(hog.ops.tanh))(x)
@@ -190,7 +190,7 @@ def sigmoid(x: Tensor) -> Tensor:
     Raises:
         TypeError: for an integer x.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(1.0)
         >>> hog.ops.sigmoid(x), torch.func.grad(torch.func.grad(hog.ops.sigmoid))(x)
@@ -216,7 +216,7 @@ def relu(x: Tensor) -> Tensor:
     Raises:
         TypeError: for an integer or complex x.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor([-1.0, 2.0])
         >>> hog.ops.relu(x), torch.func.grad(lambda x: hog.ops.relu(x).sum())(x)
@@ -241,10 +241,10 @@ def power(x: Tensor, exponent: float) -> Tensor:
     Returns:
         y, like x.
     Raises:
-        TypeError: for an integer x, or an exponent that is not a Python number.
+        TypeError: for an integer x, or an exponent other than a Python number.
         ValueError: for a NaN exponent.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(2.0)
         >>> hog.ops.power(x, 3), hog.hessian(lambda x: hog.ops.power(x, 3), x)
@@ -370,10 +370,10 @@ def scaled_activation(x: Tensor, *, scale: float, kind: str) -> Tensor:
     Returns:
         y, like x.
     Raises:
-        TypeError: for an integer or complex x, or a scale that is not a Python number.
+        TypeError: for an integer or complex x, or a scale other than a Python number.
         ValueError: for an unknown kind.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(0.5)
         >>> f = lambda x: hog.ops.scaled_activation(x, scale=2.0, kind="tanh")
@@ -404,7 +404,7 @@ def split_signs(x: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError: for an integer or complex x.
     Shape:
-        - x, pos, neg: any, the same
+        - x, pos, neg: any, equal
     Example:
         >>> hog.ops.split_signs(torch.tensor([-1.0, 2.0]))
         (tensor([0., 2.]), tensor([1., 0.]))
@@ -430,10 +430,10 @@ def clamp(
     Returns:
         y, like x.
     Raises:
-        TypeError: for an integer or complex x, or bounds that are not Python numbers.
+        TypeError: for an integer or complex x, or bounds other than Python numbers.
         ValueError: for a NaN bound, or without either bound.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor([-1.0, 0.5, 2.0])
         >>> hog.ops.clamp(x, min=0, max=1)
@@ -467,7 +467,7 @@ def smooth_l1(input: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
     Returns:
         y, of the promoted dtype.
     Raises:
-        TypeError: for integer or complex tensors, or a beta that is not a Python number.
+        TypeError: for integer or complex tensors, or a beta other than a Python number.
         ValueError: for a negative beta.
     Shape:
         - input, target: any that broadcast together
@@ -632,7 +632,7 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
     Raises:
         RuntimeError: for an integer or complex input; also a TypeError.
     Shape:
-        - input, y: any, the same
+        - input, y: any, equal
     Example:
         >>> x = torch.tensor([-4.0, 0.0, 1.5])
         >>> hog.ops.hardsigmoid(x)
@@ -641,7 +641,7 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
         tensor(False)
     """
     validation.torch_real("input", input)
-    # autograd saves x, which must not be what is written below
+    # autograd saves x, so x must not share memory with input, which is written below
     x = upcast_half(input.clone() if inplace else input)
     # hardtanh has a second derivative, of 0, and hardsigmoid's kernel none
     y = (F.hardtanh(x, -3.0, 3.0) / 6 + 0.5).to(input.dtype)
@@ -652,16 +652,16 @@ def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
 
 
 def _zero_with_slope_one(x: Tensor) -> Tensor:
-    """Zeros whose derivative by x is one: it carries a surrogate gradient in plain torch.
+    """Zeros with the derivative one by x, to carry a surrogate gradient in plain torch.
 
-    Where x is not finite, x - x would be NaN, so there the derivative is given up for the value.
+    Where x is infinite or NaN, x - x would be NaN; there the value is 0, without a derivative.
     """
     finite = torch.where(x.isfinite(), x, 0)
     return finite - finite.detach()
 
 
 def _with_slope_one(step: Callable[..., Tensor], constants: int = 0) -> Callable[..., Tensor]:
-    """The op of a step function with the gradient of the identity."""
+    """An op with the values of a step function and the gradient of the identity."""
 
     def reference(x: Tensor, *bounds: float) -> Tensor:
         return step(x.detach(), *bounds) + _zero_with_slope_one(x)
@@ -670,7 +670,7 @@ def _with_slope_one(step: Callable[..., Tensor], constants: int = 0) -> Callable
     return define(step, partials, reference=reference, surrogate=True, keep="none")
 
 
-# a mask, which lets an infinite gradient through where it is open and none where it is closed
+# the partial is a mask: even an infinite gradient does not pass where it is False
 _clamp = _op(torch.clamp, lambda x, low, high, _: (x >= low) & (x <= high), None, None)
 _clamp_straight_through = _with_slope_one(torch.clamp, constants=2)
 
@@ -681,8 +681,7 @@ def straight_through(x: Tensor, *, kind: str = "sign") -> Tensor:
         y = sign(x), heaviside(x) (1 where x > 0, else 0) or round(x) (halves to even)        g -> g
 
     Second derivatives of y are 0, by definition: in a composition f(y(x)) the second derivative by x
-    is that of f at y. Tangents of forward mode pass like gradients. In reverse and forward mode, under
-    vmap.
+    is f''(y). Tangents of forward mode pass like gradients. In reverse and forward mode, under vmap.
 
     Args:
         x: A real floating-point tensor.
@@ -693,7 +692,7 @@ def straight_through(x: Tensor, *, kind: str = "sign") -> Tensor:
         TypeError: for an integer or complex x.
         ValueError: for an unknown kind.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     References:
         Bengio, Léonard and Courville, Estimating or Propagating Gradients Through Stochastic Neurons,
         2013, section 4.
@@ -734,10 +733,10 @@ def scale_gradient(x: Tensor, *, scale: float) -> Tensor:
     Returns:
         y, a copy of x.
     Raises:
-        TypeError: for an integer x, or a scale that is not a Python number.
+        TypeError: for an integer x, or a scale other than a Python number.
         ValueError: for a NaN scale.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(3.0)
         >>> torch.func.grad(lambda x: hog.ops.scale_gradient(x, scale=0.5) ** 2)(x)
@@ -762,10 +761,10 @@ def reverse_gradient(x: Tensor, *, scale: float = 1.0) -> Tensor:
     Returns:
         y, a copy of x.
     Raises:
-        TypeError: for an integer x, or a scale that is not a Python number.
+        TypeError: for an integer x, or a scale other than a Python number.
         ValueError: for a NaN scale.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     References:
         Ganin and Lempitsky, Unsupervised Domain Adaptation by Backpropagation, 2015, equation 7.
     Example:
@@ -796,10 +795,10 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
 
     A clip is not linear, so the order of modes matters for second derivatives of f(y(x)).
     Forward-over-reverse differentiates the clipped gradient: f'' v in the entries where |f'| <= c,
-    and 0 in those that were clipped; it need not be symmetric. Reverse-over-reverse passes the op
-    once more in its second backward and clips once more: the product is that, with f'' v clipped to c
-    too, as it is with a hook on a tensor. A tangent of forward mode passes as it is, because it is no
-    gradient: jvp inside jvp sees the identity. In reverse and forward mode, under vmap.
+    and 0 in clipped entries; the matrix need not be symmetric. Reverse-over-reverse passes the op
+    again in its second backward, which also clips f'' v to c, like a hook on a tensor. A tangent of
+    forward mode passes unchanged, because it is no gradient: jvp inside jvp sees the identity. In
+    reverse and forward mode, under vmap.
 
     Args:
         x: A real floating-point tensor.
@@ -807,10 +806,10 @@ def clip_gradient(x: Tensor, *, bound: float) -> Tensor:
     Returns:
         y, a copy of x.
     Raises:
-        TypeError: for an integer or complex x, or a bound that is not a Python number.
+        TypeError: for an integer or complex x, or a bound other than a Python number.
         ValueError: for a negative bound.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor([0.2, 3.0])
         >>> torch.func.grad(lambda x: (hog.ops.clip_gradient(x, bound=1.0) ** 2).sum())(x)
@@ -853,7 +852,7 @@ def stop_gradient(x: Tensor) -> Tensor:
     Raises:
         TypeError: for an integer x.
     Shape:
-        - x, y: any, the same
+        - x, y: any, equal
     Example:
         >>> x = torch.tensor(3.0)
         >>> torch.func.grad(lambda x: x * hog.ops.stop_gradient(x))(x)

@@ -1,16 +1,15 @@
 """Products, convolutions and reductions, each by its formula and its partial derivatives.
 
-A product is linear in each of its factors: z = B(x, w) + b. So a tangent of x gives B(dx, w), and one
-of w gives B(x, dw), and of a gradient g of z two maps send back what belongs to x and to w, which are
-linear in g too. They are matrix products for a matrix product, and for a convolution, with
-T(x, w, g) = <conv(x, w), g>,
+A product is linear in each factor: z = B(x, w) + b. So a tangent of x gives B(dx, w), and a tangent of
+w B(x, dw). Two maps, linear in g, take a gradient g of z to the gradients by x and w. For a matrix
+product these maps are matrix products; for a convolution, with T(x, w, g) = <conv(x, w), g>,
 
     X(g, w) = dT/dx   a transposed convolution        W(x, g) = dT/dw   a correlation
 
-torch differentiates them, to any order.
+torch differentiates these maps, to any order.
 
-Inside a reduction's Function a reduced dimension stays, with size 1, so that what it kept broadcasts to
-x; the public functions drop it.
+Inside a reduction's Function reduced dimensions stay, with size 1, so that saved tensors broadcast to
+x; the public functions drop these dimensions.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,22 +53,27 @@ Map = Callable[..., Tensor]
 
 
 class _Product(NamedTuple):
-    """z = B(x, w) + b, and what a gradient g of z sends back."""
+    """z = B(x, w) + b, and its gradients for a gradient g of z."""
 
-    run: Map  # x, w, b or None, *options -> z
-    to_x: Map  # g, x, w, *options
-    to_weight: Map  # g, x, w, *options
-    options: int = 0
+    run: Map  # (x, w, b or None, *options) -> z
+    to_x: Map  # (g, x, w, *options) -> the gradient by x
+    to_weight: Map  # (g, x, w, *options) -> the gradient by w
+    options: int = 0  # the number of options
 
 
 class _Activation(NamedTuple):
-    forward: Callable[[Tensor], Tensor]
-    vjp: Callable[[Tensor, Tensor], Tensor]  # g, y -> act' g; g, z -> act' g where keeps_z
-    keeps_z: bool = False
+    """y = act(z), and its derivative."""
+
+    forward: Callable[[Tensor], Tensor]  # z -> y
+    vjp: Callable[[Tensor, Tensor], Tensor]  # (g, y) -> act' g; with keeps_z (g, z) -> act' g
+    keeps_z: bool = False  # save z for the derivative, not y
 
 
 def _make_product(name: str, product: _Product, act: _Activation | None = None) -> Map:
-    """The op z of x, w, b and options, or act(z), from a Function that returns z too if it keeps it."""
+    """The op (x, w, b, *options) -> z, or act(z).
+
+    If the activation keeps z, the Function returns z as a second output, so that z has a graph.
+    """
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Any:
         z = product.run(x, weight, bias, *options)
@@ -81,9 +85,9 @@ def _make_product(name: str, product: _Product, act: _Activation | None = None) 
         x, weight, _, *options = saved.inputs
         by_x, by_weight, by_bias, *_ = saved.needs_input_grad
         if act is not None and grad is not None:
-            # of a holomorphic act the gradient goes back by the conjugate of act'
+            # for a holomorphic act, backward multiplies by the conjugate of act'
             grad = act.vjp(grad, conj(saved.outputs[-1]))
-        # z is an output too: what the derivative of act' sends to it arrives here as grad_z
+        # z is an output too: the gradient that the derivative of act' sends to z arrives as grad_z
         u = sum_terms(g for g in (grad, grad_z) if g is not None)
         return [
             product.to_x(u, x, weight, *options) if by_x else None,
@@ -101,7 +105,7 @@ def _make_product(name: str, product: _Product, act: _Activation | None = None) 
             terms.append(product.run(x, by_weight, None, *options))
         if by_bias is not None:
             column = by_bias.reshape(_beside_channels(weight)).expand(saved.output_shapes[-1])
-            terms.append(column.contiguous())  # torch wants the layout of the output
+            terms.append(column.contiguous())  # torch requires the layout of the output
         tangent_z = sum_terms(terms)
         if act is None:
             return tangent_z
@@ -119,7 +123,7 @@ def _make_product(name: str, product: _Product, act: _Activation | None = None) 
 
 
 def _beside_channels(weight: Tensor) -> torch.Size:
-    """The shape in which a bias, one for each row of the weight, broadcasts to z."""
+    """The shape in which a bias, with one element for each row of the weight, broadcasts to z."""
     return torch.Size([weight.shape[0], *[1] * (weight.dim() - 2)])
 
 
@@ -183,7 +187,7 @@ def _check_product(a: Tensor, b: Tensor) -> None:
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    # One matrix for all rows: its gradient is one product, not a batch of them to be summed.
+    # a matrix b serves all rows: its gradient is one product instead of a sum over a batch of products
     return _LINEAR(a, b.mT, None) if b.dim() == 2 else _MATMUL(a, b, None)
 
 
@@ -241,11 +245,11 @@ def linear_act(
         g -> (u W, u^T x summed over the leading dimensions, u summed over them), u = act'(z) g
 
     Beside the inputs one tensor of the size of y is kept for the derivatives: y, or z for "swish".
-    It is meant for networks of custom Functions, where one call for each layer costs half of two. In
-    eager mode the composite of torch's own operations is faster while layers are small (half the time
-    at 32 units) and even with it in second-order steps from some hundreds of units on; under the
-    compiler both are the same graph. Differentiable to any order in all three, in reverse and forward
-    mode, under vmap. Under autocast the product runs in the autocast dtype.
+    The op is meant for networks of custom Functions, in which one call per layer costs half of two
+    calls. In eager mode torch's operations are faster for small layers (half the time at 32 units), and
+    equally fast in second-order steps from some hundreds of units on; the compiler makes equal graphs.
+    Differentiable to any order in all three, in reverse and forward mode, under vmap. Under autocast
+    the product runs in the autocast dtype.
 
     Args:
         x: A floating-point or complex tensor.
@@ -277,12 +281,12 @@ def linear_act(
 
 
 def clipped_gradient_linear(x: Tensor, weight: Tensor, *, bound: float) -> Tensor:
-    r"""A linear map that clips the gradient by x, and not the one by its weight.
+    r"""A linear map that clips the gradient by x, and not the gradient by its weight.
 
         y = x W^T        g -> (min(max(g W, -c), c), g^T x)
 
-    Second derivatives and forward mode are those of `clip_gradient` before `linear`: second derivatives
-    depend on the order of modes. In reverse and forward mode, under vmap.
+    It is `clip_gradient` followed by `linear`, at every order: second derivatives depend on the order
+    of modes. In reverse and forward mode, under vmap.
 
     Args:
         x: A real floating-point tensor.
@@ -291,7 +295,7 @@ def clipped_gradient_linear(x: Tensor, weight: Tensor, *, bound: float) -> Tenso
     Returns:
         y.
     Raises:
-        TypeError: for integer or complex tensors, or a bound that is not a Python number.
+        TypeError: for integer or complex tensors, or a bound other than a Python number.
         ValueError: for shapes that do not fit, or a negative bound.
     Shape:
         - x: [..., in]
@@ -308,7 +312,7 @@ def clipped_gradient_linear(x: Tensor, weight: Tensor, *, bound: float) -> Tenso
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> str:
-    """Checks for floating-point numbers; for an error that says more, the shapes."""
+    """Check the dtypes; return the shapes in words, for the message of a later check."""
     validation.differentiable("x", x)
     validation.differentiable("weight", weight)
     if bias is None:
@@ -328,21 +332,21 @@ def _check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    # -1 for the number of rows would be ambiguous for rows without entries
+    # not reshape(-1, n), which fails for n = 0
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
 
 
 def _softplus(z: Tensor) -> Tensor:
-    # torch's threshold of 20 leaves an error of 2e-9, which float64 can see.
+    # torch's default threshold of 20 leaves an error of 2e-9, too large for float64
     return F.softplus(z, threshold=40)
 
 
 def _silu(z: Tensor) -> Tensor:
-    return z * torch.sigmoid(z) if z.is_complex() else F.silu(z)  # torch's refuses complex numbers
+    return z * torch.sigmoid(z) if z.is_complex() else F.silu(z)  # F.silu refuses complex numbers
 
 
-# torch's own backward kernels, which it differentiates to any order: one call, and less kept for the
-# second derivative, than by the formulas, which serve complex numbers.
+# Real numbers use torch's backward kernels, which torch differentiates to any order: one call, and less
+# memory for the second derivative than the formulas, which serve complex numbers.
 
 
 def _tanh_vjp(g: Tensor, y: Tensor) -> Tensor:
@@ -354,7 +358,7 @@ def _sigmoid_vjp(g: Tensor, y: Tensor) -> Tensor:
 
 
 def _swish_vjp(g: Tensor, z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)  # torch's kernel has no derivative of its own
+    s = torch.sigmoid(z)  # a formula, because torch's silu_backward has no derivative
     return g * (s * (1 + z * (1 - s)))
 
 
@@ -365,7 +369,7 @@ _ACTIVATIONS = {
     "softplus": _Activation(_softplus, lambda g, y: g * -torch.expm1(-y)),
     "swish": _Activation(_silu, _swish_vjp, keeps_z=True),
 }
-_REAL_ONLY = ("relu", "softplus")  # torch has no complex derivatives of them
+_REAL_ONLY = ("relu", "softplus")  # torch has no complex derivatives for these
 _AFFINE = _Product(
     run=F.linear,
     to_x=lambda g, x, weight: g @ conj(weight),
@@ -384,15 +388,15 @@ def sparse_mm(mat1: Tensor, mat2: Tensor, *reduce: str) -> Tensor:
 
         y_i = sum_(j: A_ij stored) A_ij x_j
 
-    torch.sparse.mm has no forward mode. What else it takes is left to it, with its derivatives: two
-    sparse matrices, the layout CSR (which torch.func transforms cannot hold), a mat1 that requires
-    grad. Half precision is summed in float32; under autocast the result has the dtype of autocast.
+    torch.sparse.mm has no forward mode. Two sparse matrices, the layout CSR (which torch.func
+    transforms cannot hold) and a mat1 that requires grad go to torch.sparse.mm, with its derivatives.
+    Half precision is summed in float32; under autocast the result has the dtype of autocast.
     Differentiable by mat2 to any order, in every mode, under vmap.
 
     Args:
         mat1: A, sparse, in the layout COO.
         mat2: x, dense.
-        reduce: A reduction, which is left to torch. Default: the sum.
+        reduce: A reduction, computed by torch. Default: the sum.
     Returns:
         y, dense.
     Raises:
@@ -623,7 +627,10 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> 
 def _send_back(
     which: int, g: Tensor, x: Tensor, weight: Tensor, stride: tuple[int, ...], *others: Any
 ) -> Tensor:
-    """X(g, w) or W(x, g), by torch's kernel, which of the third tensor reads the shape alone."""
+    """X(g, w) (which = 0) or W(x, g) (which = 1) by torch's kernel.
+
+    The kernel reads only the shape of the tensor that it differentiates by.
+    """
     padding, dilation, groups = others
     options = None, stride, padding, dilation, False, [0] * len(stride), groups
     mask = [which == 0, which == 1, False]
@@ -633,11 +640,11 @@ def _send_back(
         return torch.ops.aten.convolution_backward(*given, *options, mask)[which]
 
     other = conj(weight if which == 0 else x)
-    if not g.numel():  # torch's kernel would forget what it was given
+    if not g.numel():  # torch's kernel would return zeros without a graph
         return (g.sum() * other.sum()).expand((x, weight)[which].shape)
     if not g.is_complex():
         return kernel(g, other)
-    # the kernel is linear in both, and takes real numbers: four products make a complex one
+    # the kernel takes real numbers and is linear in both: four calls make a complex product
     real = kernel(g.real, other.real) - kernel(g.imag, other.imag)
     return torch.complex(real, kernel(g.real, other.imag) + kernel(g.imag, other.real))
 
@@ -648,23 +655,27 @@ _CONV = _make_product("Conv", _CONVOLUTION)
 
 # Reductions.
 
-Dims = Any  # an int or several; None and () for all
+Dims = Any  # an int or a sequence of ints; None and () mean all dimensions
 
 
 def _reduction(name: str, share: Map, *, keep: bool = False) -> Callable[[Map], Map]:
-    """The op y of the formula below it, with dy = sum_i share(dx_i): share(u, shape, dims) weighs u by
-    the partial derivatives, and takes x and y as well if it keeps them."""
+    """A decorator that makes a reduction y of a formula, with dy = sum_i share(dx_i).
+
+    share: share(u, shape, dims) multiplies u by the partial derivatives; with keep,
+        share(u, shape, dims, x, y).
+    keep: save x and y.
+    """
 
     def backward(saved: Saved, grad: Tensor) -> list[Tensor | None]:
         (x, dims), (y,), (shape, _) = saved.inputs, saved.outputs, saved.input_shapes
         kept = (conj(x), conj(y)) if keep else ()
-        # a share that is the same along a dimension takes no memory of the size of x
+        # expand only at the end: a share that is constant along a dimension needs little memory
         return [share(grad, shape, dims, *kept).expand(shape), None]
 
     def jvp(saved: Saved, tangent: Tensor, _: None) -> Tensor:
         (x, dims), (y,) = saved.inputs, saved.outputs
         kept = (x, y) if keep else ()
-        # dy = sum_i share(dx_i), over the reduced dimensions, which stay
+        # dy = sum_i share(dx_i), with keepdim
         return torch.sum(share(tangent, tangent.shape, dims, *kept), dims, True)
 
     def make(formula: Map) -> Map:
@@ -723,7 +734,7 @@ def mean(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
 
         y = sum_i x_i / n        g -> g / n for every i
 
-    n is the number of entries that are averaged; the mean of none is NaN, as in torch. Nothing is kept
+    n is the number of averaged entries; the mean of no entries is NaN, as in torch. Nothing is kept
     for the derivatives. Differentiable to any order, in reverse and forward mode, under vmap.
 
     Args:
@@ -762,7 +773,7 @@ def amax(x: Tensor, dim: Dims, *, keepdim: bool = False) -> Tensor:
         y, of the dtype of x.
     Raises:
         TypeError: for an integer or complex x.
-        IndexError: for a dim that x lacks or that is empty; also a ValueError.
+        IndexError: for a dim that x lacks or of size 0; also a ValueError.
     Shape:
         - x: any
         - y: x without the dimensions dim, or with size 1 there

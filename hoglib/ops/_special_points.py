@@ -1,6 +1,4 @@
-"""Functions that torch differentiates once, or in one mode, at the points that they are used at: 0,
-large numbers, numbers far apart, rows of -inf.
-"""
+"""Functions with wrong torch derivatives at special points: 0, large numbers, rows of -inf."""
 
 import math
 from collections.abc import Callable
@@ -39,8 +37,7 @@ def _is_real(*tensors: Any) -> bool:
 
 @stands_in_for(torch.logaddexp, Tensor.logaddexp, **_POINTS)
 def logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    """torch.logaddexp by logsumexp, whose derivatives do not overflow; -inf and -inf has none, and
-    gets 0."""
+    """torch.logaddexp by logsumexp, to avoid overflow in derivatives; at (-inf, -inf) they are 0."""
     if not _is_real(input, other):
         return torch.logaddexp(input, other)
     pair = torch.stack(torch.broadcast_tensors(input, other), -1)
@@ -51,7 +48,7 @@ def logaddexp(input: Tensor, other: Tensor) -> Tensor:
 
 @stands_in_for(torch.logaddexp2, Tensor.logaddexp2, name=_POINTS["name"])
 def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
-    """torch.logaddexp2, likewise."""
+    """torch.logaddexp2, by :func:`logaddexp`."""
     if not _is_real(input, other):
         return torch.logaddexp2(input, other)
     return logaddexp(input * math.log(2), other * math.log(2)) / math.log(2)
@@ -59,14 +56,14 @@ def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
 
 @stands_in_for(torch.sinc, Tensor.sinc, torch.special.sinc, name=_POINTS["name"])
 def sinc(input: Tensor) -> Tensor:
-    """torch.sinc, by its series near 0, where the quotient's derivatives cancel."""
+    """torch.sinc; near 0, where derivatives of the quotient cancel, by its series."""
     if not _is_real(input):
         return torch.sinc(input)
     z = math.pi * input
-    # twelve terms of the series: below 1 the next one is less than 1e-25
+    # twelve terms: for |z| < 1 the next term is below 1e-25
     near = z.abs() < 1
-    # each branch gets arguments that it is finite for, since `where` multiplies the other's
-    # derivative by 0
+    # evaluate each branch at points where it is finite: `where` multiplies the unused branch's
+    # derivative by 0, and 0 * inf is NaN
     square, far = z.masked_fill(~near, 0.0).square(), z.masked_fill(near, 1.0)
     series = torch.zeros_like(z)
     for k in reversed(range(12)):
@@ -76,7 +73,7 @@ def sinc(input: Tensor) -> Tensor:
 
 @stands_in_for(torch.special.i1, name=_POINTS["name"])
 def bessel_i1(input: Tensor) -> Tensor:
-    """torch.special.i1, by its series near 0, where torch's first derivative is a constant."""
+    """torch.special.i1; near 0, where torch takes its derivative for a constant, by its series."""
     if not _is_real(input):
         return torch.special.i1(input)
     near = input.abs() < 1
@@ -89,7 +86,7 @@ def bessel_i1(input: Tensor) -> Tensor:
 
 @stands_in_for(F.mish, name=_POINTS["name"])
 def mish(input: Tensor, inplace: bool = False) -> Tensor:
-    """torch's mish, which is x, to rounding, for large numbers; its second derivative overflows."""
+    """F.mish; for large x, where torch's second derivative overflows, x itself, exact to rounding."""
     if inplace or only_plain_operations():
         return F.mish(input, inplace)
     # x - mish(x) is about 2 x e^(-2x), 2e-16 at 20
@@ -99,13 +96,13 @@ def mish(input: Tensor, inplace: bool = False) -> Tensor:
 
 @stands_in_for(torch.logit, Tensor.logit, torch.special.logit, name=_POINTS["name"])
 def logit(input: Tensor, eps: float | None = None) -> Tensor:
-    """torch.logit of what is clamped: at 0 and 1, outside of eps, torch's has NaN."""
+    """torch.logit of the clamped input: with eps, torch has NaN derivatives at 0 and 1."""
     return torch.logit(input if eps is None else input.clamp(eps, 1 - eps))
 
 
 @stands_in_for(torch.pow, Tensor.pow, name=_POINTS["name"])
 def power(input: Any, exponent: Any) -> Tensor:
-    """torch.pow, of whole exponents in a tensor also at 0."""
+    """torch.pow, with right derivatives at 0 for a constant tensor of exponents."""
     constant = isinstance(exponent, Tensor) and not exponent.requires_grad
     return (_powers if constant and _is_real(input) else torch.pow)(input, exponent)
 
@@ -143,7 +140,7 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Tensor:
 
 @stands_in_for(torch.polar, name=_POINTS["name"])
 def polar(abs: Tensor, angle: Tensor) -> Tensor:
-    """torch.polar by its parts: its own backward divides by abs."""
+    """torch.polar by real and imaginary part, because torch's backward divides by abs."""
     return torch.complex(abs * angle.cos(), abs * angle.sin())
 
 
@@ -155,7 +152,7 @@ def product(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """torch.prod, by halves: half of the factors times the other half, until one is left."""
+    """torch.prod without divisions: multiply one half of the factors by the other until one is left."""
     x = input if dtype is None else input.to(dtype)
     if not pytree.is_float(x) or x.numel() == 0:
         return x.prod() if dim is None else x.prod(dim, keepdim)
@@ -171,13 +168,13 @@ def product(
 
 @stands_in_for(torch.cumprod, Tensor.cumprod, **_OVER)
 def cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """torch.cumprod by products of neighbours, twice as far apart each time."""
+    """torch.cumprod without divisions, by :func:`scan`."""
     x = input if dtype is None else input.to(dtype)
     return scan(torch.mul, x, dim) if pytree.is_float(x) else torch.cumprod(x, dim)
 
 
 def scan(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tensor:
-    """The cumulative results of an associative operation, by doubling: a product divides by nothing."""
+    """The cumulative results of an associative operation `pair`, in log2(n) steps of doubling."""
     y, step = x.clone(), 1
     while y.dim() and step < y.shape[dim]:
         rest = y.shape[dim] - step
@@ -193,7 +190,7 @@ def scan(pair: Callable[[Tensor, Tensor], Tensor], x: Tensor, dim: int) -> Tenso
     modes=("fr",),
 )
 def logcumsumexp(input: Tensor, dim: int) -> Tensor:
-    """torch.logcumsumexp by pairs, as :func:`cumprod`."""
+    """torch.logcumsumexp by :func:`scan`."""
     if not input.dim() or not _is_real(input):
         return torch.logcumsumexp(input, dim)
     return scan(logaddexp, input, dim)
@@ -215,6 +212,6 @@ def householder_product(input: Tensor, tau: Tensor) -> Tensor:
 
 @stands_in_for(private("torch._safe_softmax", None), name=_OVER["name"])
 def safe_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """torch._safe_softmax, whose rows of -inf are 0."""
+    """torch._safe_softmax: the softmax of a row of -inf is 0."""
     nothing = (input == -math.inf).all(dim, keepdim=True)
     return input.masked_fill(nothing, 0.0).softmax(dim, dtype=dtype).masked_fill(nothing, 0.0)

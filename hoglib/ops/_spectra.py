@@ -1,9 +1,8 @@
-"""Eigenvalues and singular values where some are equal, or closer than rounding allows; see
-`_directions`.
+"""Eigenvalues and singular values with clusters: values equal up to rounding; see `_directions`.
 
-torch divides by the gaps between them, also where only their symmetric functions are taken, whose
-second derivatives exist: along A + t W, the eigenvectors of a cluster are those in which W is diagonal.
-And its forward mode of eigh takes the eigenvectors for constants.
+torch divides by gaps between eigenvalues even for symmetric functions of a cluster, which have second
+derivatives: along A + t W, the eigenvectors of the cluster are those in which W is diagonal. And
+torch's forward mode of eigh takes the eigenvectors for constants.
 
     A = V diag(L) V^H        K = V^H W V, along A' = W
     L_i' = K_ii              V' = V X,  X_ij = K_ij / (L_j - L_i), and 0 for i, j of one cluster
@@ -35,7 +34,7 @@ _ROW: Any = {
 @stands_in_for(torch.linalg.eigh, **_ROW)
 @full_precision(widen=True)
 def eigh(A: Tensor, UPLO: str = "L") -> Any:
-    """torch.linalg.eigh, whose symmetric functions have second derivatives at equal eigenvalues."""
+    """torch.linalg.eigh, with right second derivatives of symmetric functions at equal eigenvalues."""
     found: Any = torch.linalg.eigh(A, UPLO)
     seen = values(found[0])
     if not found[0].numel():
@@ -53,14 +52,14 @@ def _eigh_reference(A: Tensor, UPLO: str, _: Directions) -> Any:
 
 @stands_in_for(torch.linalg.eigvalsh, name=_ROW["name"])
 def eigvalsh(A: Tensor, UPLO: str = "L") -> Tensor:
-    """torch.linalg.eigvalsh, likewise."""
+    """torch.linalg.eigvalsh, by :func:`eigh`."""
     return eigh(A, UPLO)[0]
 
 
 @stands_in_for(torch.linalg.svdvals, name=_ROW["name"])
 @full_precision(widen=True)
 def svdvals(A: Tensor, **kw: Any) -> Tensor:
-    """torch.linalg.svdvals, likewise: those of A are the largest eigenvalues of [[0, A], [A^H, 0]]."""
+    """torch.linalg.svdvals; with clusters, the largest eigenvalues of [[0, A], [A^H, 0]]."""
     found: Tensor = torch.linalg.svdvals(A, **kw)
     seen = values(found)
     if kw or only_plain_operations() or seen is None or not seen.numel():
@@ -68,7 +67,7 @@ def svdvals(A: Tensor, **kw: Any) -> Tensor:
     if _are_apart(seen) or not bool(cast(Tensor, values(A)).isfinite().all()):
         return found
     m, n = A.shape[-2:]
-    # by eigh, since the squares A A^H would lose half of the digits
+    # not the eigenvalues of A A^H, which would lose half of the digits
     above = torch.cat([A.new_zeros(*A.shape[:-1], m), A], -1)
     below = torch.cat([A.mH, A.new_zeros(*A.shape[:-2], n, n)], -1)
     return eigvalsh(torch.cat([above, below], -2))[..., -min(m, n) :].flip(-1)
@@ -93,8 +92,11 @@ def _are_apart(S: Tensor) -> bool:
 
 
 def _clusters(L: Tensor) -> Tensor:
-    """Which pairs of eigenvalues, in ascending order, are equal up to sqrt(eps), where the errors of
-    taking them for equal and for different are the same."""
+    """The mask of pairs of ascending eigenvalues that are equal up to sqrt(eps).
+
+    At sqrt(eps) the error of treating two values as equal equals the error of treating them as
+    different.
+    """
     ids = _labels(L)
     return ids[..., :, None] == ids[..., None, :]
 
@@ -113,30 +115,30 @@ def _over_gaps(X: Tensor, L: Tensor) -> Tensor:
 
 
 def _between_clusters(V: Tensor, L: Tensor) -> Tensor:
-    """V, as a function of the changes that mix its clusters with one another alone."""
+    """V, differentiable only by changes that mix different clusters."""
     fixed = V.detach()
     return fixed + fixed @ (fixed.mH @ (V - fixed)).masked_fill(_clusters(L), 0.0)
 
 
 def _rotation_of_clusters(W: Tensor, L: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-    """V^H W V, and the rotation R of each cluster that makes it diagonal."""
+    """K = V^H W V, and the rotation R within each cluster that makes K diagonal."""
     K = V.mH @ ((W + W.mH) / 2) @ V
-    # of NaN, which other terms bring, there is none, and K shows it
+    # a K with NaN has no rotation; the NaN reaches the result through K itself
     M = K.detach().masked_fill(~_clusters(L), 0.0).nan_to_num(0.0, 0.0, 0.0)
     size = torch.linalg.matrix_norm(M, keepdim=True)
-    # M / |M| has eigenvalues from -1 to 1: 3 more for each cluster keeps them apart, so that R
-    # mixes vectors within one alone
+    # M / |M| has eigenvalues from -1 to 1: adding 3 per cluster keeps clusters apart, so that R mixes
+    # vectors only within a cluster
     R = torch.linalg.eigh(M / size.masked_fill(size == 0, 1.0) + 3 * _labels(L).diag_embed())[1]
     return K, R
 
 
 def _diagonal(K: Tensor, R: Tensor) -> Tensor:
-    """diag(R^H K R)"""
+    """diag(R^H K R), real."""
     return (R.mH @ K @ R).diagonal(dim1=-2, dim2=-1).real
 
 
 def _from_spectrum(V: Tensor, values: Tensor) -> Tensor:
-    """V diag(values) V^H"""
+    """V diag(values) V^H."""
     return (V * values[..., None, :]) @ V.mH
 
 
@@ -151,7 +153,7 @@ def _eigh_vjp(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Te
     if by_V is not None:
         X = V.mH @ by_V
         inside = X.detach().masked_fill(~_clusters(L).triu(1) & ~_clusters(L).tril(-1), 0.0)
-        # vectors alone may be of a projection onto the cluster, which is symmetric
+        # without by_L the function may be a projection onto the cluster: a Hermitian X is right
         unequal = inside if by_L is not None else inside - inside.mH
         directions.warn(unequal.abs() > _cluster_threshold(X), _CLOSE)
         total = total + V @ _over_gaps(X, L) @ V.mH
@@ -159,7 +161,7 @@ def _eigh_vjp(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Te
 
 
 def _cluster_threshold(x: Tensor) -> Tensor:
-    """Above this, differences are not those of rounding and of a cluster's width."""
+    """The threshold above which a difference exceeds rounding and a cluster's width."""
     return torch.finfo(x.dtype).eps ** 0.25 * x.detach().abs().amax()
 
 
@@ -195,7 +197,7 @@ def _values_jvp(saved: Saved, tg: Any, tL: object, tV: object, *_: Any) -> Tenso
 
 
 def _treated_unequally(by_L: Tensor, L: Tensor) -> Tensor:
-    """Which eigenvalues of a cluster are not treated alike."""
+    """The mask of pairs in a cluster with different gradients: the function is not symmetric."""
     differences = (by_L[..., :, None] - by_L[..., None, :]).detach().abs()
     return _clusters(L) & (differences > _cluster_threshold(by_L))
 

@@ -1,15 +1,15 @@
-"""The torch operations whose second derivative is missing or wrong, and what stands in for them.
+"""The table of torch operations with missing or wrong second derivatives, and of their replacements.
 
-    torch call  ->  an op of hoglib with the same signature
+    torch call  ->  an op of hoglib with torch's signature
 
-An op registers itself, and `hoglib.second_order()`, `hoglib env` and the page of torch's versions read
+An op registers itself. `hoglib.second_order()`, `hoglib env` and docs/reference/torch-versions.md read
 the table:
 
     @stands_in_for(torch.cdist, lacks="no double backward", issue="83510")
     def cdist(x1, x2, p=2.0): ...
 
-Where torch names the same computation twice with two signatures, the second one is an adapter
-(`torch_...`), registered under the name of the row.
+If torch has a second function with another signature for a computation, an adapter (`torch_...`) is
+registered under the row's name.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,20 +22,21 @@ R = TypeVar("R")
 
 
 class StandIn(NamedTuple):
-    """A torch operation whose second derivative is missing or wrong, and its replacement.
+    """A torch operation with a missing or wrong second derivative, and its replacement.
 
     Attributes:
         name: The operation, or several of one kind.
-        lacks: What is missing or wrong in torch.
-        modes: The modes of differentiation in which it is: of "rr" (reverse over reverse), "fr"
-            (forward over reverse), "rf" and "ff".
-        replaces: From torch callables to the functions that run in their place.
+        lacks: The defect of torch's derivative, in words.
+        modes: The modes of differentiation with this defect: "rr" (reverse over reverse), "fr"
+            (forward over reverse), "rf", "ff".
+        replaces: Torch callables -> the functions that run in their place.
         refuses: Torch callables without a replacement: a call that needs a gradient raises.
-        instead: For those, what to write instead.
+        instead: Advice for the refused callables.
         issue: The number of the issue of pytorch/pytorch.
-        since: The first torch version it was measured on.
-        until: From modes that newer torch versions have right to the last one that has not.
-        device: The type of device on which the derivative is missing or wrong.
+        since: The first torch version with the defect, as far as measured.
+        until: For modes that newer torch versions have right: mode -> the last version with the
+            defect.
+        device: The type of device with the defect.
     """
 
     name: str
@@ -51,7 +52,7 @@ class StandIn(NamedTuple):
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The modes for which the installed torch needs it."""
+        """The modes in which the installed torch has the defect."""
         if self.since > TORCH_VERSION:
             return ()
         return tuple(m for m in self.modes if self.until.get(m, TORCH_VERSION) >= TORCH_VERSION)
@@ -69,12 +70,12 @@ TABLE: dict[str, StandIn] = {}
 def stands_in_for(
     *originals: Any, name: str | None = None, **facts: Any
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers the function below as what runs in place of these callables of torch.
+    """A decorator: the function runs in place of these torch callables.
 
-    originals: None is a callable that the installed torch does not have.
-    name: of the row of the table. Default: that of the function.
-    facts: What :class:`StandIn` says of the row, by default of every mode. The functions of one row
-    give them once, at the first.
+    originals: torch callables; None stands for one that the installed torch lacks.
+    name: the name of the table's row. Default: the function's name.
+    facts: further fields of :class:`StandIn`; `modes` is EVERY by default. If several functions share a
+        row, the first one gives the facts.
     """
 
     def register(op: Callable[P, R]) -> Callable[P, R]:
