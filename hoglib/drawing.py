@@ -33,8 +33,8 @@ INSTALL = (
 )
 TITLES = {1: "forward", 2: "gradient: made by backward", 3: "second derivative"}
 DERIVATIVES = {2: "the gradient", 3: "the second derivative", 4: "the third derivative"}
-# Colours of Okabe and Ito (Color Universal Design, 2008), which the colour-blind can tell apart; breaks
-# have shapes of their own.
+# Colours of Okabe and Ito (Color Universal Design, 2008), distinct for the colour-blind; breaks also
+# differ by shape.
 NODES = {
     "input": 'style=filled, fillcolor="#CCE3F0", color="#0072B2"',
     "leaf": 'style="filled,dashed", fillcolor="#F2F2F2", color="#777777"',
@@ -47,7 +47,7 @@ NODES = {
     "detached": 'style="filled,bold", fillcolor="#F7DFCC", color="#D55E00", shape=octagon',
     "raises": 'style="filled,bold", fillcolor="#F7DFCC", color="#D55E00", shape=doubleoctagon',
 }
-LINE_LENGTH = 44  # of the prose in a node
+LINE_LENGTH = 44  # characters, at which the text of a break is wrapped
 FONT = 'fontname="Helvetica, Arial, sans-serif"'
 BREAK = 'color="#D55E00", style=dashed, arrowhead=tee'
 
@@ -58,11 +58,12 @@ def graph(fn: Callable[..., Any] | type[Function], inputs: object, *, order: int
         y = f(x)        the graph of f
         g = J(x)^T u    the graph of the gradient, which is differentiated again
 
-    Custom Functions have their names, and a box around what their backward made. Octagons are breaks: a
-    backward that leaves the graph (``no_grad``, ``.detach()``, NumPy, a raw kernel, a tensor that
-    forward made and saved, ``@once_differentiable``), so that a second derivative is zero, and an
-    operation that has no further derivative. Hexagons may make it incomplete: a backward that leaves
-    the graph, but whose gradient has one. Nothing that is passed is changed.
+    Custom Functions have their names, and a box around the operations of their backward. An octagon is
+    a break: a backward that leaves the graph (``no_grad``, ``.detach()``, NumPy, a raw kernel, a tensor
+    that forward made and saved, ``@once_differentiable``), so that the second derivative is zero; a
+    double octagon is an operation without a further derivative. A hexagon is a backward that leaves the
+    graph, but returns a gradient with a graph: the second derivative may be incomplete. No argument is
+    changed.
 
     Args:
         fn: What to draw: a Function class or its ``apply``, an ``nn.Module``, a loss
@@ -70,8 +71,8 @@ def graph(fn: Callable[..., Any] | type[Function], inputs: object, *, order: int
         inputs: The arguments of fn, a tuple, or its only argument. fn is differentiated by their
             floating-point tensors (if any requires grad, by those that do) and by the trainable
             parameters of a module.
-        order: 1 for the graph of f, 2 to add that of the gradient, 3 to add that of the second
-            derivative.
+        order: 1 for the graph of f, 2 to add the graph of the gradient, 3 to add the graph of the
+            second derivative.
     Returns:
         A :class:`Graph`. Its attribute ``faults`` describes the breaks, ``str(graph)`` is the text of a
         DOT file, ``graph.save("picture.svg")`` draws it, and a notebook shows it.
@@ -130,16 +131,16 @@ def graph(fn: Callable[..., Any] | type[Function], inputs: object, *, order: int
 class Graph:
     """A picture of a graph, which :func:`hoglib.graph` returns.
 
-    ``str(graph)`` is the text of a DOT file, the same for the same graph. A notebook shows the picture,
-    or the text if graphviz is not installed.
+    ``str(graph)`` is the text of a DOT file; equal graphs have equal texts. A notebook shows the
+    picture, or the text if graphviz is not installed.
 
     Args:
         name: Name of the function.
         text: Text of the DOT file.
-        faults: Sentences about what makes a second derivative zero or incomplete, or raise.
+        faults: A sentence for each place where the second derivative is zero, incomplete or raises.
     Attributes:
         name: Name of the function.
-        faults: Sentences about what makes a second derivative zero or incomplete, or raise.
+        faults: A sentence for each place where the second derivative is zero, incomplete or raises.
     Example:
         >>> hog.graph(lambda x: x.detach() * 2, torch.ones(3))
         <Graph of <lambda>: 1 fault; draw it with .save('graph.svg')>
@@ -202,36 +203,37 @@ class Graph:
 class _Node:
     """An operation, a tensor or a break."""
 
-    kind: str  # of NODES
-    name: str
-    order: int  # 1: of the graph of f, 2: of that of the gradient
-    text: str = ""  # its shapes, or why it breaks
-    box: str = ""  # the backward that made it
+    kind: str  # a key of NODES
+    name: str  # the first line of its label
+    order: int  # the graph it belongs to: 1: f, 2: the gradient, 3: the second derivative
+    text: str = ""  # further lines of the label: shapes, or the cause of a break
+    box: str = ""  # the title of the box around it: the backward that made it
 
 
 @final
 class _Drawing:
-    """Nodes and edges in the order in which they are added, each once, and sentences about breaks."""
+    """The nodes and edges of a picture, in the order of their addition, and sentences about breaks."""
 
     def __init__(
         self, name: str, applied: dict[Any, list[Tensor]], applying: function_watch.Applying
     ) -> None:
         self.faults: list[str] = []
+        # applied: Function -> the float tensors it was applied to; applying: the watch of Functions
         self._name, self._applied, self._applying = name, applied, applying
-        self._nodes: dict[str, _Node] = {}
-        self._edges: dict[tuple[str, str], str] = {}
-        self._keys: dict[Any, str] = {}  # of what is drawn: by autograd node, or id of a leaf
-        self._alive: list[Any] = []  # tensors whose ids or graphs are keys
+        self._nodes: dict[str, _Node] = {}  # DOT name -> node
+        self._edges: dict[tuple[str, str], str] = {}  # (from, to) -> attributes, by DOT names
+        self._keys: dict[Any, str] = {}  # autograd node, or id of a leaf -> DOT name
+        self._alive: list[Any] = []  # keeps tensors alive, because ids and autograd nodes are keys
 
     def add_inputs(self, variables: list[Tensor], copies: list[Tensor], names: list[str]) -> None:
-        """Add the variables; fn gets copies."""
+        """Add the variables; fn gets copies, so that the autograd node of a copy means its variable."""
         for x, copy, name in zip(variables, copies, names, strict=True):
             self._keys[copy.grad_fn] = self._add_leaf(x, "input", name, 1)
 
     def add_values(self, named: list[tuple[str, Tensor]], kind: str, order: int) -> list[Tensor]:
-        """Add values, and the autograd nodes that they were computed by; those that have a graph."""
+        """Add values and the autograd nodes that computed them; return the values with a graph."""
         values = [y for _, y in named]
-        # in two passes, as edges need the keys of nodes that come later in the walk
+        # two passes, because edges need the keys of nodes that come later in the walk
         new = [(node, parents) for node, parents in walk(values) if node not in self._keys]
         for grad_fn, _ in reversed(new):
             if hasattr(grad_fn, "variable"):
@@ -254,7 +256,10 @@ class _Drawing:
     def differentiate(
         self, values: list[Tensor], variables: list[Tensor], k: int, *, drawn: bool
     ) -> Sequence[Tensor | None]:
-        """The gradients of values, if they are drawn, as the k-th part of the picture."""
+        """The gradients of values by variables, for the k-th part of the picture.
+
+        drawn: False: only find out whether a further derivative raises.
+        """
         if not values:
             return []
         incoming = [torch.ones_like(y).requires_grad_() for y in values]
@@ -271,7 +276,7 @@ class _Drawing:
             self._add_leaf(u, "incoming", "incoming gradient", k)
         options: Any = {"create_graph": drawn, "retain_graph": True, "allow_unused": True}
         try:
-            # in this thread, where the Functions that backward applies are seen
+            # single-threaded, so that Functions applied in backward are seen by this thread's watch
             with torch.autograd.set_multithreading_enabled(False):
                 found = torch.autograd.grad(values, variables, incoming, **options)
             return found if drawn else []
@@ -331,12 +336,12 @@ class _Drawing:
         self._keys[grad_fn] = self._add(node)
 
     def _watch(self, grad_fn: Any, function: Any, order: int) -> list[Any]:
-        """Hooks that mark where the backward of a Function leaves the graph, when it runs."""
+        """Hooks that add a break to the picture if the Function's backward leaves the graph."""
         watch = DetachmentWatch()
         watch.applying = self._applying
 
         def enter(_: object) -> None:
-            watch.__enter__()  # torch ends it with the autograd node, should that raise
+            watch.__enter__()  # if the autograd node raises, torch leaves the mode
 
         def leave(returned: tuple[Any, ...], incoming: tuple[Any, ...]) -> None:
             watch.__exit__(None, None, None)
@@ -345,7 +350,7 @@ class _Drawing:
             made = self._made_in_forward(grad_fn, function)
             why += [f"{name}, made in forward and saved" for name in made]
             if not any(isinstance(u, Tensor) and u.requires_grad for u in incoming):
-                return  # it is lost before
+                return  # the graph was lost before this node
             grads = [g for g in returned if is_float(g)]
             lost = once or any(not g.requires_grad and bool(g.any()) for g in grads)
             if not (lost or why):
@@ -365,10 +370,9 @@ class _Drawing:
         return [grad_fn.register_prehook(enter), grad_fn.register_hook(leave)]
 
     def _made_in_forward(self, grad_fn: Any, function: type[Function]) -> list[str]:
-        """The tensors that a Function saves and that are neither inputs nor outputs: constants to the
-        second derivative."""
-        # Where Functions were applied in other threads their inputs are unknown, unless all of them
-        # require grad.
+        """The saved tensors that are neither inputs nor outputs: constants to the second derivative."""
+        # the inputs of a Function that was applied in another thread are unknown, unless all of them
+        # require grad
         if function not in self._applied and not all(node for node, _ in grad_fn.next_functions):
             return []
         given = [_memory_key(x) for x in self._applied.get(function, ())]
@@ -377,9 +381,8 @@ class _Drawing:
 
 
 def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: object) -> bool:
-    """Whether the gradients that a backward returned were computed from the incoming ones alone."""
-    # a leaf that is no incoming gradient, or a node that this backward did not make, is another way
-    # to the inputs
+    """Whether a backward computed its gradients from the incoming gradients alone."""
+    # a leaf other than an incoming gradient, or a node of another origin, is a path to the inputs
     ids = {id(u) for u in incoming}
     return not any(
         id(found.variable) not in ids
@@ -390,7 +393,7 @@ def _depends_only_on(incoming: Sequence[Any], grads: Sequence[Tensor], grad_fn: 
 
 
 def _memory_key(x: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Equal for two tensors in the same memory, while both are alive."""
+    """A key that two living tensors share if they share memory and shape."""
     return x.data_ptr() if x.layout is torch.strided else id(x), tuple(x.shape)
 
 

@@ -64,15 +64,15 @@ class ArgumentTypeError(HoglibError, TypeError):
 
 
 class ArgumentValueError(HoglibError, ValueError):
-    """An argument has the right type and a value that cannot be used. Also a :class:`ValueError`.
+    """An argument has the right type, but an invalid value. Also a :class:`ValueError`.
 
-    Raised for shapes, devices, names and options that do not exist, and for options that cannot be
-    combined. The message names the argument and the values that are allowed.
+    Raised for shapes and devices that do not fit, unknown names and options, and options that cannot be
+    combined. The message names the argument and the allowed values.
     """
 
 
 class ArgumentIndexError(ArgumentValueError, IndexError):
-    """A dimension or index is out of range. Also an :class:`IndexError`, which torch raises there.
+    """A dimension or index is out of range. Also an :class:`IndexError`, as in torch.
 
     The message gives the range. Check the shape of the tensor, and whether dimensions are counted
     from 0.
@@ -82,9 +82,9 @@ class ArgumentIndexError(ArgumentValueError, IndexError):
 class NoSecondDerivative(HoglibError, RuntimeError):
     """A second derivative does not exist, or part of it would be missing without an error.
 
-    Raised where the value does not depend on the parameters, where a custom Function is
-    ``@once_differentiable``, where a gradient that must be differentiated has been detached, and where
-    a loss uses the parameters from elsewhere than its argument. Also a :class:`RuntimeError`. Look in
+    Raised if the value does not depend on the parameters, if a custom Function is
+    ``@once_differentiable``, if a gradient is detached although it must be differentiated, and if
+    a loss reads the parameters from elsewhere than its argument. Also a :class:`RuntimeError`. Look in
     the loss for ``.detach()``, ``.item()``, ``.data``, ``torch.no_grad()`` and custom Functions:
     :func:`hoglib.audit` and :func:`hoglib.verify` name the line.
     """
@@ -93,9 +93,9 @@ class NoSecondDerivative(HoglibError, RuntimeError):
 class UnsupportedError(HoglibError, NotImplementedError):
     """The request is valid, and torch or hoglib has no implementation for it.
 
-    Raised for operations without the derivative that is needed, and for combinations that are not
-    implemented. Also a :class:`NotImplementedError`, and so a :class:`RuntimeError`. Use the other
-    mode, option or operation that the message names.
+    Raised for operations without the necessary derivative, and for combinations without an
+    implementation. Also a :class:`NotImplementedError`, and so a :class:`RuntimeError`. Use the
+    mode, option or operation that the message names instead.
     """
 
 
@@ -103,8 +103,8 @@ class NonFiniteError(HoglibError, FloatingPointError):
     """A loss, gradient, product or penalty is NaN or infinite.
 
     Also a :class:`FloatingPointError`, and so an :class:`ArithmeticError`. Look for a square root, norm
-    or logarithm at zero, for NaN in the data, and for overflow; lower the learning rate of a training
-    that diverges.
+    or logarithm at zero, for NaN in the data, and for overflow; if a training diverges, lower its
+    learning rate.
     """
 
 
@@ -115,7 +115,7 @@ class NotPositiveDefiniteError(HoglibError, ArithmeticError):
     in the outputs) instead of the Hessian, or train the inner problem nearer to its minimum.
 
     Attributes:
-        iterations: The iteration of conjugate gradients in which the direction was met.
+        iterations: The iteration of conjugate gradients that met the direction.
     """
 
     iterations = 1
@@ -139,8 +139,7 @@ class ConvergenceError(HoglibError, RuntimeError):
 class DistributedError(HoglibError, RuntimeError):
     """Processes of torch.distributed disagree, or one of them failed. Also a :class:`RuntimeError`.
 
-    The message names the process that failed or differs, and its error. Correct the cause in that
-    process.
+    The message names the process that failed or differs, and its error. Correct the cause there.
     """
 
 

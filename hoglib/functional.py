@@ -1,4 +1,4 @@
-"""The loss of a module as a function of parameters and a batch of any kind."""
+"""The loss of a module as a function of parameters and a batch."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -46,12 +46,12 @@ __all__ = ["FunctionalLoss", "functional_loss", "trainable_params"]
 
 Criterion = Callable[[Any, Any], Tensor]
 Forward = Callable[[nn.Module, Any], Any]
-# of torch's criteria, those that broadcast outputs and targets of different shapes
+# criteria of torch that broadcast outputs and targets of different shapes
 ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
                nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # fmt: skip
 OF_CLASSES = {"cross_entropy", "CrossEntropyLoss"}
 OF_PROBABILITIES = OF_CLASSES | {"binary_cross_entropy_with_logits", "BCEWithLogitsLoss"}
-# what torch.compile names by its id, because a graph holds no objects
+# id -> loss: a graph of torch.compile holds no objects, and refers to a loss by its id
 BY_ID: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
@@ -72,9 +72,9 @@ def functional_loss(
 
     The first two are tuples (named tuples too) and lists; x may itself be a tuple or dict, and is
     passed to the model unchanged. Anything else is a tensor, a dict, a dataclass, a graph, or any other
-    object. The outputs may be anything that the criterion takes.
+    object. The outputs may be any object that the criterion takes.
 
-    Without a criterion the model computes its own loss, as those of transformers do when they are given
+    Without a criterion the model computes its own loss, as models of transformers do for batches with
     labels:
 
         batch                              outputs
@@ -83,32 +83,32 @@ def functional_loss(
         anything else                      model(batch)
         anything, with forward=f           f(model, batch)
 
-    and the loss is ``outputs["loss"]``, ``outputs.loss``, the first of a tuple, or the outputs,
-    whichever there is. The Hessian is that of this loss. Gauss-Newton and Fisher matrices need outputs
+    and the loss is ``outputs["loss"]`` or ``outputs.loss`` if there is one, else the first element of a
+    tuple, else the outputs. Such a loss has a Hessian; Gauss-Newton and Fisher matrices need outputs
     and criterion apart: :func:`language_model_loss`, or a criterion and
     ``forward=lambda model, batch: model(...).logits``.
 
-    `params` is a dict by qualified name, as :func:`trainable_params` returns it; for parameters that
-    are not in it the model's own values are used. The model is called in the mode it is in (train or
-    eval) and is not changed.
+    `params` is a dict by qualified name, as :func:`trainable_params` returns it; parameters that are
+    not in the dict have the model's values. The model runs in its current mode (train or eval) and is
+    not changed.
 
     Args:
-        model: The module, used as it is.
+        model: The module, unmodified.
         criterion: A function or module (outputs, targets) -> scalar; with `forward`, or for a batch
             that is no tuple or list, (outputs, batch) -> scalar. A :class:`FunctionalLoss` of the model
-            is returned as it is. Default: none, the model computes its own loss.
+            is returned unchanged. Default: none, the model computes its own loss.
         forward: How the model is called on a batch, a function (model, batch) -> outputs:
-            `lambda model, batch: model(**batch)`, several calls, or calls of its parts
+            `lambda model, batch: model(**batch)`, several calls, or calls of submodules
             (`model.encoder(x)`). Default: as in the tables above.
     Returns:
         A :class:`FunctionalLoss`, to be called as `loss(params, batch)`. Its parts are
-        `loss.outputs(params, batch)` and `loss.criterion(outputs, batch)`; `loss.double()` is the same
+        `loss.outputs(params, batch)` and `loss.criterion(outputs, batch)`; `loss.double()` is the
         loss in float64.
     Raises:
         ArgumentTypeError: if the model is no module or the criterion or forward no function; when the
             loss is called, if the model does not take the batch's arguments.
         ArgumentValueError: when the loss is called, if the criterion's value is not a scalar, if the
-            batch is a tuple or list of fewer than two, if it is on another device than the
+            batch is a tuple or list with fewer than two elements or on another device than the
             parameters, or if there is no criterion and the model returned no loss.
     Example:
         >>> model = nn.Linear(2, 1)
@@ -130,19 +130,18 @@ def functional_loss(
 def trainable_params(model: nn.Module, *patterns: str) -> Params:
     """The parameters of a model that require grad, by qualified name.
 
-    They are the parameters themselves, not copies. A parameter that the model uses in two places (tied
-    weights) appears once, under its first name.
+    The dict holds the parameters themselves, not copies. A parameter that the model uses in two places
+    (tied weights) appears once, under its first name.
 
     Args:
         model: The module.
-        patterns: Of the whole name, with ``*``, ``?`` and ``[...]`` as in `fnmatch`: those that match
-            one of them, ``"*lora_*"``, ``"head.weight"``. Default: all.
+        patterns: Patterns of whole names, with ``*``, ``?`` and ``[...]`` as in `fnmatch`, such as
+            ``"*lora_*"`` or ``"head.weight"``: select parameters that match any. Default: all.
     Returns:
         A dict from names to parameters.
     Raises:
         ArgumentTypeError: if the model is not an `nn.Module`, or a pattern not a string.
-        ArgumentValueError: if the model has no parameter that requires grad, or none of them matches a
-            pattern.
+        ArgumentValueError: if the model has no parameter that requires grad, or none matches a pattern.
     Example:
         >>> {name: tuple(p.shape) for name, p in hog.trainable_params(nn.Linear(2, 3)).items()}
         {'weight': (3, 2), 'bias': (3,)}
@@ -197,12 +196,12 @@ class FunctionalLoss:
         loss(params, batch) = criterion(outputs, targets)
 
     Args:
-        model: The module, used as it is.
+        model: The module, unmodified.
         criterion: A function or module (outputs, targets) -> scalar. Default: none, the model computes
             its own loss.
-        forward: How the model is called on a batch, (model, batch) -> outputs. The criterion is then
-            given (outputs, batch). Default: `model(*inputs)` for a batch (*inputs, targets), and
-            `model(batch)` for one that is no tuple or list; without a criterion `model(**batch)`,
+        forward: How the model is called on a batch, (model, batch) -> outputs. The criterion then
+            gets (outputs, batch). Default: `model(*inputs)` for a batch (*inputs, targets), and
+            `model(batch)` for a batch that is no tuple or list; without a criterion `model(**batch)`,
             `model(*batch)` or `model(batch)`.
     Example:
         >>> model = nn.Linear(2, 1)
@@ -227,15 +226,16 @@ class FunctionalLoss:
                 f"{validation.describe(forward)} ({reason}). Write for instance "
                 "`forward=lambda model, batch: model(**batch)`."
             )
-        self._dtype: torch.dtype | None = None
+        self._dtype: torch.dtype | None = None  # float64 of double(); None: the model's own
         self._norm_policy: NormPolicy = train_mode_batch_statistics
-        self._constants: Params = {}  # in the place of the model's own
-        # a deepcopy has another model
+        self._constants: Params = {}  # of with_parameters(): values instead of the model's own
+        # ids of the model and its parameters, to notice replaced parameters; a deepcopy's model differs
         self._made_with = id(model), {name: id(p) for name, p in model.named_parameters()}
-        self._parameter_ids: set[tuple[int, str]] = set()  # parameters of the model, by id
-        self._names: set[str] = set()
-        self._searched: set[tuple[str, ...]] = set()  # names that were searched outside of modules
-        self._compiled = False  # whether a part is, which the first call finds out
+        self._parameter_ids: set[tuple[int, str]] = set()  # (id, name) of the model's parameters
+        self._names: set[str] = set()  # all names of the model's parameters
+        # tuples of names for which the model was found to read parameters from modules only
+        self._searched: set[tuple[str, ...]] = set()
+        self._compiled = False  # torch.compile made a part of the model; found at the first call
         if not torch.compiler.is_dynamo_compiling():
             BY_ID[id(self)] = self
 
@@ -249,13 +249,15 @@ class FunctionalLoss:
                 f"loss(params, batch): expected one batch, got {1 + len(more)} arguments in its place. "
                 "Pass them as one tuple, (x, y)."
             )
-        # around the criterion too, which may use the model's parameters
+        # also around the criterion, which may read the model's parameters
         with self._swapped(params):
             return self.criterion(self._outputs(params, batch), batch)
 
     def _replaced_parameter(self, params: Tree) -> str:
-        """The name of the first of these parameters, if the model had it when this loss was made and
-        has another one now; else ""."""
+        """The name of the first parameter if the model has replaced it since this loss was made.
+
+        "" if the model still has the parameter, or never had it.
+        """
         if not isinstance(params, dict) or not params:
             return ""
         name, value = next(iter(params.items()))
@@ -272,10 +274,10 @@ class FunctionalLoss:
         """The model's outputs on a batch.
 
         Args:
-            params: Parameters by qualified name; for those that are missing the model's own are used.
+            params: Parameters by qualified name; missing ones have the model's values.
             batch: The batch, of any kind that the loss takes.
         Returns:
-            What the model returns: a tensor, tuple, dict or any other object.
+            The model's result: a tensor, tuple, dict or any other object.
         """
         with self._swapped(params):
             return self._outputs(params, batch)
@@ -284,8 +286,8 @@ class FunctionalLoss:
         """The criterion at given outputs of the model.
 
         Args:
-            outputs: What :meth:`outputs` returned.
-            batch: The batch, whose targets, or which itself, the criterion is given.
+            outputs: The result of :meth:`outputs`.
+            batch: The batch; the criterion gets its targets, or the whole batch.
         Returns:
             A scalar.
         """
@@ -309,7 +311,7 @@ class FunctionalLoss:
                 )
         converted: AbstractContextManager[None] = nullcontext()
         if self._dtype is not None and isinstance(self._criterion, nn.Module):
-            # class weights of a criterion have to have the dtype of the outputs
+            # class weights of a criterion must have the dtype of the outputs
             converted = swap_parameters(self._criterion, {}, self._dtype)
         try:
             with converted:
@@ -326,24 +328,24 @@ class FunctionalLoss:
         """The model's output for arguments of any kind.
 
         Args:
-            params: Parameters by qualified name; for those that are missing the model's own are used.
+            params: Parameters by qualified name; missing ones have the model's values.
             args: Positional arguments of the model.
             kwargs: Keyword arguments of the model.
         Returns:
-            What the model returns.
+            The model's result.
         """
         with self._swapped(params):
             return self.model(*args, **kwargs)
 
     def double(self) -> "FunctionalLoss":
-        """This loss in float64, for parameters in float64, such as finite differences need.
+        """This loss in float64, for parameters in float64, for instance for finite differences.
 
-        What `params` does not contain (frozen parameters and buffers), and the parameters and buffers
-        of a criterion that is a module, are converted at each call: complex ones to complex128,
-        integers not at all. The model is not changed, and no copy of it is kept, so the loss follows
-        what the model learns. (A deepcopy would also fail on a model that keeps an output.) The caller
-        converts parameters and batch. Tensors that are plain attributes, and dtypes that forward
-        names, are not converted: where they cannot be combined with float64, torch raises.
+        Each call converts the parameters and buffers that `params` does not contain, and those of a
+        criterion that is a module: complex tensors to complex128, integers not at all. The model is not
+        changed and not copied, so the loss follows a training of the model. (A deepcopy would also fail
+        for a model that keeps an output.) The caller converts parameters and batch. Tensors in plain
+        attributes, and dtypes that forward names, are not converted: torch raises if they do not
+        combine with float64.
 
         Returns:
             The loss in float64.
@@ -356,8 +358,8 @@ class FunctionalLoss:
         """This loss with other batch statistics in the model's normalisation layers.
 
         Args:
-            policy: A function that is called with a patch and the model before each run, and replaces
-                running statistics by `patch.put(layer, name, value)`.
+            policy: A function (patch, model), called before each run; it replaces running statistics
+                by `patch.put(layer, name, value)`.
         Returns:
             The loss with this policy.
         """
@@ -366,10 +368,10 @@ class FunctionalLoss:
         return loss
 
     def with_parameters(self, params: Params) -> "FunctionalLoss":
-        """This loss with other values for parameters of the model that a call is not given.
+        """This loss with new values for parameters of the model; `params` of a call takes precedence.
 
         Args:
-            params: By qualified name.
+            params: The values, by qualified name.
         Returns:
             The loss at these parameters.
         """
@@ -408,7 +410,7 @@ class FunctionalLoss:
         return f"functional_loss({', '.join(parts)})" + (".double()" if self._dtype else "")
 
     def _outputs(self, params: Params, batch: object) -> Any:
-        """The model's outputs, where its parameters have been swapped."""
+        """The model's outputs; the caller has swapped the parameters."""
         if isinstance(batch, DataLoader):
             raise ArgumentTypeError(
                 "batch: expected one batch, got a DataLoader; pass next(iter(loader)), or for the mean "
@@ -416,7 +418,7 @@ class FunctionalLoss:
             )
         args, keywords = self._arguments(batch)
         try:
-            # what torch.compile made has no second derivative
+            # compiled code has no second derivative
             with torch_internals.eagerly() if self._compiled else nullcontext():
                 if self._forward is not None:
                     outputs = self._forward(self.model, batch)
@@ -433,24 +435,27 @@ class FunctionalLoss:
             return outputs
         if (names := tuple(params)) not in self._searched:
             look = partial(self._refuse_own_parameters, params, outputs)
-            # once a model and names: the walk through the graph takes time for each node
+            # once for a model and names, because the walk visits each node of the graph
             if found_once(self.model, ("parameters from elsewhere", names), look):
                 self._searched.add(names)
         return outputs
 
     def _refuse_own_parameters(self, params: Params, outputs: object) -> bool | None:
-        """Raises for a parameter that the model also keeps elsewhere than in a module, where the given
-        one does not arrive, so that derivatives by it are zero; None where outputs have no graph."""
+        """Raise if the outputs depend on a parameter that the model keeps outside of its modules.
+
+        A swap does not reach such a place (a list, a closure), so that derivatives by the given
+        parameter would be wrong. True if there is none; None if the outputs have no graph to search.
+        """
         unwrap = torch_internals.unwrap
-        # compared beneath the wrappers of torch.func
-        given = [unwrap(p) for p in params.values()]  # which may be computed by the model's own
+        # compare tensors below the wrappers of torch.func; given ones may depend on the model's own
+        given = [unwrap(p) for p in params.values()]
         with without_stand_ins():
             values = [unwrap(y) for y in pytree.tensors(outputs)]
             if torch_internals.tracing() or not any(y.requires_grad for y in values):
                 return None
             leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
-        # by ids from before the swap, inside of which the model has the given ones
+        # ids from before the swap, since the model now has the given parameters
         own = {at: name for at, name in self._parameter_ids if name in params}
         for leaf in leaves:
             name = own.get(id(leaf))
@@ -464,7 +469,7 @@ class FunctionalLoss:
         return True
 
     def _arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with; nothing where `forward` calls it."""
+        """The arguments of the model; none if `forward` calls the model."""
         if self._forward is not None:
             return (), {}
         if self._criterion is None:
@@ -474,7 +479,7 @@ class FunctionalLoss:
     def _explain_call(
         self, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: object, reason: str
     ) -> str:
-        """What to do about arguments that the model does not take."""
+        """The message for arguments that the model does not take."""
         forward = self.model.forward
         given = (*args, *keywords.values())
         passed = ", ".join([*map(describe_argument, args), *keywords])
@@ -503,20 +508,20 @@ class FunctionalLoss:
             constants = self._constants.items()
             own = {n: in_dtype(x, dtype) if dtype is not None else x for n, x in constants}
             params = {**own, **params}
-        # Dynamo traces torch's own swap, which replaces parameters and buffers and nothing else
+        # Dynamo traces torch's own swap, which only replaces parameters and buffers
         if torch.compiler.is_dynamo_compiling() and self._is_plain():
-            # copies, which a forward may change
+            # copies, because forward may change buffers
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
             if params.keys() <= dict(self.model.named_parameters(remove_duplicate=False)).keys():
                 given = {**buffers, **params}
                 return torch_internals.reparametrize_module(self.model, given, tie_weights=True)
-        # the names of a model are listed once: most calls have the same
+        # list the model's names only for new names
         if not params.keys() <= self._names:
             self._check_names(params)
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _is_plain(self) -> bool:
-        """Whether a swap replaces parameters and buffers alone."""
+        """Whether a swap only replaces parameters and buffers."""
         renormalized = any(getattr(m, "max_norm", None) is not None for m in self.model.modules())
         own_norms = self._norm_policy is not train_mode_batch_statistics
         return not (renormalized or own_norms or self._dtype is not None)
@@ -536,7 +541,7 @@ class FunctionalLoss:
 
 
 def _may_be_probabilities(x: Tensor, criterion: str) -> bool:
-    """Whether targets are between 0 and 1, and of classes sum to 1; True where values are unknown."""
+    """Whether targets are between 0 and 1 and sum to 1 over classes; True if values are unknown."""
     if not x.is_floating_point() or not value_checks_on() or torch_internals.tracing():
         return True
     if torch_internals.transforms_active():
@@ -546,7 +551,7 @@ def _may_be_probabilities(x: Tensor, criterion: str) -> bool:
 
 
 def check_instance(what: str, value: object) -> Any:
-    """The function or module, unless it is the class that one is made from."""
+    """The function or module; raise for a class instead of an instance."""
     validation.function(what, value)
     if isinstance(value, type):
         raise ArgumentTypeError(

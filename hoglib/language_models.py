@@ -1,13 +1,13 @@
-"""The loss of a language model without its logits: the features before the head, and the head.
+"""The loss of a language model without a tensor of all logits.
 
-Its "outputs", which Gauss-Newton and Fisher products are split at, are (h, W, b), and its criterion is
-head and cross-entropy together, computed by rows:
+Gauss-Newton and Fisher products split the loss at its "outputs" (h, W, b). The criterion is the head
+and the cross-entropy together, computed in chunks of rows:
 
-    h [B, T, D]         what the head is given; its rows are the positions, [B T, D]
+    h [B, T, D]         the features, input of the head; a row is a position, [B T, D]
     W [V, D], b [V]     the head
-    z [chunk, V]        the logits of some rows, made and dropped again
+    z [chunk, V]        the logits of some rows, computed and freed
 
-so that nothing of size B T V exists, in the loss or in any of its derivatives.
+so that no tensor of size B T V exists, in the loss or in any of its derivatives.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,16 +33,16 @@ from hoglib.ops import _cross_entropy
 __all__ = ["LanguageModelLoss", "language_model_loss"]
 
 Vector = Sequence[Tensor]
-NAMES = _cross_entropy.NAMES  # of what the loss is computed from: h, W and b
+NAMES = _cross_entropy.NAMES  # "h", "W" and "b", the outputs
 Product = Callable[[Vector], list[Tensor]]
 
 
 class Features(NamedTuple):
-    """What the loss is computed from: logits are ``hidden @ weight.mT + bias``."""
+    """The outputs of the loss: logits are ``hidden @ weight.mT + bias``."""
 
-    hidden: Tensor  # [B, T, D], the positions that have a label
-    weight: Tensor  # [V, D], of the head
-    bias: Tensor | None
+    hidden: Tensor  # features [B, T, D] of the positions with a label
+    weight: Tensor  # the head's weight, [V, D]
+    bias: Tensor | None  # the head's bias, [V]
 
 
 def language_model_loss(
@@ -60,19 +60,19 @@ def language_model_loss(
         z_t = W h_t + b        loss = 1/T sum_t (log sum_c exp(z_tc) - z_t,y(t))
 
     with h the features before the head, W and b the head's weight and bias, and the sum over the T
-    labels of the batch that are not ``ignore_index``: the loss that models of transformers return.
+    labels of the batch other than ``ignore_index``: the loss that models of transformers return.
     The logits z exist for ``chunk_size`` rows at a time, in the loss, its gradient, and in products
-    with Hessian, Gauss-Newton and Fisher matrices, which hold two tensors [chunk_size, V] beside what
-    the body of the model holds and tensors of the size of W.
+    with Hessian, Gauss-Newton and Fisher matrices. Beside the memory of the model's body, these hold
+    two tensors [chunk_size, V] and tensors of the size of W.
 
-    The model is run as it is up to its head, also with tied weights, adapters (LoRA) and gradient
-    checkpointing. The first call compares the logits that it makes of two positions with those of
-    features and head, because some models change them afterwards.
+    The model runs unmodified up to its head, also with tied weights, adapters (LoRA) and gradient
+    checkpointing. The first call compares the model's logits at two positions with the head of the
+    features, because some models change logits after the head.
 
     A batch is a mapping of the model's keyword arguments with "labels" (BatchEncoding too); a tuple
-    (input_ids, labels); or, where labels are shifted, a mapping without labels or a tensor of token
-    indices: the labels are then the tokens, without those whose attention_mask is 0. Operators weight
-    batches by the number of labels that count.
+    (input_ids, labels); or, if labels are shifted, a mapping without labels or a tensor of token
+    indices: the labels are then the tokens with an attention_mask other than 0. Operators weight
+    batches by their number of labels other than ``ignore_index``.
 
     Args:
         model: A causal, masked or sequence-to-sequence language model of transformers, also inside
@@ -80,24 +80,24 @@ def language_model_loss(
         shift: Whether the label of a position is the next token: features of all but the last position
             meet labels of all but the first. Default: by the name of a class of transformers, True for
             causal models.
-        body: The features [B, T, D], a function (model, batch) -> features. Default: what the head
-            is given when the model is called on the batch.
+        body: The features [B, T, D], a function (model, batch) -> features. Default: the input of the
+            head when the model is called on the batch.
         head: The linear layer, or its name in the model. Default: ``model.get_output_embeddings()``.
-        chunk_size: The rows of the logits that exist at once. Default: as many as have four million
-            logits.
+        chunk_size: The rows of logits that exist at once. Default: rows with four million logits in
+            total.
         ignore_index: The label of positions that do not count. Default: -100.
         label_smoothing: From 0 to 1. Default: 0.
     Returns:
-        A :class:`~hoglib.functional.FunctionalLoss`, for products, operators, penalties and, in the
-        place of a criterion, for meta-learning.
+        A :class:`~hoglib.functional.FunctionalLoss`, for products, operators, penalties and, instead
+        of a criterion, for meta-learning.
     Raises:
         ArgumentTypeError: if the model is no module, the head no linear layer, or the body no function.
         ArgumentValueError: if the model has no head, or it is not known whether labels are shifted;
             when the loss is called, if labels are missing or do not fit the features, or if the model
             changes its logits after the head.
     References:
-        Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, ICLR 2025 (logits that
-        never exist as a whole, for the first derivative).
+        Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, ICLR 2025 (logits in
+        chunks, for the first derivative).
     Example:
         >>> model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5))
         >>> loss = hog.language_model_loss(model, head="1", shift=True)
@@ -126,7 +126,7 @@ class LanguageModelLoss(FunctionalLoss):
         shift: Whether the label of a position is the next token.
         body: The features, of the model and a batch.
         head: The linear layer, or its name.
-        chunk_size: The rows of the logits that exist at once.
+        chunk_size: The rows of logits that exist at once.
         ignore_index: The label of positions that do not count.
         label_smoothing: From 0 to 1.
     Example:
@@ -147,15 +147,14 @@ class LanguageModelLoss(FunctionalLoss):
         ignore_index: int,
         label_smoothing: float,
     ) -> None:
-        # no criterion of outputs and targets: `criterion` below takes features, and the head with
-        # them
+        # no criterion of (outputs, targets): the method `criterion` takes features and head
         super().__init__(model, None, None if body is None else check_instance("body", body))
         self._head = _name_of_head(model, head)
         self._shift = _shifts_labels(model) if shift is None else validation.boolean("shift", shift)
         self._chunk_size = validation.none_or_at_least("chunk_size", chunk_size, 1)
         self._ignore_index = validation.integer("ignore_index", ignore_index)
         self._smoothing = validation.fraction("label_smoothing", label_smoothing)
-        self._checked = False  # a model that leaves its logits as they are does so at every call
+        self._checked = False  # a first call has shown that the model does not change its logits
 
     @property
     def separates_outputs(self) -> bool:
@@ -166,8 +165,8 @@ class LanguageModelLoss(FunctionalLoss):
         """The loss of features.
 
         Args:
-            outputs: What :meth:`outputs` returned.
-            batch: The batch, of which the labels are read.
+            outputs: The result of :meth:`outputs`.
+            batch: The batch, for its labels.
         Returns:
             A scalar.
         """
@@ -177,7 +176,7 @@ class LanguageModelLoss(FunctionalLoss):
         return torch.where(counts, losses, 0).sum() / total
 
     def batch_size(self, batch: object) -> int:
-        """The number of labels of a batch that count, by which operators weight it.
+        """The number of labels other than ignore_index, by which operators weight a batch.
 
         Args:
             batch: The batch.
@@ -192,10 +191,10 @@ class LanguageModelLoss(FunctionalLoss):
             M = 1/T sum_t J_t^T (diag(p_t) - p_t p_t^T) J_t,  J_t the Jacobian of z_t by (h, W, b)
 
         Args:
-            outputs: Where it is taken.
+            outputs: The outputs at which the matrix is taken.
             batch: The batch.
         Returns:
-            The product with a list of tensors like the outputs, differentiable where grad mode is on.
+            The product with a list of tensors like the outputs, differentiable if grad mode is on.
         """
         rows, counts, total = self._rows(outputs, batch)
         g = counts.to(total.dtype) / total
@@ -217,22 +216,22 @@ class LanguageModelLoss(FunctionalLoss):
         num_samples: int,
         generator: Generator | None,
     ) -> Product:
-        """The Fisher matrix of the categorical distribution of the logits, likewise.
+        """The Fisher matrix of the logits' categorical distribution, on the features and the head.
 
             exact       as the Gauss-Newton matrix
             mc          M = 1/(S T) sum over S draws and labels t of J_t^T r r^T J_t,  r = p - onehot(y)
             empirical   M = N sum over sequences n of d_n d_n^T,  d_n = dloss / d(h, W, b) of n
 
         Args:
-            outputs: Where it is taken.
+            outputs: The outputs at which the matrix is taken.
             batch: The batch.
             kind: "exact", "mc" or "empirical".
             num_samples: S.
-            generator: Of the draws. Default: torch's.
+            generator: Draws the labels. Default: torch's own generator.
         Returns:
             The product with a list of tensors like the outputs.
         """
-        # smoothed targets are no draws of a distribution, whose Fisher matrix would be asked for
+        # smoothed targets are no draws from a distribution, so that there is no Fisher matrix
         if self._smoothing and kind != "empirical":
             raise ArgumentValueError(
                 "language_model_loss: expected label_smoothing=0, for which the loss is a likelihood, "
@@ -244,13 +243,13 @@ class LanguageModelLoss(FunctionalLoss):
         share = counts.to(total.dtype)
         if kind == "mc":
             draws = list(_draw_labels(rows, num_samples, generator))
-            # a share is 0 or 1 here, so that both factors of it below are one
+            # a share is 0 or 1 here: multiplying by it twice below is harmless
             scale = 1 / (num_samples * total)
             groups = None
         else:
             draws = [rows]
-            # d_n is of the mean loss, so that the share is in both factors of d_n d_n^T, and N in
-            # front
+            # d_n is a gradient of the mean loss: both factors of d_n d_n^T have the share 1/T, and the
+            # sum has the factor N
             share, groups = share / total, len(outputs.hidden)
             scale = total.new_tensor(float(groups))
 
@@ -260,7 +259,7 @@ class LanguageModelLoss(FunctionalLoss):
             with torch.no_grad(), translate_batch_errors(batch, outputs):
                 for own in draws:
                     along = share * _cross_entropy.row_tangents(own, given)
-                    # d_n d_n^T v: the slope of a whole sequence multiplies each of its rows
+                    # d_n d_n^T v: the slope along v of a whole sequence multiplies each of its rows
                     if groups is not None:
                         per_group = along.reshape(groups, -1)
                         along = per_group.sum(1, keepdim=True).expand_as(per_group).reshape(-1)
@@ -272,10 +271,10 @@ class LanguageModelLoss(FunctionalLoss):
         return product
 
     def with_logits(self) -> FunctionalLoss:
-        """The same loss of logits [B, V, T] that exist as a whole, as Kronecker factors need them.
+        """This loss with all logits [B, V, T] as outputs, for Kronecker factors.
 
         Returns:
-            The loss, whose criterion is torch's cross-entropy.
+            The loss, with torch's cross-entropy as criterion.
         """
         return _OfLogits(self)
 
@@ -287,7 +286,7 @@ class LanguageModelLoss(FunctionalLoss):
             with translate_batch_errors(batch, params or list(self.model.parameters())):
                 hidden = _until_head(lambda: self._run(batch), head)
             if not self._checked and value_checks_on() and not torch_internals.transforms_active():
-                # the check must not change what dropout draws in the loss
+                # the check must not change dropout's draws in the loss
                 with preserve_random_state(), torch.no_grad():
                     self._check_logits(batch, head)
                 self._checked = True
@@ -303,8 +302,10 @@ class LanguageModelLoss(FunctionalLoss):
         return self.model(*args, **keywords)
 
     def _check_logits(self, batch: object, head: nn.Module) -> None:
-        """Raise unless the logits of the model are those of its head, at two positions; also where they
-        are large, which shows a bound on them."""
+        """Raise unless the model's logits at two positions equal its head's outputs.
+
+        A second comparison with large logits shows a bound such as tanh.
+        """
         what, scale = type(self.model).__name__, 1.0
         for _ in range(2):
             found, expected = self._two_logits(batch, head, scale)
@@ -321,25 +322,24 @@ class LanguageModelLoss(FunctionalLoss):
                     f"{what}: expected logits that are its head's outputs, got others (by {off:.1g} of "
                     f"the largest): the model scales, shifts or bounds them afterwards; {_INSTEAD}"
                 )
-            # a second run with large logits: a bound such as tanh leaves small ones as they are
+            # a second run with large logits: a bound such as tanh does not change small ones
             scale = 100 / size if size else 1.0
 
     def _two_logits(self, batch: object, head: Any, scale: float) -> tuple[Tensor | None, Tensor]:
-        """The logits that the model returns, and its head, at two positions and times a number."""
+        """The model's returned logits, and its head's outputs, at two positions; scale: of the head."""
         seen: list[Tensor] = []
 
         def short(x: Tensor) -> Tensor:
-            # two positions of the features that the model has just computed, instead of logits of
-            # all
+            # run the head at two positions of the features only
             seen.append(scale * F.linear(x[..., :2, :], head.weight, head.bias))
-            return seen[-1].clone()  # models bound or scale them in place
+            return seen[-1].clone()  # a copy, because models bound or scale logits in place
 
         with replaced_forwards([head], lambda _: short):
             outputs = self._run(batch)
         return _find_logits(outputs), seen[0]
 
     def _rows(self, outputs: Features, batch: object) -> tuple[_cross_entropy.Rows, Tensor, Tensor]:
-        """The arguments of the loss by rows, which of them count, and the number of these."""
+        """The rows of the loss, the mask of rows that count, and the number of these rows."""
         hidden, weight, bias = outputs
         labels = self._labels(batch)
         if labels.shape != hidden.shape[:-1]:
@@ -351,10 +351,10 @@ class LanguageModelLoss(FunctionalLoss):
         counts = classes != self._ignore_index
         if value_checks_on() and not labels.is_meta and not torch_internals.transforms_active():
             _check_classes(classes[counts], len(weight), self._ignore_index)
-        # half precision counts to 256 or 2048 only
+        # not in half precision, which counts only to 256 or 2048
         total = counts.sum().to(torch.promote_types(hidden.dtype, torch.float32))
         size = _cross_entropy.chunk_size_of(self._chunk_size, len(weight))
-        # rows that do not count need some class to gather by; their losses are dropped
+        # ignored rows need some valid class for gather; their losses are dropped
         h, own = hidden.reshape(-1, hidden.shape[-1]), torch.where(counts, classes, 0)
         return _cross_entropy.Rows(h, weight, bias, own, self._smoothing, size), counts, total
 
@@ -391,11 +391,11 @@ _INSTEAD = (
 def _draw_labels(
     rows: _cross_entropy.Rows, num_samples: int, generator: Generator | None
 ) -> Iterator[_cross_entropy.Rows]:
-    """The rows with labels from the model's distribution, for each sample."""
+    """For each sample, the rows with labels drawn from the model's distribution."""
     drawn = []
     with torch.no_grad():
         for (part,) in _cross_entropy.row_chunks(rows):
-            # by chunks, as everywhere: probabilities of all rows would be as large as the logits
+            # in chunks: probabilities of all rows would be as large as all logits
             p = torch.softmax(F.linear(*part[:3]).float(), 1)
             drawn.append(torch.multinomial(p, num_samples, True, generator=generator))
     for classes in torch.cat(drawn).unbind(1):
@@ -404,14 +404,14 @@ def _draw_labels(
 
 
 def _varying_outputs(outputs: Features) -> str:
-    """The names, of NAMES, of the outputs that depend on parameters; all if none says so."""
+    """The NAMES of outputs that require grad; of all outputs if none does."""
     present = [(n, x) for n, x in zip(NAMES, outputs, strict=True) if x is not None]
     varying = "".join(name for name, x in present if x.requires_grad)
     return varying or "".join(name for name, _ in present)
 
 
 def _parts_of(outputs: Features, vector: Vector, names: str) -> Any:
-    """The parts of a vector by h, W and b, None for what does not vary."""
+    """The parts of a vector for h, W and b; None for outputs that do not vary (not in names)."""
     given = iter(vector)
     parts = [None if x is None else next(given) for x in outputs]
     parts = [x if name in names else None for name, x in zip(NAMES, parts, strict=True)]
@@ -422,7 +422,7 @@ def _parts_of(outputs: Features, vector: Vector, names: str) -> Any:
 def _as_outputs(outputs: Features, found: Sequence[Tensor | None]) -> list[Tensor]:
     """A product as a list of tensors like the outputs."""
     pairs = [(x, y) for x, y in zip(outputs, found, strict=True) if x is not None]
-    # what does not vary has a zero, without memory of its own: it may be as large as W
+    # a constant output gets an expanded zero, which needs no memory: it may be as large as W
     return [
         x.new_zeros(()).expand_as(x) if y is None else y.reshape(x.shape).to(x.dtype)
         for x, y in pairs
@@ -430,11 +430,11 @@ def _as_outputs(outputs: Features, found: Sequence[Tensor | None]) -> list[Tenso
 
 
 class _HeadReached(BaseException):
-    """Ends the run of a model at its head; no Exception, which models may catch."""
+    """Ends the run of a model at its head; a BaseException, because models may catch Exception."""
 
 
 def _until_head(run: Callable[[], Any], head: nn.Module) -> Tensor:
-    """What the head is given where the model runs."""
+    """The input of the head when the model runs; the run ends there."""
     reached: list[Tensor] = []
 
     def stop(x: Tensor) -> Tensor:
@@ -485,7 +485,7 @@ def _name_of_head(model: nn.Module, head: str | nn.Module | None) -> str:
                 f"{validation.describe(head)}, which is not in {type(model).__name__}."
             )
         name, layer = found[0], head
-    # a subclass, as of adapters, may compute other logits than W h + b
+    # a subclass, such as an adapter's, may compute other logits than W h + b
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         raise ArgumentTypeError(
             f"head: expected a plain nn.Linear, got {type(layer).__name__} ({name}). Adapters of the "
@@ -495,7 +495,7 @@ def _name_of_head(model: nn.Module, head: str | nn.Module | None) -> str:
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the labels of a class of transformers are the next tokens."""
+    """Whether the labels are the next tokens, by the name of a class of transformers."""
     inner = getattr(model, "get_base_model", None)
     name = type(inner() if callable(inner) else model).__name__
     # GPT2LMHeadModel is causal; XLMWithLMHeadModel may have learned masked tokens
@@ -534,7 +534,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def _check_classes(classes: Tensor, count: int, ignore_index: int) -> None:
-    """Raise for labels that are no token of the head."""
+    """Raise for labels outside of the head's vocabulary."""
     if classes.numel() and not 0 <= (lowest := int(classes.min())) <= int(classes.max()) < count:
         got = lowest if lowest < 0 else int(classes.max())
         raise ArgumentValueError(
@@ -544,10 +544,10 @@ def _check_classes(classes: Tensor, count: int, ignore_index: int) -> None:
 
 
 def _model_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the model, without labels, of which it would compute its own loss."""
+    """The arguments of the model, without labels, or the model would compute its own loss."""
     if isinstance(batch, Mapping):
         keywords = {name: value for name, value in batch.items() if name != "labels"}
-        # without labels a sequence-to-sequence model does not make the decoder's inputs itself
+        # a sequence-to-sequence model makes the decoder's inputs from labels only
         prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
         given = any(name in batch for name in ("decoder_input_ids", "decoder_inputs_embeds"))
         if callable(prepare) and not given and batch.get("labels") is not None:

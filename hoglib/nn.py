@@ -105,11 +105,11 @@ class Swish(nn.Module):
 
 
 class Linear(nn.Linear):
-    r"""`torch.nn.Linear` whose product is :func:`hoglib.ops.linear`.
+    r"""`torch.nn.Linear` by :func:`hoglib.ops.linear`.
 
         y = x W^T + b
 
-    Constructor, parameters, initialisation and state dict are those of `torch.nn.Linear`.
+    Constructor, parameters, initialisation and state dict are torch.nn.Linear's.
 
     Example:
         >>> layer = hog.nn.Linear(2, 3)
@@ -133,7 +133,7 @@ class LinearAct(nn.Linear):
 
         y = act(x W^T + b)
 
-    Parameters, initialisation and state dict are those of `torch.nn.Linear`.
+    Parameters, initialisation and state dict are torch.nn.Linear's.
 
     Args:
         in_features: The size of the last dimension of the input.
@@ -228,11 +228,11 @@ class CrossEntropyLoss(nn.Module):
 
 
 class Remat(nn.Module):
-    r"""A module whose intermediate values are recomputed in backward, by :func:`hoglib.ops.remat`.
+    r"""Recomputes a module's intermediate values in backward, by :func:`hoglib.ops.remat`.
 
         y = module(x)
 
-    The state dict is that of the module under the name `module`.
+    The state dict has the module's entries, with the prefix `module.`.
 
     Args:
         module: The module.
@@ -253,6 +253,6 @@ class Remat(nn.Module):
             args: The module's arguments.
             kwargs: The module's keyword arguments.
         Returns:
-            What the module returns.
+            The module's result.
         """
         return ops.remat(self.module)(*args, **kwargs)

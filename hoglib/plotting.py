@@ -1,8 +1,7 @@
-"""The pictures of results, `result.plot(ax)`, and their one style, which the experiments share.
+"""The pictures of results, `result.plot(ax)`, and their style, which the experiments share.
 
-matplotlib is imported when a picture is drawn, and none of its settings stays changed. The colours are
-those of Okabe and Ito (Color Universal Design, 2008); lines differ also in dashes and markers, so that
-pictures can be read without colour.
+matplotlib is imported when a picture is drawn; its settings are restored. The colours are Okabe and
+Ito's (Color Universal Design, 2008); lines differ also in dashes and markers, for readers without colour.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from hoglib.errors import ArgumentTypeError
 BLACK, ORANGE, GREEN = "#000000", "#E69F00", "#009E73"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 GREY, LIGHT, BAND = "#767676", "#B8B8B8", "#F3F3F3"  # secondary lines, marks, and stripes of tables
-# what a picture's lines differ in: colour, dashes, marker
+# colour, dashes and marker of a picture's first, second, ... line
 SERIES: tuple[tuple[str, Any, str], ...] = (
     (BLUE, "-", "o"), (ORANGE, "--", "s"), (GREEN, "-.", "^"), (PURPLE, (0, (1, 1)), "D"),
     (BLACK, (0, (5, 1, 1, 1, 1, 1)), "v"), (VERMILLION, (0, (8, 2)), "P"),
@@ -40,8 +39,11 @@ def load_pyplot(caller: str) -> Any:
 
 
 def picture(draw: Callable[[Any, Any], int | None]) -> Callable[[Any, Any], Any]:
-    """`draw(result, ax)` as a function that returns the axes, and makes them where it is given None: in
-    the common style, and as high as the number of names beside them that draw returns."""
+    """Make plot(result, ax) of draw(result, ax): it returns the axes, and creates them for ax=None.
+
+    New axes have the common style. draw returns the number of names beside the axes, which sets the
+    height of the figure, or None.
+    """
 
     @wraps(draw)
     def plot(result: object, ax: object) -> Any:
@@ -49,7 +51,7 @@ def picture(draw: Callable[[Any, Any], int | None]) -> Callable[[Any, Any], Any]
         if ax is None:
             with pyplot.rc_context(STYLE):
                 figure, ax = pyplot.subplots(figsize=(7, 3.4))
-                # drawn first, as only then the number of names beside the axes is known
+                # draw first: it returns the number of names beside the axes
                 figure.set_figheight(max(3.4, 1 + 0.22 * (draw(result, ax) or 0)))
         elif isinstance(ax, pyplot.Axes):
             draw(result, ax)
@@ -67,7 +69,7 @@ def draw_pixels(ax: Any) -> Any:
     from matplotlib import pyplot
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(ax.figure)  # that of pyplot may be a window
+    canvas = FigureCanvasAgg(ax.figure)  # pyplot's own canvas may be a window
     canvas.draw()
     pyplot.close(ax.figure)
     return np.asarray(canvas.buffer_rgba())[..., :3]
@@ -76,7 +78,7 @@ def draw_pixels(ax: Any) -> Any:
 @picture
 def density(of: Any, ax: Any) -> None:
     """The density of all eigenvalues, with one standard error."""
-    colour, dashes, _ = SERIES[len(ax.lines) % len(SERIES)]  # another one for a second density
+    colour, dashes, _ = SERIES[len(ax.lines) % len(SERIES)]  # a new colour for a second density
     bottom, top = ax.get_ylim() if ax.lines else (0.0, 0.0)
     highest = float(of.density.max())
     low = max(1e-6 * highest, bottom)  # lower values are the tails of the Gaussians
@@ -90,7 +92,7 @@ def density(of: Any, ax: Any) -> None:
 
 @picture
 def spectrum(of: Any, ax: Any) -> None:
-    """The density of all eigenvalues, and those at both ends as ticks."""
+    """The density of all eigenvalues, and the computed eigenvalues at both ends as ticks."""
     density(of.density, ax)
     ends = [*of.smallest.tolist(), *of.largest.tolist()]
     look = {"ls": "", "marker": "|", "ms": 12, "mew": 1.5, "color": VERMILLION}
@@ -105,7 +107,7 @@ def spectrum(of: Any, ax: Any) -> None:
 
 @picture
 def eigenpairs(of: Any, ax: Any) -> None:
-    """The eigenvalues in descending order; one of the matrix is within the residual of each."""
+    """The eigenvalues in descending order, with residuals: bounds of the distance to an exact one."""
     values, residuals = of.values.tolist()[::-1], of.residuals.tolist()[::-1]
     count = len(values)
     look = {"fmt": "o", "color": BLUE, "ms": 5 if count < 50 else 2.5, "lw": 1, "capsize": 2}
@@ -120,8 +122,10 @@ def eigenpairs(of: Any, ax: Any) -> None:
 
 @picture
 def history(measurements: Any, ax: Any) -> int:
-    """The largest eigenvalue by batch, by its name in the loggers; of a single problem also the
-    smallest one and the critical sharpness."""
+    """The largest eigenvalue over batches, by its logged name.
+
+    For a single problem also the smallest eigenvalue and the critical sharpness.
+    """
     single = len({one.name for one in measurements}) < 2
     ends = ("/largest", "/smallest", "/critical") if single else ("/largest",)
     points: dict[str, list[tuple[int, float]]] = {}
@@ -168,7 +172,7 @@ def kfac_error(of: Any, ax: Any) -> int:
 
 @picture
 def report(of: Any, ax: Any) -> int:
-    """The relative error of each check that compares numbers, and what failed or warns without one."""
+    """The relative error of each check that compares numbers, and all checks that failed or warn."""
     shown = [row for row in of.rows if row.status in ("fail", "warn") or row.error is not None]
     ax.set_xlabel("relative error")
     ax.set_title(repr(of).removeprefix("Report(")[-60:-1], parse_math=False)
@@ -176,8 +180,10 @@ def report(of: Any, ax: Any) -> int:
 
 
 def _by_name(ax: Any, rows: Sequence[tuple[str, float | None, float, str]]) -> int:
-    """Values with their errors by name and verdict, the worst first; one that is no positive number is
-    written beside its name."""
+    """Values with errors, one row for each name, the worst first; returns the number of rows.
+
+    A value that a logarithmic axis cannot show is written beside its name.
+    """
 
     def badness(row: Any) -> tuple[int, float]:
         _, x, _, verdict = row
@@ -208,7 +214,7 @@ def _scale_by_size(ax: object, axis: str, values: Iterable[float]) -> None:
     known = [x for x in values if isfinite(x) and x]
     largest, least = (f(map(abs, known), default=1.0) for f in (max, min))
     if largest > 100 * least:
-        # three decades at most: noise around zero would fill the axis otherwise
+        # at most three decades, or noise around zero would fill the axis
         linear = 10 ** ceil(log10(max(least, 1e-3 * largest)))
         scale = {"value": "log"} if min(known) > 0 else {"value": "symlog", "linthresh": linear}
         getattr(ax, f"set_{axis}scale")(**scale)

@@ -1,24 +1,23 @@
-"""What stands around every evaluation of a user's function: once, and in one order.
+"""The contexts around every evaluation of a user's function, each entered once, in a fixed order.
 
-    with ring(policy, loss) as blocks:           # whatever the options ask for holds inside
+    with ring(policy, loss) as blocks:           # inside, all options of the policy hold
         value, product = algorithm(problem.entered(blocks))
 
 From outside to inside:
 
-    compilation            nothing else is entered around what is captured as a whole, which enters a
-                           ring itself
-    errors                 of the communication between processes that share parameters
-    examination            custom Functions of the user's that are applied are examined at the end,
-                           also where one of the others raises
-    torch.compile          what the user compiled runs uncompiled
-    gradients              inference mode is off, and autograd records
-    swapped parameters     stay in their modules until the end, for a backward that recomputes
-    buffers                are restored at the end
-    autocast               is off, for penalties
-    stand-ins              replace torch calls that have no right second derivative
-    recomputation          of blocks: innermost, so that it replays all of the others
+    compilation            if the call is captured as one graph, skip all below: the captured body
+                           enters its own ring
+    errors                 translate errors of communication between processes with sharded parameters
+    examination            examine the user's custom Functions at exit, also after an exception
+    torch.compile          modules and functions that the user compiled run uncompiled
+    gradients              turn inference mode off; autograd records
+    swapped parameters     stay in their modules until exit, for a backward that recomputes
+    buffers                restored at exit, for penalties
+    autocast               turned off, for penalties
+    stand-ins              replace torch calls without a right second derivative
+    recomputation          of blocks: innermost, so that a recomputation runs under all contexts above
 
-Algorithms are functions of a :class:`~hoglib._core.problem.Problem` and import nothing of this.
+Algorithms are functions of a :class:`~hoglib._core.problem.Problem`, and do not import this module.
 """
 
 import sys
@@ -61,27 +60,26 @@ NEW_TORCH = (
 
 @final
 class ring:  # noqa: N801 a context manager
-    """Inside, a user's function is evaluated and differentiated as a policy says.
+    """A context manager: inside, a user's function runs and is differentiated as the policy says.
 
-    A class, as it stands around each derivative: generators of contextlib take several times as long
-    to enter and to leave.
+    A class, because a generator of contextlib takes several times as long, around each derivative.
 
     Args:
         policy: The options of the entry point.
-        func: The user's function, whose blocks are recomputed.
+        func: The user's function; its modules have the blocks that policy.remat names.
         examine: Whether custom Functions are examined.
         first_order: Whether only first derivatives are taken; see `examined_functions`.
-        gradients: What decides whether autograd records. Default: it does.
-        placement: Of parameters over processes.
-        buffers: Whether the buffers of modules are restored.
-        autocast_off: The devices for which autocast is off.
-        around_graph: Whether what is inside is captured as a whole where the policy says so, and then
-            enters a ring of its own.
+        gradients: The context that sets grad mode. Default: gradients are enabled.
+        placement: How parameters are sharded over processes.
+        buffers: Whether the buffers of modules are restored at exit.
+        autocast_off: The device types for which autocast is turned off.
+        around_graph: Whether the body is captured as one graph if the policy compiles; the captured
+            body then enters its own ring.
     Attributes:
-        captures: Whether what is inside is captured as one graph here.
-        modules: Those that ran inside, of a ring that restores their buffers.
+        captures: Whether the body is captured as one graph here.
+        modules: The modules that ran inside; only with ``buffers=True``.
     Returns:
-        From entering, the blocks that are recomputed.
+        On entering, the blocks to recompute.
     """
 
     def __init__(
@@ -99,25 +97,25 @@ class ring:  # noqa: N801 a context manager
     ) -> None:
         if IS_NEW_TORCH:
             warn_once(NEW_TORCH)
-        self._caller = policy.caller
+        self._caller = policy.caller  # for messages
         self.captures = around_graph and bool(policy.backend) and is_captured(policy)
-        self._examiner: Examiner | None = None
-        self._entered: list[AbstractContextManager[Any]] = []
+        self._examiner: Examiner | None = None  # the innermost examination of custom Functions
+        self._entered: list[AbstractContextManager[Any]] = []  # to be left, in reverse
         self._recomputes = policy.remat is not False
         contexts: list[AbstractContextManager[Any]] = []
         self._contexts = contexts
         if self.captures:
-            # what is captured enters a ring of its own: nothing is swapped or watched around a graph
+            # the captured body enters its own ring: nothing is swapped or watched around a graph
             contexts.append(autograd.outside_inference_mode())
             return
         if placement.is_sharded:
             contexts.append(placement.translate_errors(policy.caller))
         if examine:
             contexts.append(examined_functions(policy.caller, first_order=first_order))
-        # compiled code has no second derivative, and one with a custom Function a wrong one; what a
-        # backward runs again (checkpoints, solvers) has to find the parameters of this run
+        # compiled code has no second derivative, or with a custom Function a wrong one
         if has_dynamo():
             contexts.append(eagerly())
+        # keep_swapped: checkpoints and solvers that run again in backward need this run's parameters
         contexts += (gradients(), keep_swapped())
         if buffers:
             # a training step updates running statistics, a penalty does not
@@ -129,13 +127,13 @@ class ring:  # noqa: N801 a context manager
         contexts.append(stand_ins_if(policy.stand_ins))
         if self._recomputes:
             recomputed = partial(recompute, backend=policy.backend)
-            # the last one: what is recomputed later runs inside of all the others again
+            # innermost: a later recomputation enters all contexts above again
             contexts.append(rematerialized(policy.remat, func, recomputed))
 
     def __enter__(self) -> list[BlockForward]:
         found: Any = None
         try:
-            # noted one by one: where entering one of them raises, those before it are left
+            # note each context: if entering one raises, the earlier ones must be left
             for context in self._contexts:
                 found = context.__enter__()
                 self._entered.append(context)
@@ -146,8 +144,10 @@ class ring:  # noqa: N801 a context manager
         return found if self._recomputes else []
 
     def note_gradient(self, gradient: autograd.Gradient | None) -> None:
-        """Tells the examination of a gradient that is differentiated: where a custom Function has cut
-        its graph, a product of zero is wrong."""
+        """Tell the examination which gradient is differentiated.
+
+        If a custom Function has cut the gradient's graph, a product of zero is wrong.
+        """
         if gradient is not None and gradient.graph.functions and self._examiner is not None:
             self._examiner.note_gradient(gradient)
 
@@ -155,7 +155,7 @@ class ring:  # noqa: N801 a context manager
         while self._entered:
             try:
                 self._entered.pop().__exit__(*raised)
-            except BaseException as error:  # the outer ones are left with it
+            except BaseException as error:  # leave the outer contexts with this error
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
         if raised[0] is not None:
@@ -169,11 +169,11 @@ def warn_if_derivatives_not_finite(
     func: object = None,
     by: Sequence[Tensor] = (),
 ) -> None:
-    """Warns of derivatives at a problem's leaves that are not finite where the loss is.
+    """Warn of infinite or NaN derivatives at a problem's leaves, if the loss is finite.
 
-    func: the loss as a function of the leaves, where it is not the problem itself. by: leaves that the
-    user's own backward may differentiate finite parts by; the first such backward of each signature is
-    watched, and its gradients are warned of if they are not finite.
+    func: the loss as a function of the leaves. Default: the problem.
+    by: leaves by which the user may differentiate finite parts again; the first such backward of each
+        signature is watched for infinite or NaN gradients.
     """
     caller, parts = problem.policy.caller, list(parts)
     if autograd.is_not_finite(caller, loss, parts):
@@ -185,26 +185,27 @@ def warn_if_derivatives_not_finite(
         for part in parts if not known else ():
             if not part.requires_grad:
                 continue
-            # the hook holds this number, not the tensor that it is on
-            finite = part.detach().isfinite().all()  # which is not read yet
+            # a flag on the device, not read yet; the hook holds the flag instead of the whole tensor
+            finite = part.detach().isfinite().all()
             part.register_hook(partial(_watch_gradients, by, known, finite, explain))
 
 
 def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: object) -> None:
-    """Watches the gradients by leaves in the backward that begins, and explains those that are not
-    finite. known: not empty once such a backward was watched.
+    """Watch the gradients by leaves in the backward that begins; explain infinite or NaN gradients.
+
+    known: a list that is not empty once a backward was watched.
     """
     grads: list[Any] = []
     hooks: dict[int, Any] = {}
 
     def note(i: int, g: Tensor) -> None:
-        hooks.pop(i).remove()  # here: a backward that raises has no end
+        hooks.pop(i).remove()  # here, because a backward that raises never reaches `ended`
         grads.append(g)
 
     def ended() -> None:
         for hook in hooks.values():
             hook.remove()
-        # sparse gradients, and those that processes share, are not looked at
+        # sparse gradients and DTensors are not examined
         plain = [g for g in grads if type(g) is Tensor and g.layout is torch.strided]
         if finite and not all(bool(g.isfinite().all()) for g in plain):
             explain()
@@ -217,7 +218,7 @@ def _watch_gradients(by: Any, known: Any, finite: Tensor, explain: Any, _: objec
 
 
 def _explain_not_finite(problem: Problem, func: Any, by: autograd.Vector | None = None) -> None:
-    """Warns of the operation behind such numbers, which one more evaluation of the loss finds."""
+    """Evaluate the loss once more to find the operation that makes infinity or NaN, and warn."""
     caller, leaves = problem.policy.caller, problem.leaves
     again = Policy(caller, stand_ins=problem.policy.stand_ins)
 
@@ -231,21 +232,21 @@ def _explain_not_finite(problem: Problem, func: Any, by: autograd.Vector | None 
 
 
 def is_captured(policy: Policy) -> bool:
-    """Whether a computation is captured here as a whole: not as a part of something that is
-    transformed or captured around it."""
+    """Whether a call is captured as one graph here; not inside an outer transform or capture."""
     return policy.one_graph and not in_other_tracer()
 
 
 def run(policy: Policy, func: Any, body: Callable[..., Any], key: Hashable, *inputs: Any) -> Any:
-    """body(*inputs), with a function of tensors that is made of the user's; by its graph where the
-    policy compiles.
+    """body(*inputs), by a captured graph if the policy compiles; body enters the ring itself.
 
-    key: the options of body, which enters the ring itself.
+    func: the user's function, which owns the graphs.
+    body: a function of tensors that calls func.
+    key: the options of body; together with its caller and func it identifies a graph.
     """
     if not is_captured(policy):
         return body(*inputs)
     name = f"{policy.caller} of {name_of(func)}"
-    # a function that is made anew for each call shares its graphs by its code
+    # functions that are created anew for each call share graphs by their code
     owner = owner_of(func) if isinstance(func, FunctionType | partial) else func
     place = CacheSlot.of(owner, name, key)
     graph = Compiled(body, backend=policy.backend, name=name, place=place, precheck=body)

@@ -1,4 +1,4 @@
-"""Assertions for tests of code that is differentiated twice."""
+"""Assertions for tests of second derivatives."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,15 +30,15 @@ def assert_double_differentiable(
     Args:
         fn: A custom Function, its `apply`, an `nn.Module`, or any function of tensors.
         inputs: Its inputs, a tensor or a tuple; float inputs are checked in float64.
-        reference: The same function of plain torch operations, to compare with too. Default: none.
+        reference: fn in plain torch operations, to compare values and derivatives with. Default: none.
         orders: The orders of derivatives to check. Default: the first and the second.
-        modes: The modes to check, of "rr", "fr", "rf" and "ff". Default: those that fn offers.
+        modes: The modes to check: "rr", "fr", "rf", "ff". Default: all modes that fn offers.
         surrogate: Whether the gradient differs from the derivative on purpose. Default: False.
-        options: The other options of `hoglib.verify`.
+        options: Further options of `hoglib.verify`.
     Returns:
         None.
     Raises:
-        VerificationError: an AssertionError whose text is the report.
+        VerificationError: an AssertionError with the report as its text.
         TypeError, ValueError: for wrong arguments, as `hoglib.verify`.
     Example:
         >>> hog.testing.assert_double_differentiable(torch.tanh, torch.tensor([0.5]))
