@@ -1,7 +1,7 @@
 """The pictures of results, `result.plot(ax)`, and their style, which the experiments share.
 
 matplotlib is imported when a picture is drawn; its settings are restored. The colours are Okabe and
-Ito's (Color Universal Design, 2008); lines differ also in dashes and markers, for readers without colour.
+Ito's (Color Universal Design, 2008); lines differ also in dashes and markers, not by colour alone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
