@@ -60,7 +60,7 @@ from hoglib.verification.comparison import some_of
 # them as constants, so differences must hold them constant, too. A mode records the result of each call
 # that returns no graph for arguments with a graph, and replays that result at every other point.
 
-AUTOGRAD_CALLS = ("grad", "backward")  # not handled as one call: they run Python code of their own
+AUTOGRAD_CALLS = ("grad", "backward")  # not opened: a mode would see each call in a Python backward
 
 
 class CallMode(TorchFunctionMode, ABC):

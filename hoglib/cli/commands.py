@@ -74,6 +74,7 @@ def verify(
 def _verify_targets(
     target: str, inputs: Sequence[str], reference: str | None, options: dict[str, Any]
 ) -> Targets:
+    # at module level, with plain arguments: the child process unpickles this call
     if reference is not None:
         options = options | {"reference": object_of(reference, "--reference")}
     return [(one.name, partial(_samples, one, options)) for one in functions(target, inputs)[0]]
@@ -170,7 +171,7 @@ def check(*, json: bool) -> int:
     """
     facts = _describe_environment()
     if not json:
-        print(_environment_text(facts) + "\n", flush=True)
+        print(_environment_text(facts) + "\n", flush=True)  # before checks that take a minute
     outcomes = []
     for outcome in self_test.run():
         outcomes.append(outcome)

@@ -95,6 +95,7 @@ def sgd(
             f"leave dampening out."
         )
 
+    # without_dims in each step: sgd() may be called under no_grad, where a view has no graph
     def at(step: int) -> Direction:
         mu_, keep = without_dims(mu), 1 - without_dims(tau)
 
@@ -313,6 +314,7 @@ def rmsprop(
         weight, eps_, mu_ = 1 - without_dims(average), without_dims(epsilon), without_dims(mu)
 
         def direction(g: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+            # lerp: alpha v + (1 - alpha) g^2 in one operation
             w = to_leaf(weight, g)
             v = torch.lerp(v, g * g, w)
             variance, kept = v, [v]

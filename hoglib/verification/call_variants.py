@@ -254,6 +254,7 @@ def outputs_alone(base: Baseline) -> Row:
     when = "with an undefined gradient"
     try:
         leaves, values = maps.at_leaves(base.f, base.x)
+        # without any incoming gradient, all gradients must be zero or undefined
         total = torch.stack([_UndefinedGradient.apply(y).sum() for y in values]).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
         usual = all(bool(g.isfinite().all()) for g in base.first)
@@ -402,6 +403,7 @@ def in_float32(base: Baseline) -> Row:
         known = torch.where(a.isfinite() & b.isfinite(), a.double(), b)
         offs.append(largest_difference([known], [b], floor)[0])
     count = len(values)
+    # a gradient off by much is a failure only if the values agree; otherwise the map differs
     same_values = max(offs[:count], default=0.0) < ROUNDING
     for j, off in enumerate(offs[count:]):
         status = "fail" if off > USELESS and same_values else "warn" if off > ROUNDING else "pass"

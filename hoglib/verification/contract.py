@@ -93,7 +93,7 @@ def gradients(app: Application) -> Rows:
             "tuple, and None for what has no gradient."
         )
     yield finding("gradients: number", number)
-    if number:
+    if number:  # gradients cannot be assigned to inputs
         return
     shapes, dtypes, harmful = [], [], set()
     for i, (x, grad) in enumerate(zip(run.inputs, returned, strict=False)):
@@ -133,6 +133,7 @@ def linear(app: Application) -> Rows:
         scaled = [None if g is None else factor * g for g in grads]
         return [g for g in app.backward(run, scaled) if is_float(g)]
 
+    # a negative factor: a backward that drops the sign is not linear either
     is_linear = all(
         largest_difference([-2.0 * a], [b], max_abs(a))[0] <= torch.finfo(a.dtype).eps ** 0.5
         for a, b in zip(returned(1.0), returned(-2.0), strict=True)
@@ -232,6 +233,7 @@ def in_place(app: Application) -> Rows:
             "tensor belongs to the caller: other branches of the graph and the second backward pass "
             f"read it.{also}"
         )
+        # a change of an input without a gradient, such as a buffer, may be intended
         only_buffers = what == "inputs" and not any(app.name(i) in places for i in app.by)
         status = "warn" if only_buffers else "fail"
         if what == "inputs" and places.keys() <= {*freed}:
@@ -288,6 +290,7 @@ def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
     if first is None or first.raised is not None:
         return False
     rounded = [(x, x.float().to(x.dtype)) for x in subject.x]
+    # move inputs that float32 represents exactly by half a unit of rounding
     moved = [torch.where(a == b, a * (1 + 6e-8), b) for a, b in rounded]
     there, here = (subject.gradient_of_sum(x) for x in (moved, subject.x))
     return bool(first.wrong) or first.error > max(10 * largest_difference(there, here)[0], least)
@@ -320,6 +323,7 @@ class Snapshot:
 
     def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:
         was = self._was.items()
+        # compare values, too: writes through .data or by foreign code do not raise the version
         other = [(n, x) for n, (x, version, y) in was if x._version != version or not same(x, y)]
         return {name: places.get(storage_id(x)) for name, x in other}
 
@@ -377,6 +381,7 @@ class DeviceWatch(TorchFunctionMode):
         sized = [x for x in foreign if x.dim()]  # 0-dim tensors mix with any device
         if sized and len(foreign) < len(given) and name not in INDEXING:
             self._note("a tensor made on the default device is mixed with the inputs")
+        # results of default-device tensors alone are on the default device, too
         made_here = not given and (device is None or named is not None)
         if made_here or (given and len(foreign) == len(given)):
             self._made |= {id(y): y for y in pytree.tensors(result)}
@@ -399,7 +404,7 @@ def accumulates(app: Application) -> Rows:
     """Whether backward changes the .grad of a tensor; all .grad are restored."""
     run = app.seeded()
     with preserved_grads(app.function, *app.args) as changed:
-        with torch.enable_grad():
+        with torch.enable_grad():  # a backward may build a graph and call .backward() on it
             app.backward(run)
         found = changed()
     yield finding("in-place: .grad", ACCUMULATES.format(", ".join(found[:3])) if found else "")

@@ -77,6 +77,7 @@ def stage(first: Target, mode: str, order: int, like: Like, by_torch_func: bool 
     for k in range(1, order):
         f, x, rows, columns, *_ = at
         which = f"{ORDINALS[k]} " if k > 1 else ""
+        # k = 1 is the inner level, the second letter of the mode
         if mode[1] == "r" if k == 1 else mode != "ff":
             what = f"the {which}derivative" if which else "the gradient"
             new = [f"the gradient of {row}" for row in rows]
@@ -114,6 +115,7 @@ class Derivatives:
             first = (self._comparer.compared([self._first(x)], "r") for x in self._points)
             if any(found.wrong for found in first):
                 return False
+        # skipped modes do not count, but at least one mode must have been compared
         second = [row.status for row in self.higher_order(2)]
         return "pass" in second and not {"fail", "warn"}.intersection(second)
 
@@ -136,6 +138,7 @@ class Derivatives:
         elif row.status == "warn":
             words.append(self.describe_steps())
         yield row._replace(text=" ".join(filter(None, words)))
+        # by default, try forward mode unless a Function declares no jvp
         asked = self._options.modes
         wanted = subject.offers_forward is not False if asked is None else "f" in "".join(asked)
         if wanted:
@@ -261,7 +264,7 @@ class Derivatives:
         error: float | None = found.error
         if found.unknown and not found.checked:
             text, error = f"{nothing} {NOWHERE}", None
-            if "Error: " in found.problem:
+            if "Error: " in found.problem:  # forward raised while differences were taken
                 text = f"{NOT_COMPARED}: forward refuses points near the inputs{why}. {REFUSES}"
         elif found.unknown:
             text = f"by {', '.join(self._labels(found.unknown))} {nothing} {UNKNOWN}"
@@ -335,7 +338,7 @@ def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None
             results, weights = maps.grad(results, leaves, u, create_graph=True), w
     found: list[Any] = []
     note_not_finite(results, found)
-    maps.grad(results, leaves, weights)
+    maps.grad(results, leaves, weights)  # the hooks of note_not_finite fill `found`
     if not found:
         return ""
     node = found[0]
@@ -384,6 +387,7 @@ def _looks_like(x: Tensor, y: Tensor, moved: Tensor, z: Tensor) -> str:
     flat = share > 0.9  # the output is constant near the inputs
     through = (y == x) & (z == moved) if alike else torch.zeros_like(still)
     sign = flat and alike and -1.0 in values and bool(((y == x.sign()) | (x == 0)).all())
+    # the first match counts: special kinds come before general ones
     kinds = (
         (alike and bool(through.all()), IDENTITY),
         (sign, f"takes the sign of its input{STEP}"),

@@ -116,7 +116,7 @@ KEPT = (
     "the derivative of {name} is wrong: {kept} was changed in place after forward had put it there. "
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
 )
-FURTHER_POINTS = 4  # values, far from one another, at which one entry point examines a Function
+FURTHER_POINTS = 4  # further values, far from earlier ones, to examine in one entry point
 # Past reports: (entry point, status or text) by Function.
 _REPORTED: WeakKeyDictionary[Known, set[tuple[str, str]]] = WeakKeyDictionary()
 # Functions seen to change an argument (without mark_dirty) or grad_output in place. A correct verdict

@@ -259,7 +259,7 @@ def _not_examined(name: str, reason: str, extent: str = "") -> Verdict:
 
 
 class _NotExamined(Exception):
-    """A Function cannot be run again; the message is the reason."""
+    """A Function is not examined; the message is the reason."""
 
 
 def _judge(given: Applied) -> Verdict:

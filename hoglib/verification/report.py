@@ -131,6 +131,7 @@ class Report:
         return len(self.rows)
 
     def __bool__(self) -> bool:
+        # otherwise `assert report` would pass for any report with rows
         text = "a report has no truth value; use report.ok or report.raise_if_failed()."
         raise ArgumentTypeError(text)
 
@@ -211,6 +212,7 @@ class Report:
     __str__ = text
 
     def _headline(self) -> str:
+        # rows on culprits explain other failures, and count as no checks of their own
         checks = [row for row in self.rows if not row.name.startswith(CULPRIT)]
         checked = sum(row.status != "skip" for row in checks)
         if not self.ran:
@@ -248,6 +250,7 @@ class Report:
         for row in self.rows:
             mark = "FAIL" if row.status == "fail" else row.status
             reason = row.text if row.status == "skip" else ""
+            # a repeated reason is printed once
             reason, last = ("the same" if reason and reason == last else reason), reason
             start = f"{row.name:{column}}  {mark:6}  {_error(row):6}"
             first, *rest = textwrap.wrap(reason, max(width - len(start) - 2, 40)) or [""]
