@@ -193,6 +193,29 @@ def test_as_many_at_once_as_asked_for(passes):
             call(func, p, chunk_size=0, **options)
 
 
+def test_rows_differentiate_the_part_of_their_own_leaf_alone():
+    noted = []
+
+    class Noted(Mapped):
+        @staticmethod
+        def vmap(info, in_dims, g, x):
+            noted.append(info.batch_size)
+            return 3 * g * x**2, in_dims[0]
+
+    p = {name: torch.linspace(-1, 1, n).double() for name, n in (("a", 2), ("b", 3), ("c", 4))}
+
+    def func(p, _):
+        return cube_by(Noted)(p["b"]).sin().sum() + (p["a"].prod() * p["c"] ** 3).sum()
+
+    H = hog.HessianOperator(func, p, X[0])
+    one_by_one = torch.stack([H @ e for e in torch.eye(9).double()])
+    noted.clear()
+    for size, expected in ((None, [3]), (4, [2, 1])):
+        assert_close(H.to_dense(chunk_size=size), one_by_one)
+        assert noted == expected
+        noted.clear()
+
+
 def test_large_graphs_take_fewer_rows_at_once(passes, monkeypatch):
     monkeypatch.setattr(engine, "AT_ONCE", 2**14)
     monkeypatch.setattr(engine, "ALONE", 2**13)

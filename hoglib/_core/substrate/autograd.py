@@ -117,7 +117,7 @@ def check_uses_given_params(graph: GraphSummary, leaves: Vector, what: str) -> N
 def vjp(
     outputs: Sequence[Tensor | None],
     inputs: Vector,
-    cotangents: Vector,
+    cotangents: Sequence[Tensor | None],
     what: str,
     retain_graph: bool = False,
     create_graph: bool = False,
@@ -125,12 +125,12 @@ def vjp(
 ) -> list[Tensor | None]:
     """The vector-Jacobian product d <outputs, cotangents> / d inputs; None for inputs without one.
 
-    Outputs that are None or have no graph are constants.
+    Outputs that are None or have no graph are constants, cotangents that are None are zeros.
     graph: The graph behind the outputs, for errors that name its custom Functions.
     """
     values, weights = [], []
     for y, u in zip(outputs, cotangents, strict=True):
-        if y is not None and y.requires_grad:
+        if y is not None and u is not None and y.requires_grad:
             values.append(y)
             weights.append(at_even(u) if u.shape[-1:] == (2,) else u)
     if not values:
@@ -251,8 +251,11 @@ def _no_grad_instead() -> Iterator[None]:
 def clone_inference_tensors(tree: T) -> T:
     """The tree with copies instead of inference tensors, which autograd refuses to save."""
     leaves, structure = pytree.flatten(tree)
+    found = []
     with without_functions_seen():  # an active mode would see each of these calls
-        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and x.is_inference():
+                found.append(i)
     if not found:
         return tree
     for i in found:
@@ -391,8 +394,8 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
     with without_functions_seen():
         if value.is_cpu:
             total = 0.0
-            for x in parts:
-                total += x.detach().sum().item()  # takes half the time of a norm
+            for x in parts:  # takes half the time of a norm
+                total += (x.detach() if x.requires_grad else x).sum().item()
             # a sum of finite numbers may overflow
             return not (cmath.isfinite(total) or _finite(parts)) and _finite([value])
         parts = [x.detach() for x in parts]

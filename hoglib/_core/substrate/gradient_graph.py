@@ -69,8 +69,10 @@ class GraphSummary(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the custom Functions."""
+        if not (self.functions or self.cpp_functions):  # as most have none
+            return ()
         own = {getattr(entry.function, "__qualname__", "") for entry in self.functions}
-        return tuple(sorted(own | self.cpp_functions)) if own or self.cpp_functions else ()
+        return tuple(sorted(own | self.cpp_functions))
 
     @property
     def has_compiled_code(self) -> bool:

@@ -629,7 +629,10 @@ class SuspendedMode:
 
 def enter_beneath(mode: TorchFunctionMode) -> None:
     """Enter `mode` below the user's modes, which then handle calls first, as without hoglib."""
-    stack = [] if _function_mode() is None or torch.compiler.is_compiling() else _function_modes()
+    if _function_mode() is None or torch.compiler.is_compiling():
+        mode.__enter__()
+        return
+    stack = _function_modes()
     above = stack[next((i for i, other in enumerate(stack) if _is_users(other)), len(stack)) :]
     for _ in above:
         _pop_mode()

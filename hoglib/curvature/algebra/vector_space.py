@@ -216,6 +216,8 @@ class Space:
         """The leaves of a flat vector of any stride, in the dtypes of params; views if dtypes
         agree."""
         parts = zip(row.split(self._sizes), self._like, strict=True)
+        if self._one_dtype and row.dtype == self.dtype:  # `to` would take its time at each leaf
+            return [part.view(shape) for part, (shape, _) in parts]
         return [part.view(shape).to(dtype) for part, (shape, dtype) in parts]
 
     def split_rows(self, rows: Tensor) -> list[Tensor]:
@@ -237,7 +239,7 @@ class Space:
 
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
         """row += factor leaves; if first, row = factor leaves, into uninitialised memory."""
-        flat = [leaf.detach().reshape(-1) for leaf in leaves]
+        flat = [(x.detach() if x.requires_grad else x).reshape(-1) for x in leaves]
         # One pass over the memory, instead of zeros and an addition.
         if first and self._one_dtype:
             torch.cat(flat, out=row)

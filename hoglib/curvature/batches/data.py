@@ -472,11 +472,12 @@ def in_fixed_order(name: str, data: object) -> None:
 def to_device(batch: object, device: torch.device) -> Any:
     """The batch with its tensors on the device."""
     leaves, structure = pytree.flatten(batch)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-    if not places:
+    found, waits = False, device.type == "cpu"
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor):
+            found, leaves[i] = True, x.to(device, non_blocking=not waits)
+    if not found:
         return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
-    for i in places:
-        leaves[i] = leaves[i].to(device, non_blocking=device.type != "cpu")
     return pytree.unflatten(leaves, structure)  # new containers: a loss may change them
 
 

@@ -333,7 +333,7 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
         if weights is not None:
             # An ignored label may lie beyond the classes.
             each *= weights.detach().cpu().double()[own.where(kept, 0)]
-        return each.reshape(count, -1).sum(1)
+        return each if each.dim() == 1 else each.reshape(count, -1).sum(1)
 
     # The cache needs a version counter, which inference tensors lack.
     if target.device.type == "cpu" or target.is_inference():

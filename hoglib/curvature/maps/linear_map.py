@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -212,9 +213,12 @@ def reverse_over_reverse(problem: Problem) -> LinearMap:
         return graph_bytes([g for g in grads if g is not None and g.requires_grad])
 
     def unused() -> tuple[int, ...]:
-        return tuple([i for i, g in enumerate(grads) if g is None])
+        some = NoneType in map(
+            type, grads
+        )  # mostly none, which a comprehension takes longer to find
+        return tuple([i for i, g in enumerate(grads) if g is None]) if some else ()
 
-    several = value, Rows(problem, graph.names, product, held_bytes, product)
+    several = value, Rows(problem, graph.names, product, held_bytes, product, skips_zeros=True)
     return LinearMap(apply, held_bytes, unused, gradient, several)
 
 

@@ -265,7 +265,9 @@ def _product(
         # differences are computed in float64
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
     if not policy.create_graph:
-        value, product = value.detach().clone(), [part.detach() for part in product]
+        # each call of torch takes longer than to ask for it
+        product = [part.detach() if part.requires_grad else part for part in product]
+        value = value.detach().clone()
     return value, problem.tree(product)
 
 

@@ -54,6 +54,7 @@ class Rows(NamedTuple):
         product: v -> A v. It keeps its graph and reads no numbers.
         held_bytes: The bytes of the graph, about as many as one product takes.
         single: v -> A v with all checks.
+        skips_zeros: Whether `product` takes None for a leaf of v that is zero, which saves time.
     """
 
     problem: Problem
@@ -61,6 +62,7 @@ class Rows(NamedTuple):
     product: Callable[[Vector], Vector]
     held_bytes: Callable[[], int]
     single: Callable[[Vector], Vector]
+    skips_zeros: bool = False
 
     def _known(self, *numbers: int | None) -> _Known | None:
         """The record of this map for these numbers of vectors; None if it must multiply one after
@@ -122,18 +124,27 @@ class Rows(NamedTuple):
     def _side_by_side(self, vectors: Vector, known: _Known, looks: bool) -> Vector | None:
         """The products by vmap; None if vmap fails or is wrong."""
 
-        def product(*v: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self.product([*v]))
+        def product(used: Sequence[bool], *v: Tensor) -> tuple[Tensor, ...]:
+            left = iter(v)
+            given: Any = [next(left) if one else None for one in used]
+            return tuple(self.product(given))
 
+        runs, skips = [(0, len(vectors[0]), [True] * len(vectors))], self.skips_zeros
+        if skips and vectors[0].is_cpu:  # reading from a device waits
+            runs = _runs_of_zeros(vectors) or runs
+        parts = []
         try:
             with torch_internals.without_fallback_warnings():
-                found: Any = torch.func.vmap(product, randomness="error")(*vectors)
+                for start, stop, used in runs:
+                    own = [x[start:stop] for x, one in zip(vectors, used, strict=True) if one]
+                    parts.append(torch.func.vmap(partial(product, used), randomness="error")(*own))
         except Exception as error:  # one after another, the user's errors come again
             # After running out of memory the next call may try again.
             known.side_by_side = isinstance(error, torch.OutOfMemoryError)
             LOGGER.debug("products one after another, because of %s", error)
             return None
-        return [*found] if not looks or self._agrees(vectors, found, known) else None
+        found = [_joined(x, 0) for x in zip(*parts, strict=True)] if len(parts) > 1 else [*parts[0]]
+        return found if not looks or self._agrees(vectors, found, known) else None
 
     def _agrees(self, vectors: Vector, found: Iterable[Tensor], known: _Known) -> bool:
         """Whether A (w V) = w (A V) for weights w. found: A V."""
@@ -150,6 +161,17 @@ class Rows(NamedTuple):
             known.side_by_side = not all(bool(a.isfinite().all()) for a in alone)
             LOGGER.debug("products one after another: those side by side are not the same")
         return right
+
+
+def _runs_of_zeros(vectors: Vector) -> list[tuple[int, int, list[bool]]]:
+    """(start, stop, which leaves are not zero) of consecutive vectors that are zero in equal leaves.
+
+    Empty if there are more runs than leaves, or if a vector is zero.
+    """
+    used = torch.stack([x.flatten(1).any(1) for x in vectors], 1)
+    ends = [*((used[1:] != used[:-1]).any(1).nonzero().flatten() + 1).tolist(), len(used)]
+    runs = [(i, j, used[i].tolist()) for i, j in zip([0, *ends], ends, strict=False)]
+    return runs if len(runs) <= len(vectors) and all(any(own) for _, _, own in runs) else []
 
 
 def unit_rows(like: Tensor, shape: torch.Size, start: int, stop: int) -> Tensor:

@@ -69,22 +69,26 @@ def by_reverse(
         keep = keep and (always or x.requires_grad or any(others))
         with suspended.resumed() if graph.needs_stand_ins else nullcontext():
             points, outputs, probes = _sizes(x, value, directions)
-            y = value.reshape(points, outputs)
-            # Without a graph all outputs at once take twice the passes of one: this pays from four
-            # outputs on.
-            together = outputs > (1 if keep else 3) and y.dtype == x.dtype
-            together = together and not torch_internals.tracing()
-            result = _of_all_outputs(y, own, probes, keep) if together else None
-            if result is None:
-                found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
-                result = torch.stack(found, 1) if found else torch.zeros_like(y)
+            if outputs == 1:  # each pass would go through the views of several outputs
+                result = _of_one_output(value.reshape(points), own, probes, keep)
+            else:
+                y = value.reshape(points, outputs)
+                # Without a graph all outputs at once take twice the passes of one: this pays from
+                # four outputs on.
+                together = outputs > (1 if keep else 3) and y.dtype == x.dtype
+                together = together and not torch_internals.tracing()
+                result = _of_all_outputs(y, own, probes, keep) if together else None
+                if result is None:
+                    found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
+                    result = torch.stack(found, 1) if found else torch.zeros_like(y)
             result = result.reshape(value.shape)
     warn_if_not_finite(CALLER, value, [result], lambda z: func(z).sum(), [x], preserve_random_state)
-    if not keep:
-        return value.detach().clone(), result.detach()
-    if not result.requires_grad:  # constant: add zeros with a graph, for a loss to go backward
-        result = result + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
-    return value, result
+    with without_stand_ins():
+        if not keep:
+            return value.detach().clone(), result.detach()
+        if not result.requires_grad:  # constant: add zeros with a graph, for a loss to go backward
+            result = result + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
+        return value, result
 
 
 def _of_one_output(f: Tensor, own: Tensor, probes: Sequence[Weighted], keep: bool) -> Tensor:
@@ -246,16 +250,17 @@ def point_values(func: Callable[..., Tensor], args: tuple[Any, ...]) -> Function
     call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
 
     def values(points: Tensor) -> Tensor:
-        errors = translate_batch_errors((points,), func, "inputs")
-        with _BatchNormWatcher() as norms, errors:
-            value = check_value(call(points, *args), points)
-        if value.dim() and norms.in_training:
+        with translate_batch_errors((points,), func, "inputs"), _BatchNormWatcher() as norms:
+            value = call(points, *args)
+        with torch_internals.without_functions_seen():  # modes would see each of these questions
+            batched = check_value(value, points).dim() > 0
+        if batched and norms.in_training:
             raise ArgumentValueError(
                 "func(x, *args): expected each point's value to depend on that point alone, got "
                 "a batch norm in training mode, whose mean and variance come from all points. "
                 "Call `.eval()` on the model, or use LayerNorm or GroupNorm in its place."
             )
-        if value.dim():
+        if batched:
             refuse_mixing(value, points)
         return value
 
@@ -277,23 +282,22 @@ class _MixingCheck:
         self._modules = tuple((id(module), module.training) for module in held)
 
     def __call__(self, value: Tensor, points: Tensor) -> None:
-        count = value.shape[0]
+        with torch_internals.without_functions_seen():  # modes would see each shape
+            count, point = value.shape[0], points.shape[1:]
         if count < 2 or not value_checks_on() or torch_internals.transforms_active():
             return
-        # Ask for the second half: in a causal layer the first depends on no other point.
-        last = torch.arange(count, device=points.device) >= count // 2
-
-        def score() -> Tensor:
-            half = value[last].flatten()
-            return half @ torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
 
         def mixes() -> bool | None:
             # Taylor mode would take this backward for one that func runs.
             with _disable_current_modes(), suppress(RuntimeError):
-                return depends_on_others(score(), [points], [last], CALLER)
+                # Ask for the second half: in a causal layer the first depends on no other point.
+                last = torch.arange(count, device=points.device) >= count // 2
+                half = value[last].flatten()
+                u = torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
+                return depends_on_others(half @ u, [points], [last], CALLER)
             return None
 
-        if found_once(self._owner, (points.shape[1:], self._modules), mixes):
+        if found_once(self._owner, (point, self._modules), mixes):
             raise ArgumentValueError(
                 "func(x, *args): expected each point's value to depend on that point alone, got one "
                 "that depends on others, as through attention, a mean, a convolution or a Fourier "

@@ -227,28 +227,29 @@ def _of_few_directions(
     most SMALL elements in x. None also for a sum that is zero everywhere, as for a piecewise linear
     func: Taylor mode warns of it.
     """
-    few = 0 < x.numel() <= SMALL or (x.numel() and not options.keep)
-    if options.mode != "auto" or not few or x.dim() < 2:
-        return None
     # The sum is read below, and transformed or traced tensors have no values.
     without = torch_internals.transforms_active() or torch_internals.tracing()
-    if without:
+    if options.mode != "auto" or without:
         return None
-    with without_stand_ins():
+    with without_stand_ins():  # which would see each shape
+        few = 0 < x.numel() <= SMALL or (x.numel() and not options.keep)
+        if not few or x.dim() < 2:
+            return None
         directions = chosen(True)
+        if len(directions.vectors) > FEW:
+            return None
+        probes = directions.probes()
         generators = GeneratorStates([x.device])
         drawn = generators.now()
-    if len(directions.vectors) > FEW:
-        return None
 
     def of_one_output(own: Tensor) -> Tensor:
         y = values(own)
-        if not y.dim() or y.numel() != len(y):
-            raise _OtherLayout
+        with torch_internals.without_functions_seen():
+            if not y.dim() or y.numel() != len(y):
+                raise _OtherLayout
         return y
 
     with suppress(_OtherLayout):
-        probes = directions.probes()
         value, total = by_reverse(of_one_output, x, lambda _: probes, options.keep, options.always)
         with without_stand_ins():
             if total.any():

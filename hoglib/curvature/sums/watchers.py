@@ -8,6 +8,7 @@ result belongs to another loss. `DatasetSum` chooses the watchers by the data an
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import fsum, isfinite
+from operator import itemgetter
 from typing import final
 
 import torch
@@ -101,7 +102,7 @@ class Losses(Watcher):
         """The losses of this pass."""
         if self._pending is not None:
             self.read_last()
-        return [loss for loss, _ in self._now]
+        return [*map(itemgetter(0), self._now)]
 
     def read_last(self) -> None:
         """Read the last loss, if it is not read yet."""
