@@ -7,7 +7,7 @@ From outside to inside:
 
     compilation            if the call is captured as one graph, skip all below: the captured body
                            enters its own ring
-    errors                 translate errors of communication between processes with sharded parameters
+    errors                 of processes with sharded parameters are told to all of them
     examination            examine the user's custom Functions at exit, also after an exception
     torch.compile          modules and functions that the user compiled run uncompiled
     gradients              turn inference mode off; autograd records
@@ -30,6 +30,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from hoglib._core.messages import communication
 from hoglib._core.messages.call_errors import explain_kind_of_tensor
 from hoglib._core.messages.closures import name_of, owner_of
 from hoglib._core.modules.state import preserve_random_state
@@ -109,7 +110,7 @@ class ring:  # noqa: N801 a context manager
             contexts.append(autograd.outside_inference_mode())
             return
         if placement.is_sharded:
-            contexts.append(placement.translate_errors(policy.caller))
+            contexts.append(placement.together(policy.caller))
         if examine:
             contexts.append(examined_functions(policy.caller, first_order=first_order))
         # compiled code has no second derivative, or with a custom Function a wrong one
@@ -159,6 +160,7 @@ class ring:  # noqa: N801 a context manager
                 self.__exit__(type(error), error, error.__traceback__)
                 raise
         if raised[0] is not None:
+            communication.translate(self._caller, raised[1])
             explain_kind_of_tensor(self._caller, raised[1])
 
 

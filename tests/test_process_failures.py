@@ -1,8 +1,11 @@
 """Where one process ends inside a call that several make together, the others raise, and none waits for
 the timeout of their group."""
 
+import functools
 import json
 import os
+import signal
+import time
 from functools import partial
 
 import pytest
@@ -11,8 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
+from hoglib._core.substrate import placement
 from tests.long_tail import FULL
-from tests.several_processes import TIMED_OUT, found_by_each, raised_by
+from tests.several_processes import (
+    TIMED_OUT,
+    found_by_each,
+    found_by_those_left,
+    new_group,
+    raised_by,
+)
 from tests.test_sharded_models import data, part, vectors
 
 
@@ -122,7 +132,7 @@ def test_an_error_in_one_process_ends_all(call, stage, tmp_path):
         assert found["after"][1] == "nothing was raised", found
         kind, words = found["one"]
         assert kind == ("ValueError" if rank == 1 else "DistributedError"), found
-        assert ("got one that ended" in words) == (rank == 0)
+        assert ("in process 1: ValueError: a wrong label" in words) == (rank == 0)
         assert TIMED_OUT not in words
         assert len(words.splitlines()) == 1
 
@@ -133,3 +143,112 @@ def test_the_others_end_where_one_is_killed_in_a_backward(tmp_path):
     assert kind == "DistributedError"
     assert "got one that ended" in words
     assert TIMED_OUT not in words
+
+
+# One of three processes ends a call otherwise than the others, and goes on where it lives. What the
+# others are told of the first call; and each later call is right in all of them, or raises in all.
+SECONDS = 5  # of the group
+
+
+def sends(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+def product_with(net, rows, act=None, **options):
+    """The sum of the entries of a product."""
+    H = hog.HessianOperator(*given(net, act), [taken(rows)], **options)
+    product = H @ vectors(H.params)
+    return [sum(float(placement.full_tensor(x).sum()) for x in product.values())]
+
+
+def scores_of(net, rows, act=None, train=None, **options):
+    """The influence of examples on two others."""
+    batches = [taken(rows)] if train is None else train
+    options |= {"solver": "kfac", "kind": "exact", "damping": 1.0}
+    return hog.influence(*given(net, act), batches, taken(slice(0, 2)), **options).tolist()
+
+
+def given(net, act):
+    act = functools.cache(act or list)
+
+    def criterion(outputs, y):
+        act()
+        return F.cross_entropy(outputs, y)
+
+    return hog.functional_loss(net, criterion), hog.trainable_params(net)
+
+
+def taken(rows):
+    return tuple(x[rows] for x in data())
+
+
+def plain():
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(5), Layer(5)).double()
+
+
+DATA, PARAMETERS = "data", "parameters"
+NONE = "in process 1: ArgumentValueError: train: expected at least one batch, got none"
+# what is shared -> what happens -> (the call, what process 1 does otherwise in it, what others are told)
+ENDS = {
+    DATA: {
+        "no batches": (scores_of, {"train": []}, NONE),
+        "another option": (product_with, {"reduction": "all"}, "in process 1: ArgumentValueError: reduction"),
+        "an interrupt": (product_with, {"act": sends(signal.SIGINT)}, "in process 1: KeyboardInterrupt"),
+        "late": (product_with, {"act": lambda: time.sleep(2 * SECONDS)}, "timeout of the"),
+        "killed": (product_with, {"act": sends(signal.SIGKILL)}, "expected all 3 processes to make the same calls"),
+    },
+    PARAMETERS: {
+        "no batches": (scores_of, {"train": []}, NONE),
+        "an error": (product_with, {"act": raise_error}, "in process 1: ValueError: a wrong label"),
+        "an interrupt": (product_with, {"act": sends(signal.SIGINT)}, "in process 1: KeyboardInterrupt"),
+        "killed": (product_with, {"act": sends(signal.SIGKILL)}, "expected all 3 processes to make the same calls"),
+    },
+}  # fmt: skip
+
+
+def ended(*call, **options):
+    """What a call returned, or the class and the message of what it raised, and how long it took."""
+    start = time.monotonic()
+    try:
+        found = call[0](*call[1:], **options)
+    except BaseException as error:
+        found = [type(error).__name__, str(error)]
+    return found, time.monotonic() - start
+
+
+def goes_on(shared, rank, folder, found):
+    from torch.distributed.fsdp import fully_shard
+
+    options = {"processes": "sharded"} if shared == DATA else {}
+    for name, (call, otherwise, _) in ENDS[shared].items():
+        (folder / f"{rank}.json").write_text(json.dumps(found))  # before one is killed
+        new_group(folder, name, SECONDS)
+        net = plain() if shared == DATA else fully_shard(plain())
+        mine = options | (otherwise if rank == 1 else {})
+        first = ended(call, net, slice(rank, 6, 3), **mine)
+        then = [ended(call, net, slice(6 + rank, None, 3), **options)[0] for _ in range(2)]
+        of_all = call(plain(), slice(6, None))
+        found[name] = first, then, of_all[rank::3] if call is scores_of else of_all
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    end()
+
+
+@pytest.mark.parametrize("shared", ENDS)
+def test_no_process_goes_on_with_a_call_that_ended_otherwise_in_another(shared, tmp_path):
+    every = found_by_those_left(partial(goes_on, shared), tmp_path)
+    for name, (_, _, words) in ENDS[shared].items():
+        for rank, all_found in enumerate(every):
+            if name not in all_found:
+                assert (name, rank) == ("killed", 1)
+                continue
+            ((kind, text), seconds), then, of_all = all_found[name]
+            if rank != 1:
+                assert kind == "DistributedError", (name, rank, kind, text)
+                assert words in text, (name, rank, text)
+                assert len(text.splitlines()) == 1
+                assert seconds < 3 * SECONDS, (name, rank, seconds)
+            for later in then:
+                assert later[0] == "DistributedError" or torch.allclose(
+                    torch.tensor(later), torch.tensor(of_all), rtol=1e-6
+                ), (name, rank, later, of_all)

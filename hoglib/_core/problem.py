@@ -220,11 +220,17 @@ class Problem:
         own = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
         # sharded parameters of the model that params does not contain
         names = [n for n, p in own.items() if is_sharded(p) and n not in self.placement.names]
-        with self.placement.translate_errors(self.policy.caller):
+        with self.placement.together(self.policy.caller):
             if names and hasattr(loss, "with_parameters"):
                 loss = loss.with_parameters({n: full_tensor(own[n]) for n in names})
             leaves = [x.detach() for x in self.placement.gather(self.leaves)]
         return replace(self, loss=loss, leaves=leaves, placement=WHOLE)
+
+    def weighted_by_rows(self) -> "Problem":
+        """The same, as the mean over the rows of the batches of processes that share parameters."""
+        assert isinstance(self.placement, Sharding)
+        rows = next((len(x) for x in pytree.tensors(self.args) if x.dim()), 1)
+        return replace(self, placement=self.placement.weighted_by(rows))
 
     def with_args(self, *args: Any) -> "Problem":
         """A copy with other arguments."""

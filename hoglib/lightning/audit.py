@@ -119,7 +119,7 @@ class SecondOrderAudit(pl.Callback):
         why = "" if error is None else error_text(error)
         own = why, "\n\n".join(r.text(table=self.verbose) for r in self.reports if not r.ok)
         # gather before any process raises: all other processes would wait for it in the first step
-        everywhere: list[tuple[str, str]] = gathered(own)
+        everywhere: list[tuple[str, str]] = gathered("SecondOrderAudit", own)
         if error is not None:
             raise error
         for report in self.reports:

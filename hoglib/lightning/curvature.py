@@ -271,7 +271,8 @@ class CurvatureMonitor(pl.Callback):
 
     def _slow_down(self, seconds: float) -> None:
         """Measure less often after a measurement above the time limit, in any process."""
-        times = ceil(max(gathered(seconds)) / self.max_seconds) if self.max_seconds else 1
+        slowest = max(gathered("CurvatureMonitor", seconds)) if self.max_seconds else 0
+        times = ceil(slowest / self.max_seconds) if self.max_seconds else 1
         if times > self._rarer:
             if self._rarer == 1:
                 warn(
@@ -403,7 +404,7 @@ def _saved(batch: Any) -> dict[str, Any]:
             )
     if world_size() > 1:  # gathered now, because a single process writes the checkpoint
         leaves = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return {"paths": pytree.paths(batch), "leaves": gathered(leaves)}
+    return {"paths": pytree.paths(batch), "leaves": gathered("CurvatureMonitor", leaves)}
 
 
 def _restore_batch(saved: dict[str, Any], like: Any) -> Any:

@@ -71,7 +71,7 @@ def _random_states() -> list[dict[str, Any]]:
     """The random state of each process, as tensors, which checkpoints can hold."""
     # arrays in between: torch cannot unpickle a state of its own generator
     own = pytree.map_tensors(lambda x: x.cpu().numpy(), random_state())
-    return [pytree.map(_as_tensor, state) for state in gathered(own)]
+    return [pytree.map(_as_tensor, state) for state in gathered("RNGState", own)]
 
 
 def _as_tensor(value: Any) -> Any:

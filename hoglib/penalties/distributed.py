@@ -15,10 +15,14 @@ Nothing is compared without a DDP module around the parameters, under `no_sync()
 a communication hook (which may average differently or later), and if no `.grad` was accumulated
 (`torch.autograd.grad`, which a single process may call).
 
-fully_shard (FSDP2) frees a critic's gathered parameters after the first backward, here the gradient
-inside the penalty; but the penalty's backward needs them (``setStorage ... storage of size 0``).
-``set_reshard_after_backward(False)`` keeps them also after an optimizer step, so that the next forward
-silently uses old values. `GatheredParameters` keeps them for one backward.
+A lazy penalty (`every=`) runs the critic at some steps only, and all processes have to run it together.
+So each call compares its number, by a message on the CPU, for which no device waits. The message has a
+group of its own, because it would meet a message of another size in a process that makes no call.
+
+fully_shard (FSDP2) frees the gathered parameters of a critic after a first backward, which the gradient
+inside a penalty is; the penalty's own backward still needs them (``setStorage ... storage of size 0``).
+With ``set_reshard_after_backward(False)`` they are kept, but then also after an optimizer step, so that
+the next forward silently uses the old ones. `GatheredParameters` keeps them for one backward.
 """
 
 import functools
@@ -35,6 +39,9 @@ from torch.autograd import Function
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hoglib._core.messages.closures import STATE, ClosureWalker, owner_of
+from hoglib._core.messages.communication import mesh_of, timeout, together
+from hoglib._core.runtime.source_location import warn_once
 from hoglib._core.substrate.gradient_graph import graph_summary
 from hoglib._core.torch_api import pytree, torch_internals, torch_sharding
 from hoglib.curvature.batches.data import world_size
@@ -118,7 +125,8 @@ def _raise_if_different(name: str, ddp: DistributedDataParallel, params: dict[st
     norms = torch.stack([_norm(p) for p in params.values()]).double().nan_to_num(nan=torch.inf)
     # min(x) = -max(-x): one all-reduce gives both extremes
     extremes = torch.cat([norms, -norms])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ddp.process_group)
+    with together(name):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=ddp.process_group)
     most, least = extremes[: len(params)], -extremes[len(params) :]
     coarse = any(p.dtype not in (torch.float64, torch.complex128) for p in params.values())
     rounding = 64 * torch.finfo(torch.float32 if coarse else torch.float64).eps
@@ -202,6 +210,67 @@ def _register_hooks(module: nn.Module, *_: Any) -> None:
         _WRAPPERS[next(_CREATION_ORDER)] = module
 
 
+# What all processes have to do alike
+
+_ON_CPU: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of a default group, one of gloo
+
+
+def check_schedule(calls: int, every: int, critic: Any) -> None:
+    """Raise in all processes that share a critic where one penalizes it at other steps."""
+    if world_size() == 1 or not is_shared(critic):
+        return
+    different = _extremes("GradientPenalty", [calls, every])
+    for what, (least, most), mine in zip(
+        ("calls", "every="), different, (calls, every), strict=True
+    ):
+        if least != most:
+            raise DistributedError(
+                f"GradientPenalty(every={every}): expected the same {what} in all {world_size()} "
+                f"processes, which run the critic together, got {least} to {most}, here {mine}: call "
+                "it at the same steps in all, and load its state_dict(), which counts calls, in all."
+            )
+
+
+def warn_of_uneven_samples(name: str, modules: Iterable[nn.Module], count: int) -> None:
+    """Warn where processes that share parameters penalize other numbers of samples."""
+    if world_size() > 1 and any(map(_spans_all, modules)):
+        ((least, most),) = _extremes(name, [count])
+        if least != most:
+            warn_once(
+                f"{name}: expected as many samples in each of {world_size()} processes, got {least} to "
+                f"{most}: fully_shard averages the gradients of their means, where a sample of a small "
+                "batch counts more. Give batches of equal size, or multiply the penalty by the samples "
+                "here, times the processes, over the samples of all."
+            )
+
+
+def is_shared(critic: Any) -> bool:
+    """Whether all processes share the parameters of a critic, or average their gradients."""
+    owner = owner_of(critic)
+    found = [owner] if isinstance(owner, nn.Module) else ClosureWalker(critic, STATE).objects
+    modules = [x for x in found if isinstance(x, nn.Module)]
+    if any(map(_spans_all, modules)):
+        return True
+    groups = _ddp_groups(id(p) for module in modules for p in module.parameters())
+    return any(dist.get_world_size(ddp.process_group) == world_size() for ddp, _ in groups)
+
+
+def _spans_all(module: nn.Module) -> bool:
+    mesh = mesh_of(module.parameters())
+    return mesh is not None and mesh.size() == world_size()
+
+
+def _extremes(name: str, numbers: list[int]) -> list[tuple[int, int]]:
+    """The least and the largest of each number over all processes."""
+    with together(name):
+        default = dist.group.WORLD
+        if default not in _ON_CPU:
+            _ON_CPU[default] = dist.new_group(backend="gloo", timeout=timeout())
+        both = torch.tensor([numbers, [-x for x in numbers]], device="cpu")
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=_ON_CPU[default])
+    return [(-least, most) for most, least in both.T.tolist()]
+
+
 # FSDP2
 
 _HELD: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # FSDP2 module -> number of penalties
@@ -212,13 +281,17 @@ class GatheredParameters:
     """Keeps the parameters of FSDP2 modules gathered until a backward, or until it is deleted.
 
     Args:
-        modules: The modules that ran in a forward; modules without FSDP2 are ignored.
+        modules: Those that ran in a forward; others than those of FSDP2 are left alone.
+    Attributes:
+        sharded: Whether there are some of FSDP2.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules: list[Any] = []
+        self.sharded = False
         if torch_sharding.has_fsdp():
             found = [m for m in modules if torch_sharding.fsdp_state(m) is not None]
+            self.sharded = bool(found)
             reshards = torch_sharding.reshards_after_backward
             self._modules = [m for m in found if reshards(m) or m in _HELD]
         for module in self._modules:

@@ -34,7 +34,7 @@ from hoglib._core.torch_api import function_watch, mixed_precision, pytree, torc
 from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentTypeError, NoSecondDerivative
-from hoglib.penalties.distributed import GatheredParameters
+from hoglib.penalties.distributed import GatheredParameters, warn_of_uneven_samples
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import Samples, check_points, random_like
 from hoglib.ring import ring, warn_if_derivatives_not_finite
@@ -136,6 +136,8 @@ class InputVJP:
         # without a parameter that requires grad there is nothing to train
         self.create_graph = wanted and bool(self.trainable)
         self._gathered = GatheredParameters(self.modules if self.create_graph else ())
+        if self._gathered.sharded and self.samples is not None:
+            warn_of_uneven_samples(self.options.name, self.modules, self.count())
         if self.create_graph and self.graph.functions and self.graph.has_user_code:
             check_gradient_flow(self.options.name, self.graph)
         elif wanted and not self.y.requires_grad:

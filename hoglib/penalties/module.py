@@ -20,6 +20,7 @@ from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
 from hoglib.capture.capturing import in_other_tracer
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
+from hoglib.penalties.distributed import check_schedule
 from hoglib.penalties.options import OPTION_NAMES, check_options
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -102,6 +103,8 @@ class GradientPenalty(nn.Module):
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments of the wrong kind; calls raise what the
             function raises.
+        DistributedError: In all processes that share a critic, by calls that one of them made more
+            often.
     References:
         The schedule: Karras et al., Analyzing and Improving the Image Quality of StyleGAN, 2020,
         section 3.1 and appendix B.
@@ -170,7 +173,10 @@ class GradientPenalty(nn.Module):
             The penalty, a scalar.
         """
         self._check_returns_scalar(options)
+        before = self.calls
         factor = self.factor()
+        if self.every > 1 and self.calls > before:
+            check_schedule(self.calls, self.every, critic)
         if not factor and self.weight:
             # backward of this zero must work; it reaches no parameter
             like = pytree.tensors((real, fake))[0]

@@ -337,8 +337,8 @@ def curvature(cls, **options):
 MINE = "ValueError: the disk is full"
 # name -> (function, the error, words of it)
 REFUSED = {
-    "a process fails": (a_failing_process, "DistributedError", "error in process 1, which has to be fixed there: ValueError: the disk is full"),
-    "factors of a process fail": (factors_that_fail, "DistributedError", "error in process 1, which has to be fixed there: ValueError: the disk is full"),
+    "a process fails": (a_failing_process, "DistributedError", "error in process 1: ValueError: the disk is full"),
+    "factors of a process fail": (factors_that_fail, "DistributedError", "error in process 1: ValueError: the disk is full"),
     "other vectors": (other_vectors, "DistributedError", "expected the same vectors in all"),
     "random vectors": (random_without_a_generator, "DistributedError", "generator=torch.Generator().manual_seed(0)"),
     "other parameters": (other_parameters, "DistributedError", "expected the same params in all"),

@@ -23,7 +23,6 @@ from experiments.benchmarks import (
     ops,
     penalties,
     remat,
-    resident,
     stand_ins,
     tracers,
 )  # fmt: skip
@@ -188,11 +187,6 @@ def test_scores_are_ranked_beside_trainings_without_some_sequences(printed):
 def test_remat_prints_a_row_for_each_method_and_order(printed):
     orders = [line.split()[0] for line in printed(remat)[2:]]
     assert orders == ["first"] * 3 + ["second"] * 3 + ["forward"] * 2
-
-
-@pytest.mark.parametrize("name", resident.CASES)
-def test_each_case_of_resident_memory_runs(name):
-    assert resident.measure(name, 2)["held"] > 0
 
 
 def test_peak_memory_counts_what_is_alive_at_once():

@@ -206,8 +206,8 @@ def every(rank, folder, found):
 
 EMPTY = "support: expected at least one example, got an empty set"
 OTHERS = (
-    "MAML: expected the same call in all 2 processes, got an error in another one, which has to be "
-    "fixed there: look at its own output."
+    "MAML: expected the same call in all 2 processes, got an error in process 0: ArgumentValueError: "
+    + EMPTY
 )
 
 

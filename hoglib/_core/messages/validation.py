@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import errors
+from hoglib._core.messages.communication import tell_sharers
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.torch_api import pytree, torch_internals
 
@@ -500,9 +501,11 @@ def explain_arguments(function: F) -> F:
     def checked_call(*args: Any, **keywords: Any) -> Any:
         try:
             return function(*args, **keywords)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # the error is from inside the function, not from the call
+        except BaseException as error:
+            entered = error.__traceback__ is None or error.__traceback__.tb_next is not None
+            if entered or not isinstance(error, TypeError):
+                tell_sharers(error, (args, keywords), keywords.get("processes"))
+                raise
             reason = re.sub(r"^\S+ ", "", str(error))
         caller = function.__qualname__.removesuffix(".__init__").split(".")[-1]
         more = args[len(form.args) :]

@@ -13,8 +13,8 @@ of the other, so autograd gives derivatives of sum_r w_r f_r of any order.
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat, zip_longest
@@ -25,10 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hoglib._core.messages.communication import (
+    is_sharded,
+    mesh_of,
+    tell,
+    together,
+    words_of_others,
+)
 from hoglib._core.substrate.fingerprint import checksum_of_call, checksum_of_tensors
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.torch_internals import apply
-from hoglib.errors import ArgumentValueError, DistributedError, HoglibError, UnsupportedError
+from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
 
 Vector = list[Tensor]
 ROUNDING = 1e-9  # tolerance for checksums of processes, which may run on different processors
@@ -40,12 +47,6 @@ AGREEMENT = (
     "parameters, where they are not sharded,",
 )
 INSTEAD = "for anything else pass `p.full_tensor()` of each, or the model before it is sharded"
-
-
-def is_sharded(value: object) -> bool:
-    """Whether a value is a DTensor; does not import torch's module of DTensor."""
-    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
-    return library is not None and isinstance(value, library.DTensor)
 
 
 def any_sharded(values: Iterable[object]) -> bool:
@@ -187,6 +188,7 @@ class Whole:
 
     is_sharded = False
     weight = 1.0
+    mesh = None
 
     def local(self, tensors: Sequence[Tensor]) -> Vector:
         return list(tensors)
@@ -232,7 +234,7 @@ class Whole:
     def reduce(self, value: Tensor, op: str) -> Tensor:
         return value
 
-    def translate_errors(self, caller: str) -> AbstractContextManager[None]:
+    def together(self, caller: str) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -245,9 +247,7 @@ def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) 
         return WHOLE
     from torch.distributed.tensor import Replicate
 
-    found: list[Any] = [t for t in tensors if is_sharded(t)]
-    # each tensor's mesh is this one or a part of it
-    mesh = max((t.device_mesh for t in found), key=lambda mesh: mesh.size())
+    mesh = mesh_of(tensors)  # each tensor's mesh is this one or a part of it
     everywhere = tuple(Replicate() for _ in mesh.shape)
     layouts = tuple(
         Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
@@ -283,6 +283,11 @@ class Sharding:
     def weighted(self, weight: float) -> "Sharding":
         """A copy with another weight of this process."""
         return replace(self, weight=weight)
+
+    def weighted_by(self, rows: float) -> "Sharding":
+        """A copy with this process's part of the rows of all processes as its weight."""
+        mine = torch.tensor(float(rows), dtype=torch.float64, device=self.mesh.device_type)
+        return self.weighted(rows / max(float(self.sum(mine)), 1.0))
 
     def local(self, tensors: Sequence[Any]) -> Vector:
         """This process's shards, without a graph."""
@@ -433,6 +438,8 @@ class Sharding:
         local = torch.zeros(len(AGREEMENT), dtype=torch.float64, device=device)
         local[: len(numbers)] = local.new_tensor(numbers)
         flags = local.new_tensor([flag, error is not None])
+        if error is not None:
+            tell(error, self.mesh)  # before the message: the others read it afterwards
         # the minimum is minus the maximum of the negatives: both in one all-reduce
         extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
         if error is not None:
@@ -440,7 +447,7 @@ class Sharding:
         if extremes[-1]:
             raise DistributedError(
                 f"{caller}: expected the same call in all {self.mesh.size()} processes, got an error "
-                "in another one, which has to be fixed there: look at its own output."
+                f"in {words_of_others(self.mesh)}"
             )
         most, least = extremes[: len(local)], -extremes[len(local) : -2]
         differs = (most - least > ROUNDING * (1 + most.abs())).tolist()
@@ -474,7 +481,8 @@ class Sharding:
         self.order.clear()
         try:
             value = compute()
-        except Exception:
+        except Exception as error:
+            tell(error, self.mesh)
             if self.deferred <= self.gathered:
                 device = self.mesh.device_type
                 # the message of `_Mean`: value, failed, order, order^2
@@ -488,9 +496,9 @@ class Sharding:
         # NCCL sums on GPUs only
         return all_reduce(value.to(self.mesh.device_type), self.mesh).to(value.device)
 
-    def translate_errors(self, caller: str) -> AbstractContextManager[None]:
-        """Inside, an error of the communication says that another process made another call."""
-        return translate_distributed_errors(caller)
+    def together(self, caller: str) -> AbstractContextManager[None]:
+        """Inside, the processes make a call together; its errors are known to all of them."""
+        return together(caller, self.mesh)
 
     def reduce(self, value: Tensor, op: str) -> Tensor:
         """A reduction over the processes by another operation than the sum, in place."""
@@ -500,36 +508,10 @@ class Sharding:
 Placement = Whole | Sharding
 
 
-# words in the errors of torch.distributed's backends when another process does not take part
-COMMUNICATION = (
-    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
-    "gloo", "NCCL", "ncclUnhandled",
-)  # fmt: skip
-
-
-@contextmanager
-def translate_distributed_errors(caller: str) -> Iterator[None]:
-    """Say of an error of the communication that another process ended, raised or made another call.
-
-    An error ends its process, and processes that wait for it raise within seconds. If the user catches
-    the error, and the process lives, the others wait until their group's timeout.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, HoglibError) or not any(word in str(error) for word in COMMUNICATION):
-            raise
-        raise DistributedError(
-            f"{caller}: expected all processes to make the same calls, got one that ended, raised an "
-            "error of its own or made another call: look at the output of the others. "
-            f"(torch says: {str(error).splitlines()[0][:200]})"
-        ) from error
-
-
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
     """The sum, or another reduction, over the processes of a mesh, in place."""
     everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
-    with translate_distributed_errors("all_reduce"):
+    with together("all_reduce", mesh):
         for group in [None] if everyone else mesh.get_all_groups():
             # by name: a torch without distributed has no ReduceOp
             dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
@@ -551,7 +533,7 @@ class _Mean(torch.autograd.Function):
         if failed:
             raise DistributedError(
                 f"loss: expected one from each of {sharding.mesh.size()} processes, got an error in "
-                "one, which has to be fixed there: look at its own output."
+                f"{words_of_others(sharding.mesh)}"
             )
         if sharding.mesh.size() * squares != total**2:
             raise DistributedError(

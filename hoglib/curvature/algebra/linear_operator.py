@@ -23,6 +23,7 @@ from torch import Generator, Tensor
 
 from hoglib import errors
 from hoglib._core.messages import validation
+from hoglib._core.messages.communication import tell_sharers
 from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib._core.runtime.device_reads import read_late
@@ -110,10 +111,14 @@ class RectangularOperator(ABC):
 
         options: the options that decide how many messages processes exchange.
         """
-        if options:
-            self.space.check_same_call(name, *options)
-        with own_algebra(), self._bar.over(name, total):
-            yield
+        try:
+            if options:
+                self.space.check_same_call(name, *options)
+            with own_algebra(), self._bar.over(name, total):
+                yield
+        except BaseException as error:
+            tell_sharers(error, self.space.params)
+            raise
 
     @property
     def target(self) -> Space:
@@ -561,9 +566,9 @@ class LinearOperator(RectangularOperator):
             >>> A.solve(torch.ones(2))
             tensor([0.5000, 0.5000])
         """
-        operator = self.damped(damping) if damping else self
         limits = tol, atol, max_iter, stagnation_tol
-        with self._algorithm("solve", options=limits):
+        with self._algorithm("solve", options=(damping, *limits)):
+            operator = self.damped(damping) if damping else self
             return linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
 
     def eigsh(

@@ -336,10 +336,13 @@ class Space:
         return not self.all_sum(torch.tensor(float(not holds), device=self.device)).item()
 
     @contextmanager
-    def raise_in_all(self, caller: str) -> Iterator[None]:
+    def raise_in_all(
+        self, caller: str, join: Callable[[Exception], object] | None = None
+    ) -> Iterator[None]:
         """Inside, an error in one process that holds a part of the vectors is raised in all of them.
 
-        Code inside must not communicate: a process that failed would not take part.
+        Code inside must not communicate: a process that failed would not take part. join: called with
+        an error if processes share data instead, to take part in their next message.
         """
         error: Exception | None = None
         try:
@@ -347,9 +350,11 @@ class Space:
         except Exception as raised:
             error = raised
         if isinstance(self.placement, Sharding):
-            with self.placement.translate_errors(caller):
+            with self.placement.together(caller):
                 self.placement.check_same(caller, (), (), self.device, error=error)
         elif error is not None:
+            if join is not None:
+                join(error)
             raise error
 
     def check_same_call(
@@ -360,7 +365,7 @@ class Space:
         if isinstance(self.placement, Sharding):
             numbers = [checksum_of_call(algorithm, options)]
             # This check goes before the first message of the algorithm.
-            with self.placement.translate_errors(algorithm):
+            with self.placement.together(algorithm):
                 self.placement.check_same(algorithm, [what], numbers, self.device)
 
     def whole_rows(self, rows: Tensor) -> Tensor:
@@ -380,7 +385,7 @@ class Space:
         shapes = [local if gathers else layout.shape for (local, _), layout in pairs]
         exchange = placement.whole_rows if gathers else placement.add_rows
         parts = enumerate(rows.split([shape.numel() for shape in shapes], 1))
-        with placement.translate_errors("A @ v"):
+        with placement.together("A @ v"):
             leaves = [exchange(i, x.reshape(count, *shapes[i])) for i, x in parts]
         return torch.cat([leaf.reshape(count, -1) for leaf in leaves], 1)
 

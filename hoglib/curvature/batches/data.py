@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, RandomSampler
 
 from hoglib._core.messages import validation
+from hoglib._core.messages.communication import tell, together, words_of_others
 from hoglib._core.modules.module_kinds import NORMS
 from hoglib._core.substrate.fingerprint import checksum
-from hoglib._core.substrate.placement import Sharding, translate_distributed_errors
+from hoglib._core.substrate.placement import Sharding
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import tensors_in
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, DistributedError, HoglibError
@@ -82,11 +83,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def gathered(value: object) -> list[Any]:
+def gathered(caller: str, value: object) -> list[Any]:
     """The value of each process of torch.distributed; it must be picklable."""
     values = [value] * world_size()
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        with together(caller):
+            dist.all_gather_object(values, value)
     return values
 
 
@@ -134,9 +136,20 @@ class Processes:
 
     def gather(self, value: object) -> list[Any]:
         """The value of each process; it must be picklable."""
-        return [value] if self.alone else gathered(value)
+        return [value] if self.alone else gathered(self._name, value)
 
-    def all_reduce(
+    def join(self, error: Exception, device: torch.device) -> None:
+        """Take part with an error in the sum that the other processes make next; raise it."""
+        if not self.alone:
+            with together(self._name):
+                self._exchange(PassTotals(), error, device)
+
+    def all_reduce(self, *given: Any) -> PassTotals:
+        """`_all_reduce`, whose errors all processes know."""
+        with together(self._name):
+            return self._all_reduce(*given)
+
+    def _all_reduce(
         self,
         compute: Callable[[], Tensor],
         used: Tensor,
@@ -153,14 +166,7 @@ class Processes:
         used: which parameters the loss uses, as numbers. mine: the totals of this process. dtype: the
         dtype of vectors; checksums may differ by its rounding.
         """
-        mine = mine._replace(failed=error is not None)
-        table = torch.zeros(self.world, len(mine), dtype=torch.float64, device="cpu")
-        table[self.rank] = torch.tensor(mine, dtype=table.dtype, device="cpu")
-        # Sent before the sums: processes that disagree may have sums of different sizes, and backends
-        # abort on messages of different sizes.
-        every = [PassTotals(*row) for row in self._sum(table.to(device)).tolist()]
-        if any(one.failed for one in every):
-            self._raise(error, every)
+        every = self._exchange(mine, error, device)
         self._check_same(every, dtype)
         total = compute()
         wide = torch.promote_types(total.dtype, torch.float32)  # a message has one dtype
@@ -173,20 +179,30 @@ class Processes:
         sums = PassTotals(*map(sum, zip(*every, strict=True)))
         return sums._replace(largest=largest, whole=whole)
 
-    def _sum(self, message: Tensor) -> Tensor:
-        with translate_distributed_errors(self._name):
-            dist.all_reduce(message)
-        return message
-
-    def _raise(self, error: Exception | None, every: list[PassTotals]) -> None:
-        texts = self.gather("" if error is None else f"{type(error).__name__}: {error}")
+    def _exchange(
+        self, mine: PassTotals, error: Exception | None, device: torch.device
+    ) -> list[PassTotals]:
+        """The totals of each process; raises in all where one has an error."""
+        if error is not None:
+            tell(error)  # before the message, after which the others read it
+        mine = mine._replace(failed=error is not None)
+        table = torch.zeros(self.world, len(mine), dtype=torch.float64, device="cpu")
+        table[self.rank] = torch.tensor(mine, dtype=table.dtype, device="cpu")
+        # Sent before the sums: processes that disagree may have sums of different sizes, and backends
+        # abort on messages of different sizes.
+        every = [PassTotals(*row) for row in self._sum(table.to(device)).tolist()]
         if error is not None:
             raise error
-        failed = [rank for rank, one in enumerate(every) if one.failed]
-        raise DistributedError(
-            f"{self._name}: expected a sum over the data of all {self.world} processes, got an error "
-            f"in process {failed[0]}, which has to be fixed there: {texts[failed[0]]}"
-        )
+        if any(one.failed for one in every):
+            raise DistributedError(
+                f"{self._name}: expected a sum over the data of all {self.world} processes, got an "
+                f"error in {words_of_others()}"
+            )
+        return every
+
+    def _sum(self, message: Tensor) -> Tensor:
+        dist.all_reduce(message)
+        return message
 
     def _check_same(self, every: list[PassTotals], dtype: torch.dtype) -> None:
         for name, advice in ADVICE.items():
@@ -503,6 +519,7 @@ def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[
                 numbers[: len(found)] = found
         except Exception as caught:  # the other processes wait for this one
             error = caught
+            tell(error, placement.mesh)
         mine = [float(error is not None), float(piece is not None), weight, *numbers]
         sums = torch.tensor(mine, dtype=torch.float64, device=batches.device)
         failed, given, total, *every = placement.sum(sums).tolist()
@@ -510,8 +527,8 @@ def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[
             raise error
         if failed:
             raise DistributedError(
-                f"{name}: expected a batch from each of {world} processes, got an error in one while "
-                "it read its data: look at its own output."
+                f"{name}: expected a batch from each of {world} processes, got an error in "
+                f"{words_of_others(placement.mesh)}"
             )
         if not given:
             return

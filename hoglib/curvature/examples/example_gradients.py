@@ -32,7 +32,14 @@ from hoglib._core.substrate.gradient_graph import walk
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
 from hoglib.curvature.algebra.vector_space import Space, Tree
-from hoglib.curvature.batches.data import as_dict, constants_of, in_fixed_order, is_batch, to_device
+from hoglib.curvature.batches.data import (
+    Processes,
+    as_dict,
+    constants_of,
+    in_fixed_order,
+    is_batch,
+    to_device,
+)
 from hoglib.curvature.batches.single_examples import by_vmap_or_loop, number_of_examples
 from hoglib.curvature.kronecker.kfac_operator import KFACOperator
 from hoglib.curvature.kronecker.layer_comparison import checked_run, with_selected_rows
@@ -626,7 +633,11 @@ def influence(
     """
     shared = Space(params)
     hashed = out is not None or shared.placement.is_sharded
-    with shared.raise_in_all("influence"):
+
+    def join(error: Exception) -> None:
+        Processes("influence", options.get("processes"), None).join(error, shared.device)
+
+    with shared.raise_in_all("influence", join):
         fitted = solver if isinstance(solver, KFACOperator) else None
         method = "operator" if fitted else validation.choice("solver", solver, get_args(Solver))
         validation.number("damping", damping, minimum=0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.messages import validation
+from hoglib._core.messages.communication import tell_sharers
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
 from hoglib._core.substrate.autograd import (
     Gradient,
@@ -237,27 +238,33 @@ def _product(
     kind: CurvatureKind, func: Any, params: Any, v: Any, args: tuple[Any, ...], policy: Policy
 ) -> tuple[Tensor, Any]:
     """The value, and the product of a matrix with v, or with each vector of a block."""
-    kind.check_loss(func, "func")
-    if torch_internals.transforms_active():
-        # An outer transform may differentiate the product.
-        policy = policy._replace(create_graph=True)
-    problem = Problem.of(policy, func, params, *args)
-    # For DTensors the problem has the shards: v is compared with the whole tensors.
-    leaves = pytree.leaves(params) if problem.placement.is_sharded else problem.leaves
-    vector, block = validation.vectors("v", v, params, flat=(leaves, problem.structure))
-    if problem.placement.is_sharded:
-        _refuse_sharded(policy, func)
-    around = ring(policy, func, placement=problem.placement, around_graph=True)
-    with around as blocks:
-        entered, vector = problem.entered(blocks), clone_inference_tensors(vector)
-        vector = entered.placement.local_vector("v", vector)
-        columns = vector[0].shape[-1] if block else 1
-        # One all-reduce before anything is gathered: if processes differ, all raise.
-        call = kind, policy, func
-        entered.placement.check_agreement(policy.caller, call, columns, vector, entered.leaves)
-        point = linearizer(kind, around.captures)(entered, block)
-        around.note_gradient(point.gradient)
-        value, product = apply_block(point, vector, block)
+    try:
+        kind.check_loss(func, "func")
+        if torch_internals.transforms_active():
+            # An outer transform may differentiate the product.
+            policy = policy._replace(create_graph=True)
+        problem = Problem.of(policy, func, params, *args)
+        # For DTensors the problem has the shards: v is compared with the whole tensors.
+        leaves = pytree.leaves(params) if problem.placement.is_sharded else problem.leaves
+        vector, block = validation.vectors("v", v, params, flat=(leaves, problem.structure))
+        if problem.placement.is_sharded:
+            _refuse_sharded(policy, func)
+        around = ring(policy, func, placement=problem.placement, around_graph=True)
+        with around as blocks:
+            entered, vector = problem.entered(blocks), clone_inference_tensors(vector)
+            vector = entered.placement.local_vector("v", vector)
+            columns = vector[0].shape[-1] if block else 1
+            # One all-reduce before anything is gathered: if processes differ, all raise.
+            call = kind, policy, func
+            entered.placement.check_agreement(policy.caller, call, columns, vector, entered.leaves)
+            if problem.placement.is_sharded:
+                entered = entered.weighted_by_rows()
+            point = linearizer(kind, around.captures)(entered, block)
+            around.note_gradient(point.gradient)
+            value, product = apply_block(point, vector, block)
+    except BaseException as error:
+        tell_sharers(error, params)
+        raise
     if not problem.placement.is_sharded:
         # The search for a cause runs the loss again, which would need the other processes.
         warn_if_derivatives_not_finite(problem, value, product)

@@ -103,8 +103,15 @@ class DatasetOperator(LinearOperator):
 
     @contextmanager
     def _algorithm(self, name: str, *given: Any, **options: Any) -> Iterator[None]:
-        with super()._algorithm(name, *given, **options), self._sum.require_constant_state(name):
-            yield
+        try:
+            with (
+                super()._algorithm(name, *given, **options),
+                self._sum.require_constant_state(name),
+            ):
+                yield
+        except BaseException as error:
+            self._sum.tell(error)
+            raise
 
     def _products(self, rows: Tensor) -> Tensor:
         if torch_internals.transforms_active():

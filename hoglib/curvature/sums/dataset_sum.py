@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.messages import validation
+from hoglib._core.messages.communication import tell
 from hoglib._core.problem import (
     OPTION_NAMES,
     Options,
@@ -324,37 +325,43 @@ class DatasetSum:
         multiplied, equal in all processes. first_order: see `examined_functions`. also: watchers of
         this pass, before the default ones.
         """
-        with users_autocast():
-            if rows is not None and self.kept is not None and self.state.may_skip():
-                # an algorithm compares the state at every eighth product: each comparison costs time
-                visit(self.kept.term)
-                assert self.last is not None  # the totals of the pass that made the graph
-                return self.last
-            everyone = [*also, *self.watchers]
-            own = partial(self._own_part, visit, rows, everyone, first_order)
-            placement = self.at.placement
-            try:
-                if placement.is_sharded:
-                    with (
-                        torch.inference_mode(False),
-                        placement.translate_errors(self.at.policy.caller),
-                    ):
+        try:
+            with users_autocast():
+                if rows is not None and self.kept is not None and self.state.may_skip():
+                    # an algorithm compares the state at every eighth product: it costs time
+                    visit(self.kept.term)
+                    assert self.last is not None  # the totals of the pass that made the graph
+                    return self.last
+                everyone = [*also, *self.watchers]
+                own = partial(self._own_part, visit, rows, everyone, first_order)
+                placement = self.at.placement
+                try:
+                    if placement.is_sharded:
+                        with torch.inference_mode(False), placement.together(self.at.policy.caller):
+                            totals = own()
+                    else:
                         totals = own()
-                else:
-                    totals = own()
-            except Exception as error:
-                self.batches.explain(error)
+                except Exception as error:
+                    self.batches.explain(error)
+                    if not self.alone:
+                        self._add_up(total, rows, PassTotals(), error)  # raises in all processes
+                    raise
                 if not self.alone:
-                    self._add_up(total, rows, PassTotals(), error)  # raises in all processes
-                raise
-            if not self.alone:
-                totals = self._add_up(total, rows, totals, None)
-            elif totals is self.last:  # from a kept graph: nothing new to check
+                    totals = self._add_up(total, rows, totals, None)
+                elif totals is self.last:  # from a kept graph: nothing new to check
+                    return totals
+                if not self._unread:
+                    self._finish(totals, everyone)
+                    self.last = totals
                 return totals
-            if not self._unread:
-                self._finish(totals, everyone)
-                self.last = totals
-            return totals
+        except BaseException as error:  # also of what follows the messages, and an interrupt
+            self.tell(error)
+            raise
+
+    def tell(self, error: BaseException) -> None:
+        """Let the processes that share data or parameters know of an error that ends a call."""
+        if not self.whole:
+            tell(error, self.at.placement.mesh)
 
     def _own_part(
         self, visit: Visit, rows: Tensor | None, everyone: Watchers, first_order: bool

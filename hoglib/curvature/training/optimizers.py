@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hoglib import errors
 from hoglib._core.messages import validation
+from hoglib._core.messages.communication import tell_sharers
 from hoglib._core.problem import check_option_names
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
@@ -298,8 +299,12 @@ class NewtonCG(BatchOptimizer):
         Returns:
             The loss before the step.
         """
-        with examined_functions("NewtonCG"):
-            return self._step(self._batch(closure), curvature)
+        try:
+            with examined_functions("NewtonCG"):
+                return self._step(self._batch(closure), curvature)
+        except BaseException as error:
+            tell_sharers(error, self._params, self._options.get("processes"))
+            raise
 
     def _step(self, batch: object, curvature: object) -> Tensor:
         group = self.param_groups[0]
@@ -566,8 +571,12 @@ class KFAC(BatchOptimizer):
         Returns:
             The loss before the step.
         """
-        with examined_functions("KFAC"):
-            return self._step(self._batch(closure))
+        try:
+            with examined_functions("KFAC"):
+                return self._step(self._batch(closure))
+        except BaseException as error:
+            tell_sharers(error, self._params, self._options.get("processes"))
+            raise
 
     def _step(self, batch: object) -> Tensor:
         group = self.param_groups[0]
