@@ -124,8 +124,8 @@ class NotPositiveDefiniteError(HoglibError, ArithmeticError):
 class NondeterministicError(HoglibError, RuntimeError):
     """Two evaluations at the same parameters and data have different values.
 
-    Raised by operators over a data set, whose passes must agree. Also a :class:`RuntimeError`. Turn off
-    dropout and random augmentation (``model.eval()``), and shuffling (``shuffle=False``).
+    Raised by operators over a data set, because all passes must agree. Also a :class:`RuntimeError`.
+    Turn off dropout and random augmentation (``model.eval()``), and shuffling (``shuffle=False``).
     """
 
 

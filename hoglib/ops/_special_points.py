@@ -152,7 +152,7 @@ def product(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """torch.prod without divisions: multiply one half of the factors by the other until one is left."""
+    """torch.prod without divisions: multiply halves of the factors until one factor is left."""
     x = input if dtype is None else input.to(dtype)
     if not pytree.is_float(x) or x.numel() == 0:
         return x.prod() if dim is None else x.prod(dim, keepdim)
@@ -198,7 +198,7 @@ def logcumsumexp(input: Tensor, dim: int) -> Tensor:
 
 @stands_in_for(torch.linalg.householder_product, torch.orgqr, Tensor.orgqr, name=_OVER["name"])
 def householder_product(input: Tensor, tau: Tensor) -> Tensor:
-    """torch.linalg.householder_product; under forward mode one reflection after the other."""
+    """torch.linalg.householder_product; under forward mode a product of reflections."""
     if reverse_only():
         return torch.linalg.householder_product(input, tau)
     m, n = input.shape[-2:]

@@ -45,7 +45,7 @@ def wgan_gp(
         fake: Generated samples, like real. Detach them unless the generator should learn from the
             penalty too.
         *args: Further arguments of the critic, such as labels.
-        target: k, the slope that is asked for. Default: 1.
+        target: k, the wanted slope. Default: 1.
         one_sided: Whether only slopes above k are penalised: max(0, |grad| - k)^2 (WGAN-LP).
             Default: False.
         generator: Draws e. Default: torch's own generator.
@@ -291,7 +291,7 @@ def dragan(
             tuple.
         real: Real samples: a tensor or any tree of tensors.
         *args: Further arguments of the critic, such as labels.
-        target: k, the slope that is asked for. Default: 1.
+        target: k, the wanted slope. Default: 1.
         noise: c, the standard deviation of the noise. Default: half the standard deviation of all
             entries of real.
         generator: Draws d. Default: torch's own generator.

@@ -72,8 +72,8 @@ def forces(
 
         E = energy(x)        F = -dE/dx        H = d^2 E / dx^2, with hessian=True
 
-    E and F (and H) can be differentiated again by the parameters where gradients are on, and come
-    without a graph under no_grad and in inference mode: the same call trains and predicts. The energy
+    E and F (and H) can be differentiated again by the parameters if gradients are on; under no_grad and
+    in inference mode they have no graph, so that one call serves training and prediction. The energy
     is computed once. Warns if the forces reach no parameter that requires grad.
 
     Args:
@@ -81,16 +81,16 @@ def forces(
         positions: x, a tensor or any tree of tensors (positions and cell). Structures of a batch
             must not act on one another.
         *args: Further arguments of the energy, such as species.
-        hessian: Whether H is computed too; of graphs (``batch``) it needs positions in one tensor.
+        hessian: Whether H is computed too; for graphs (``batch``) positions must be one tensor.
             Default: False.
-        chunk_size: Rows of H at once, of each structure, as of `hoglib.hessian`. Default: by memory.
+        chunk_size: Rows of H at once, for each structure, as in `hoglib.hessian`. Default: by memory.
         **options: Of :class:`Options`: ``output`` (which of several outputs), ``batch`` (the structure
             that each row belongs to), ``autocast`` (leave autocast on), ``stand_ins`` (run inside
-            `second_order()`), ``compile`` (run as one graph; without the Hessian of graphs, whose size
+            `second_order()`), ``compile`` (run as one graph; not for the Hessian of graphs: its size
             depends on the values of batch).
     Returns:
         :class:`EnergyForces` (E, F), or :class:`EnergyForcesHessian` (E, F, H): E as energy returned
-        it (of several outputs the selected one), F like x.
+        it (with several outputs, the selected one), F like x.
     Raises:
         ArgumentTypeError, ArgumentValueError: For arguments or energies of the wrong kind or shape.
         NoSecondDerivative: If energies do not depend on positions; the message names the call that
@@ -128,7 +128,7 @@ def forces(
 
 @validation.short_repr
 class EnergyForces(NamedTuple):
-    """What :func:`forces` returns; it can be unpacked.
+    """The result of :func:`forces`; it can be unpacked.
 
     Attributes:
         energy: E, as the energy function returned it.
@@ -141,7 +141,7 @@ class EnergyForces(NamedTuple):
 
 @validation.short_repr
 class EnergyForcesHessian(NamedTuple):
-    """What :func:`forces` returns with ``hessian=True``; it can be unpacked.
+    """The result of :func:`forces` with ``hessian=True``; it can be unpacked.
 
     Attributes:
         energy: E, as the energy function returned it.
@@ -177,7 +177,7 @@ def _energies_and_forces(
             # with the Hessian it is an error, see `_hessian`
             if check and at.samples is not None and not with_hessian:
                 check_batch_dependence(at)
-        # H is a derivative of it, also where the result needs no graph
+        # with a graph if H is wanted, a derivative of the gradient, even if the result needs none
         gradient = at.vjp(create_graph=True if with_hessian else None)
         forces = [-g for g in gradient]
         hessian = _hessian(at, gradient, batch, chunk_size) if with_hessian else None
@@ -190,7 +190,7 @@ def _energies_and_forces(
     at.warn_if_not_finite([*forces, *pytree.tensors(hessian)] if with_hessian else forces)
     energy = at.y
     if at.create_graph:
-        # a loss of forces is differentiated as a penalty is: with DDP by the mean over processes
+        # like a penalty's, the gradient of a loss of forces is averaged over DDP's processes
         forces = [averaged("forces", f, at.outputs) for f in forces]
     else:
         energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
@@ -198,14 +198,14 @@ def _energies_and_forces(
 
 
 def _hessian(at: InputVJP, gradient: Vector, index: Any, chunk_size: int | None) -> Any:
-    """H, of each structure by itself: [B, ..., ...], of a tree its blocks, or a list for graphs."""
+    """H of each structure: [B, ..., ...]; for a tree its blocks; for graphs a list."""
     validation.refuse_transforms("forces(hessian=True)", "use `torch.func.hessian(energy)` there.")
     if index is not None and len(gradient) != 1:
         raise ArgumentValueError(
             "forces(hessian=True, batch=...): expected one tensor of positions, got a tree of "
             f"{len(gradient)}; pass the others after it, as arguments of energy, or one graph a call."
         )
-    # one pass gives a row for every structure, which is wrong where they act on one another
+    # a pass gives one row for every structure, wrong if structures act on one another
     if at.samples is not None and value_checks_on() and is_batch_dependent(at):
         raise ArgumentValueError(
             f"forces(hessian=True): expected {at.y.numel()} energies of structures that do not act "
@@ -215,7 +215,7 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any, chunk_size: int | None)
     if index is not None:
         x, (g,) = at.leaves[0], gradient
         return _hessians_of_graphs(at, g, x, index, chunk_size)
-    batched = int(at.samples is not None)  # of a batch one row of each structure in every pass
+    batched = int(at.samples is not None)  # 1 for a batch [B, ...], else 0
     pairs = zip(gradient, at.leaves, strict=True)
     return at.tree([at.tree(_hessian_blocks(at, g, x, batched, chunk_size)) for g, x in pairs])
 
@@ -223,7 +223,7 @@ def _hessian(at: InputVJP, gradient: Vector, index: Any, chunk_size: int | None)
 def _hessian_blocks(
     at: InputVJP, g: Tensor, x: Tensor, batched: int, chunk_size: int | None
 ) -> Vector:
-    """The blocks of H in the rows of x, one for each leaf."""
+    """The blocks d<g, unit> / dy of H for the rows of x, one block for each leaf y."""
     shape = x.shape[batched:]
     count = shape.numel()
 
@@ -237,7 +237,7 @@ def _hessian_blocks(
 
 
 def _structure_rows(at: InputVJP, index: object) -> Samples | None:
-    """Which rows belong to which structure, one for each energy; None for a single structure."""
+    """The structure of each row, with one structure per energy; None for a single structure."""
     y, count = at.y, at.leaves[0].shape[0]
     if index is None:
         if not y.dim() or (y.numel() == 1 and count != 1):
@@ -262,7 +262,7 @@ def _structure_rows(at: InputVJP, index: object) -> Samples | None:
 def _hessians_of_graphs(
     at: InputVJP, g: Tensor, x: Tensor, index: Tensor, chunk_size: int | None
 ) -> Vector:
-    """The Hessian of each structure, by rows of all at once: they do not act on one another."""
+    """The Hessian of each structure; a pass computes one row for all, as they do not interact."""
     structures = [(index == k).nonzero().reshape(-1) for k in range(at.y.numel())]
     width, each = x.shape[1:].numel(), x.shape[1:]
     # the number of each entry of x in its own structure
@@ -286,7 +286,7 @@ def _hessians_of_graphs(
 def _products_with(
     at: InputVJP, g: Tensor, by: Vector, units: Chunk, count: int, chunk_size: int | None
 ) -> Vector:
-    """d <g, unit> by leaves for each of `count` units, [count, *shape]."""
+    """d <g, unit> / dy for each y in `by` and each of `count` units, [count, *y.shape]."""
     if not count or not g.requires_grad:
         return [y.new_zeros(count, *y.shape) for y in by]
 

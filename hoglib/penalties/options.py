@@ -1,4 +1,4 @@
-"""The options that the penalties share: their documentation, and one check of them."""
+"""The options that all penalties share, and their check."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, get_args
