@@ -138,7 +138,7 @@ class Problem:
         self.originals, self.structure = pytree.flatten(params)
         # copies of the parameters: the loss may change its parameters in place
         self.leaves: Vector = [x.detach().clone() for x in self.originals]
-        self.paths = pytree.paths(params)
+        self.paths = pytree.paths(params)  # names of the leaves
         self.names = ModuleNames(loss)
         for module in self.names.modules():
             tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]
@@ -229,7 +229,7 @@ class ReproducibleLoss:
         self._problem, self._state, self._double = problem, state, double
         self._batch = map_tensors(to_double, problem.batch) if double else problem.batch
         leaves = to_double(problem.leaves) if double else problem.leaves
-        self._are_complex = [x.is_complex() for x in leaves]
+        self._are_complex = [x.is_complex() for x in leaves]  # by leaf
         self._params = [real(x) for x in leaves]  # the point given by the user
         self.move_back()
 
@@ -239,6 +239,7 @@ class ReproducibleLoss:
 
     def _move_to(self, leaves: Vector) -> None:
         self.leaves = leaves
+        # stopped gradients and checks belong to a point: start again
         self.stops = StopGradientReplay()
         self._checker: Checker | None = None
         self._locator: Locator | None = None

@@ -366,10 +366,10 @@ class Checker:
         self, f: Scalar, leaves: Sequence[Tensor], stops: StopGradientReplay | None, seed: int = 0
     ) -> None:
         self._f, self._stops = f, stops
-        self._leaves = [x.detach() for x in leaves]
+        self._leaves = [x.detach() for x in leaves]  # the point x
         self._dtype = maps.coarsest_dtype(leaves)
         random = torch.Generator("cpu").manual_seed(seed)
-        self._scales = [scale(x) for x in self._leaves]
+        self._scales = [scale(x) for x in self._leaves]  # units of the leaves
         self._v, self._w = (
             _times([random_like(x, random) for x in self._leaves], self._scales) for _ in range(2)
         )

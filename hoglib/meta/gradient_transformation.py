@@ -157,9 +157,10 @@ class Leaves:
 
     def __init__(self, params: Tree) -> None:
         self.params: Final = params
+        # a plain dict of tensors
         self._flat = type(params) is dict and all(isinstance(p, Tensor) for p in params.values())
         self.original: list[Tensor] = list(params.values()) if self._flat else pytree.leaves(params)
-        self._complex = any(map(torch.is_complex, self.original))
+        self._complex = any(map(torch.is_complex, self.original))  # at least one leaf is complex
         self.real = [as_real(p) for p in self.original] if self._complex else self.original
 
     def matching(self, what: str, tree: Tree) -> list[Any]:

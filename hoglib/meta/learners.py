@@ -30,7 +30,7 @@ class MAML(Learner):
         theta_i = inner_steps updates of theta by rule, along -grad L_inner(.; support_i)
         meta-loss = mean_i L(theta_i; query_i)
 
-    The parameters of this module are the model's and the learned rates', losses' and rules' own: give
+    This module has the parameters of the model and of learned rates, losses and rules: give
     `maml.parameters()` to the outer optimizer. Options are attributes of equal names (``compile`` is
     ``compiled``) and may be changed between steps.
 

@@ -386,7 +386,7 @@ class LearnedRates(nn.Module):
         self.granularity = validation.choice("learn_lr", granularity, get_args(Granularity))
         self.steps = steps
         lr = validation.positive("inner_lr", lr)
-        self.values = nn.ParameterDict()
+        self.values = nn.ParameterDict()  # the rates, by `_key`
         for name, param in params.items():
             key = self._key(name)
             if key not in self.values:

@@ -159,7 +159,7 @@ class Passes(Batches):
                 self._starts.append((self._next, self._random()))
                 self._iterator = None
                 return
-            self._stream = self._random()
+            self._stream = self._random()  # the stream continues here at the next batch
         self._kept[self._next] = clone_inference_tensors(batch)
         self._next += 1
         while len(self._kept) > self._window:
@@ -353,7 +353,7 @@ class Replay:
         self.training, self.constants, self._advance = training, constants, advance
         self._steps = training.steps
         self._leaves, self._structure = pytree.flatten(start)  # of the first state
-        self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]
+        self._wanted = [x for x in pytree.leaves(constants) if _is_wanted(x)]  # require grad
         self._schedule, self._files = schedule, files
         self._kept: InMemory | OnDisk = InMemory() if files is None else files
         self._segment = InMemory()  # for "sqrt": the states of the segment in replay

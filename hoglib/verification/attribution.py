@@ -135,12 +135,13 @@ class _Probe:
         # run once under a watch for half precision: the narrowest dtype inside decides on the step
         with HalfWatch() as watch:
             base = self._run(0.0)
-            self._arguments = self._incoming(base)
+            self._arguments = self._incoming(base)  # of backward or jvp, besides the slots
             with suppress(Exception):  # reported by `diagnosis`
                 self._results(base.record, self._arguments)
         dtypes = [app.args[i].dtype.to_real() for i in app.by]
         dtypes += [] if watch.dtype is None else [watch.dtype]
-        self._step = step_of(dtypes)
+        self._step = step_of(dtypes)  # h
+        # a loss below this fraction of the whole term is rounding
         self.least = max(LOST.get(dtype, LOST_NARROW) for dtype in dtypes)
         # the directions of the incoming gradients (in a jvp: of the tangents)
         self._moved = {

@@ -319,6 +319,7 @@ class Snapshot:
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         held = [(n, x) for n, x in tensors.items() if isinstance(x, Tensor) and not is_freed(x)]
+        # (tensor, version, copy) by name
         self._was = {name: (x, x._version, x.detach().clone()) for name, x in held}
 
     def changed(self, places: dict[int, source_location.SourceLine | None]) -> Changes:

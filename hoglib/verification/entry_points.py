@@ -122,7 +122,7 @@ _REPORTED: WeakKeyDictionary[Known, set[tuple[str, str]]] = WeakKeyDictionary()
 # Functions seen to change an argument (without mark_dirty) or grad_output in place. A correct verdict
 # does not end the watch over them: whether the change does harm depends on who else reads the tensor.
 _MUTATING: WeakSet[Known] = WeakSet()
-# Functions that keep an argument or output as an attribute of ctx, without a version check.
+# Functions that keep an argument or output as an attribute of ctx, unchecked by versions: watched, too.
 _KEEPING: WeakSet[Known] = WeakSet()
 
 
@@ -150,11 +150,11 @@ class examined_functions:  # noqa: N801 a context manager
 
     def __init__(self, caller: str, *, first_order: bool = False, by_hand: bool = False) -> None:
         self._caller, self._first_order, self._by_hand = caller, first_order, by_hand
-        self._functions: AppliedFunctions | None = None
+        self._functions: AppliedFunctions | None = None  # None if nothing is examined
 
     def __enter__(self) -> "AppliedFunctions | None":
         outside = AMBIENT.examination
-        self._action = outside.on_wrong or "warn"
+        self._action = outside.on_wrong or "warn"  # of the outermost second_order(on_wrong=)
         if self._action == "ignore" or outside.by_entry_point or not value_checks_on():
             return None
         if _LACKING:
@@ -165,7 +165,7 @@ class examined_functions:  # noqa: N801 a context manager
             functions.by_hand = self._report_by_hand
         self._watching = watching_functions(functions.record)
         self._watching.__enter__()
-        self._outside = outside
+        self._outside = outside  # restored on exit
         AMBIENT.examination = Examination(outside.on_wrong, not self._by_hand, functions)
         return functions
 
@@ -262,9 +262,9 @@ def forget_reports() -> None:
 
 @final
 class AppliedFunctions:
-    """The custom Functions applied within one entry point and may be wrong.
+    """The custom Functions applied within one entry point, except those known to be right.
 
-    Functions with a verdict "right" are left out, unless their values moved or they are watched for
+    A Function with a verdict "right" is recorded again if its values moved, or if it is watched for
     in-place changes. A key is a Function with the kinds of its arguments.
     """
 

@@ -51,12 +51,12 @@ from hoglib.verification.subject import (
 
 TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
-SECONDS = 2.0  # time limit of an examination; a trial run may take half a limit
+SECONDS = 2.0  # time limit of an examination; after half the time a trial run stops
 MAX_RETRIES = 2  # further examinations if rounding hid the answer at the values of the first
 EVALUATIONS = 22  # evaluations of a derivative that an examination takes for each input tensor
 WRONG = 5  # a wrong Function takes this many times the estimate
 LARGE = 10_000  # elements; of smaller inputs all rows are examined, as fewer would save little
-MAX_HELD = 2**26  # numbers in a container or object; an examination copies it
+MAX_HELD = 2**26  # largest size, in numbers, of a container or object to copy
 
 
 class Range(NamedTuple):
