@@ -136,7 +136,7 @@ def evaluate(
 
 
 def captures(policy: Policy) -> bool:
-    """Whether a penalty runs as one graph: it has gradients, and no outer transform or capture."""
+    """Whether a penalty runs as one graph: it has gradients, and the policy captures here."""
     return policy.create_graph and is_captured(policy)
 
 
