@@ -30,6 +30,19 @@ class Config(NamedTuple):
     shows: str
 
 
+def with_full_configs(words: list[str]) -> list[str]:
+    """A command line, with the config of the whole run before each of `smoke`, which differs from it."""
+    found: list[str] = []
+    for i, word in enumerate(words):
+        option, _, path = word.rpartition("=")
+        if option in ("--config", "-c") or (i and words[i - 1] in ("--config", "-c")):
+            full = Path(*(part for part in Path(path).parts if part != SMOKE))
+            if full != Path(path) and full.exists():
+                found += [str(full), "--config"] if not option else [f"--config={full}"]
+        found.append(word)
+    return found
+
+
 def configs(folder: Path = FOLDER) -> list[Config]:
     """The configs of a folder, but for those of `smoke`, which are the same runs in seconds."""
     files = sorted(path for path in folder.rglob("*.yaml") if SMOKE not in path.parts)

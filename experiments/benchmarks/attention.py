@@ -9,7 +9,7 @@ run by blocks alone: the formula needs 44 GiB for 16,384.
 
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
-from experiments.benchmarks.timing import interleaved, machine, smoke
+from experiments.benchmarks.timing import interleaved, program
 from experiments.benchmarks.with_jax import to_jax
 
 HEADS, WIDTH = 4, 32
@@ -122,25 +122,28 @@ def row(name: str, length: int, repeats: int) -> str:
     )
 
 
-def main() -> None:
-    small = smoke(__doc__)
-    torch.set_num_threads(1)
-    print(f"{machine()}\n")
-    print("| derivative | length | formula, ms | MiB | blocks, of the formula's | others |")
-    print("|---|---|---|---|---|---|")
+def derivative_rows(small: bool) -> Iterator[str]:
     for name in DERIVATIVES:
         for length in (8, 600) if small else LENGTHS:
-            print(row(name, length, 1 if small else 5), flush=True)
-    print("\n| length | HVP by blocks, s | MiB | of half the length |\n|---|---|---|---|")
+            yield row(name, length, 1 if small else 5)
+
+
+def long_rows(small: bool) -> Iterator[str]:
     before = 0
     for length in (600,) if small else (LENGTHS[-1], *LONGER):
         run = partial(hvp, by_blocks, draw(length), "reverse-over-reverse")
         (seconds,) = interleaved({"blocks": run}, 1).values()
         peak = peak_allocated(run)
         ratio = f"{peak / before:.2f}" if before else ""
-        print(f"| {length} | {seconds:.1f} | {peak / 2**20:.1f} | {ratio} |", flush=True)
+        yield f"| {length} | {seconds:.1f} | {peak / 2**20:.1f} | {ratio} |"
         before = peak
 
 
+TABLES = {
+    "| derivative | length | formula, ms | MiB | blocks, of the formula's | others |": derivative_rows,
+    "| length | HVP by blocks, s | MiB | of half the length |": long_rows,
+}
+
+
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

@@ -4,8 +4,9 @@ Networks of ten million parameters, right ones; and a deep one, right and with a
 which is looked for module by module.
 """
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hoglib as hog
-from experiments.benchmarks.timing import machine, smoke
+from experiments.benchmarks.problems import Encoder
+from experiments.benchmarks.timing import program
 
 Problem = tuple[nn.Module, tuple[Tensor, Tensor], bool]  # model, batch, stand_ins
 CLASSES = 10
+
+
+def normed(inner: int, outer: int, kernel: int, stride: int) -> list[nn.Module]:
+    """A convolution with batch norm."""
+    conv = nn.Conv2d(inner, outer, kernel, stride, kernel // 2, bias=False)
+    return [conv, nn.BatchNorm2d(outer)]
 
 
 class Residual(nn.Module):
@@ -25,37 +33,12 @@ class Residual(nn.Module):
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(),
-            nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer),
-        )  # fmt: skip
-        self.short = (
-            nn.Identity()
-            if inner == outer
-            else nn.Sequential(
-                nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
-            )
-        )
+        layers = [*normed(inner, outer, 3, stride), nn.ReLU(), *normed(outer, outer, 3, 1)]
+        self.body = nn.Sequential(*layers)
+        self.short = nn.Sequential(*(normed(inner, outer, 1, stride) if inner != outer else ()))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.body(x) + self.short(x))
-
-
-class Encoder(nn.Module):
-    """A transformer that tells a class of a sequence by its first token."""
-
-    def __init__(self, width: int, layers: int, tokens: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(tokens, width)
-        layer = nn.TransformerEncoderLayer(
-            width, 6, 4 * width, dropout=0.0, activation="gelu", batch_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.layers(self.embedding(x))[:, 0])
-        return y
 
 
 class Cached(torch.autograd.Function):
@@ -78,19 +61,26 @@ class Sine(nn.Module):
         return y
 
 
+def layers(widths: list[int], act: Callable[[], nn.Module]) -> list[nn.Module]:
+    return [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), act())]
+
+
+def labelled(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.randint(CLASSES, (len(x),))
+
+
 def perceptron(small: bool) -> Problem:
     width, rows = (32, 8) if small else (2048, 64)
-    model = nn.Sequential(
-        nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
-        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, CLASSES),
-    )  # fmt: skip
-    return model, (torch.randn(rows, 784), torch.randint(CLASSES, (rows,))), False
+    widths = [784, width, width, width]
+    model = nn.Sequential(*layers(widths, nn.ReLU), nn.Linear(width, CLASSES))
+    return model, labelled(torch.randn(rows, 784)), False
 
 
 def transformer(small: bool) -> Problem:
-    width, layers, tokens, rows, length = (12, 1, 20, 2, 4) if small else (384, 5, 5000, 4, 64)
-    batch = torch.randint(tokens, (rows, length)), torch.randint(CLASSES, (rows,))
-    return Encoder(width, layers, tokens), batch, True
+    width, depth, tokens, rows, length = (12, 1, 20, 2, 4) if small else (384, 5, 5000, 4, 64)
+    encoder = Encoder(width, 6, 4 * width, depth, CLASSES)
+    model = nn.Sequential(nn.Embedding(tokens, width), encoder)
+    return model, labelled(torch.randint(tokens, (rows, length))), True
 
 
 def resnet(small: bool) -> Problem:
@@ -98,20 +88,18 @@ def resnet(small: bool) -> Problem:
     blocks = []
     for inner, outer in zip([widths[0], *widths], widths, strict=False):
         blocks += [Residual(inner, outer, 1 if inner == outer else 2), Residual(outer, outer, 1)]
-    model = nn.Sequential(
-        nn.Conv2d(3, widths[0], 3, 1, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU(), *blocks,
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES),
-    )  # fmt: skip
-    return model, (torch.randn(rows, 3, pixels, pixels), torch.randint(CLASSES, (rows,))), False
+    end = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], CLASSES)
+    model = nn.Sequential(*normed(3, widths[0], 3, 1), nn.ReLU(), *blocks, *end)
+    return model, labelled(torch.randn(rows, 3, pixels, pixels)), False
 
 
 def deep(small: bool, fault: bool) -> Problem:
     depth, width = (4, 8) if small else (34, 64)
-    layers: list[nn.Module] = []
-    for i in range(depth):
-        layers += [nn.Linear(width, width), Sine() if fault and i == depth // 2 else nn.Tanh()]
-    model = nn.Sequential(*layers, nn.Linear(width, CLASSES))
-    return model, (torch.randn(16, width), torch.randint(CLASSES, (16,))), False
+    every = layers([width] * (depth + 1), nn.Tanh)
+    if fault:
+        every[2 * (depth // 2) + 1] = Sine()
+    model = nn.Sequential(*every, nn.Linear(width, CLASSES))
+    return model, labelled(torch.randn(16, width)), False
 
 
 MODELS: dict[str, Callable[[bool], Problem]] = {
@@ -125,8 +113,8 @@ MODELS: dict[str, Callable[[bool], Problem]] = {
 }
 
 
-def rows(small: bool) -> list[str]:
-    lines = []
+def rows(small: bool) -> Iterator[str]:
+    hog.audit(lambda params, batch: params.square().sum(), torch.ones(2), None)  # imports
     for name, make in MODELS.items():
         torch.manual_seed(0)
         model, batch, stand_ins = make(small)
@@ -136,19 +124,11 @@ def rows(small: bool) -> list[str]:
         seconds = time.perf_counter() - start
         millions = sum(p.numel() for p in params.values()) / 1e6
         what = "right" if report.ok else f"wrong in {', '.join(report.culprits)}"
-        lines.append(f"| {name} | {millions:.1f} | {what} | {seconds:.1f} |")
-    return lines
+        yield f"| {name} | {millions:.1f} | {what} | {seconds:.1f} |"
 
 
-def main() -> None:
-    small = smoke(__doc__)
-    hog.audit(lambda params, batch: params.square().sum(), torch.ones(2), None)  # imports
-    print(f"{machine()}\n")
-    print("| model, batch | million parameters | found | seconds |")
-    print("|---|---|---|---|")
-    for line in rows(small):
-        print(line, flush=True)
+TABLES = {"| model, batch | million parameters | found | seconds |": rows}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,37 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.problems import backend
+from experiments.benchmarks.workload import Point
 
 SEED = 0  # of the points between real and generated ones, which every method draws anew
 
 
 @dataclass(frozen=True)
-class Critics:
+class Critics(Point):
     """A critic at its initial weights, and one batch: real and fake [N, ...].
 
     backend: what hoglib compiles with.
     """
 
-    model: nn.Module
     real: Tensor
     fake: Tensor
     backend: str = "inductor"
-
-    @property
-    def device(self) -> torch.device:
-        return self.real.device
-
-    def apart(self) -> "Critics":
-        """The same with a model of its own, whose `.grad` nobody else sees."""
-        return replace(self, model=deepcopy(self.model))
-
-    def double(self) -> "Critics":
-        model = deepcopy(self.model).double()
-        return replace(self, model=model, real=self.real.double(), fake=self.fake.double())
-
-    def to(self, device: torch.device) -> "Critics":
-        model = deepcopy(self.model).to(device)
-        return replace(self, model=model, real=self.real.to(device), fake=self.fake.to(device))
 
     def drawn(self) -> Tensor:
         """e_n ~ U(0, 1) [N], as every method draws it; in float32, of which float64 has a copy."""

@@ -210,20 +210,6 @@ WORKLOADS: dict[str, Workload] = {
         },
         by_hand="hooks by hand, exact",
     ),
-    "kfac products": on(
-        "one product, once Kronecker factors are there",
-        ALL,
-        {
-            name: Method(
-                partial(make, once=False),
-                ours=make is kronecker.hoglib,
-                truth="kronecker",
-                beside=("curvlinops",) if make is kronecker.hoglib else (),
-            )
-            for name, make in KRONECKER.items()
-        },
-        by_hand="hooks by hand",
-    ),
     "eigenvalues": on(
         "five largest eigenvalues of the Hessian",
         ("MLP-128",),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import hoglib as hog
-from experiments.benchmarks.timing import once, smoke
+from experiments.benchmarks.timing import once, program, relative_error
 
 TIGHT, MOST = 1e-13, 400
 Call = Callable[[], Any]
@@ -109,16 +109,15 @@ def rows(small: bool) -> list[str]:
     for name, *calls in ways:
         texts = [f"{name:24}"]
         for what, call, truth in zip(("gradient", "product"), calls, truths, strict=True):
-            error = float((call() - truth).norm() / truth.norm())
+            error = relative_error(call(), truth)
             milliseconds = 1e3 * median(once(call) for _ in range(1 if small else 20))
             texts.append(f"{what} error {error:.0e}, {milliseconds:6.1f} ms")
         found.append("  ".join(texts))
     return found
 
 
-def main() -> None:
-    print("\n".join(rows(smoke(__doc__))))
+TABLES = {"": rows}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

@@ -125,47 +125,25 @@ def quadratic_form(problem: Problem, product: Tensor) -> Tensor:
 
 
 @with_plain_attention
-def by_hand(problem: Problem, kind: str = "exact", once: bool = True) -> Call:
-    """once: factors and a product; otherwise the factors are there."""
+def by_hand(problem: Problem, kind: str = "exact") -> Call:
     make, v = factors_by_hand(problem, kind), vector_of(problem)
-    if once:
-        return lambda: product_by_hand(problem, make(), v)
-    factors = make()
-    return lambda: product_by_hand(problem, factors, v)
+    return lambda: product_by_hand(problem, make(), v)
 
 
-def hoglib(problem: Problem, kind: Any = "exact", once: bool = True) -> Call:
+def hoglib(problem: Problem, kind: Any = "exact") -> Call:
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), params_of_layers(problem)
     v, random = vector_of(problem), torch.Generator(problem.device).manual_seed(0)
-
-    def make() -> hog.KFACOperator:
-        return hog.KFACOperator(
-            loss, params, problem.batch, kind=kind, generator=random, check_deterministic=False
-        )
-
-    if once:
-        return lambda: make() @ v
-    K = make().update()
-    return lambda: K @ v
+    options = {"kind": kind, "generator": random, "check_deterministic": False}
+    return lambda: hog.KFACOperator(loss, params, problem.batch, **options) @ v
 
 
 @with_plain_attention
-def curvlinops(problem: Problem, kind: str = "exact", once: bool = True) -> Call:
-    operator, params = (
-        peer("curvlinops").KFACLinearOperator,
-        list(params_of_layers(problem).values()),
-    )
-    v = vector_of(problem)
-
-    def make() -> Any:
-        return operator(
-            problem.model, nn.CrossEntropyLoss(), params, [problem.batch],
-            fisher_type="type-2" if kind == "exact" else kind, check_deterministic=False,
-            separate_weight_and_bias=False, num_data=len(problem.x), num_per_example_loss_terms=1,
-        )  # fmt: skip
-
-    if once:
-        return lambda: make() @ v
-    K = make()
-    K.compute_kronecker_factors()
-    return lambda: K @ v
+def curvlinops(problem: Problem, kind: str = "exact") -> Call:
+    operator, v = peer("curvlinops").KFACLinearOperator, vector_of(problem)
+    given = problem.model, nn.CrossEntropyLoss(), list(params_of_layers(problem).values())
+    options = {
+        "fisher_type": "type-2" if kind == "exact" else kind, "check_deterministic": False,
+        "separate_weight_and_bias": False, "num_data": len(problem.x),
+        "num_per_example_loss_terms": 1,
+    }  # fmt: skip
+    return lambda: operator(*given, [problem.batch], **options) @ v

@@ -6,8 +6,6 @@ the median of five.
 """
 
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
-from experiments.benchmarks.timing import machine, smoke
+from experiments.benchmarks.timing import CLOCKS, interleaved, program
 
 Product = Callable[..., Any]
 TOKENS, VOCABULARY, CHUNKS = 512, 20_000, (256, 64)
@@ -71,16 +69,6 @@ def in_chunks(model: nn.Module, size: int | None = None) -> Any:
     return hog.language_model_loss(model, head="head", shift=True, chunk_size=size)
 
 
-def cpu_seconds(run: Callable[[], Any], repeats: int) -> float:
-    """The median of the processor's seconds for a call."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        run()
-        seconds.append(time.process_time() - start)
-    return statistics.median(seconds)
-
-
 def memory_rows(small: bool) -> list[str]:
     tokens, vocabulary = (64, 50) if small else (TOKENS, VOCABULARY)
     lines = []
@@ -96,7 +84,7 @@ def memory_rows(small: bool) -> list[str]:
             first, *others = (run()[1] for run in runs.values())
             for other in others:
                 torch.testing.assert_close(other, first, rtol=1e-2, atol=1e-4)
-            seconds = {key: cpu_seconds(run, 1 if small else 5) for key, run in runs.items()}
+            seconds = interleaved(runs, 1 if small else 5, CLOCKS["cpu"])
             logits = 4 * tokens * vocabulary
             cells = [
                 f"{peak_allocated(run) / logits:.1f}, {seconds[key]:.2f} s"
@@ -145,16 +133,12 @@ def error_rows(small: bool) -> list[str]:
     return lines
 
 
-def main() -> None:
-    small = smoke(__doc__)
-    print(f"{machine()}\n\npeak in tensors of all logits, and CPU time\n")
-    print(f"| | width D | all logits | {' | '.join(f'chunks of {size}' for size in CHUNKS)} |")
-    print("|---|---|---|---|---|")
-    print("\n".join(memory_rows(small)))
-    print("\nlargest relative error over the modes\n")
-    print("| | float32 | float16 | bfloat16 |\n|---|---|---|---|")
-    print("\n".join(error_rows(small)))
+TABLES = {
+    "peak in tensors of all logits, and CPU time\n\n"
+    f"| | width D | all logits | {' | '.join(f'chunks of {size}' for size in CHUNKS)} |": memory_rows,
+    "largest relative error over the modes\n\n| | float32 | float16 | bfloat16 |": error_rows,
+}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

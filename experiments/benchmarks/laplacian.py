@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
-from experiments.benchmarks.timing import interleaved, machine, smoke
+from experiments.benchmarks.timing import interleaved, program
 from experiments.benchmarks.with_jax import to_jax
 from experiments.benchmarks.workload import Missing, peer
 
@@ -237,15 +237,12 @@ def higher_rows(small: bool) -> list[str]:
     return lines
 
 
-def main() -> None:
-    small = smoke(__doc__)
-    print(f"{machine()}\n\nmilliseconds: {' / '.join(WAYS)}\n")
-    print("| points x coordinates -> outputs | loss and gradient by parameters | alone |")
-    print("|---|---|---|")
-    print("\n".join(rows(small)))
-    print("\n| | | ms (to nested by hand) | MiB (to nested by hand) |\n|---|---|---|---|")
-    print("\n".join(higher_rows(small)))
+TABLES = {
+    f"milliseconds: {' / '.join(WAYS)}\n\n"
+    "| points x coordinates -> outputs | loss and gradient by parameters | alone |": rows,
+    "| | | ms (to nested by hand) | MiB (to nested by hand) |": higher_rows,
+}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

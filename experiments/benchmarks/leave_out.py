@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import hoglib as hog
-from experiments.benchmarks.timing import smoke
+from experiments.benchmarks.timing import program
 from experiments.shared.gpt import CharacterGPT
 from hoglib.meta.hypergradient import spearman
 
@@ -89,9 +89,8 @@ def rows(small: bool) -> list[str]:
     return found
 
 
-def main() -> None:
-    print("\n".join(rows(smoke(__doc__))))
+TABLES = {"": rows}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

@@ -7,7 +7,7 @@ operations. The second is a first- and a second-order step of a network of `line
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hoglib as hog
-from experiments.benchmarks.timing import interleaved, machine, smoke
+from experiments.benchmarks.timing import interleaved, program
 
 
 class ByHand(torch.autograd.Function):
@@ -93,7 +93,7 @@ def swishes() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     }
 
 
-def overhead(repeats: int) -> list[str]:
+def overhead(small: bool) -> list[str]:
     x = torch.randn(32, 32, requires_grad=True)
     beta = torch.ones(32, requires_grad=True)
 
@@ -105,7 +105,7 @@ def overhead(repeats: int) -> list[str]:
     for function in functions.values():
         torch.testing.assert_close(step(function), expected)
     calls = {name: partial(_many, partial(step, f)) for name, f in functions.items()}
-    seconds = interleaved(calls, repeats)
+    seconds = interleaved(calls, 3 if small else 200)
     base = seconds["by hand, setup_context"]
     return [
         f"| {name} | {value / MANY * 1e6:.0f} | {value / base:.2f} |"
@@ -189,8 +189,7 @@ def held_bytes(loss: Callable[..., Tensor], weights: list[Tensor], x: Tensor) ->
     return total
 
 
-def fused(repeats: int, small: bool) -> list[str]:
-    lines = []
+def fused(small: bool) -> Iterator[str]:
     for name, (ours, composite, (weights, x)) in workloads(small).items():
         for weight in weights:
             weight.requires_grad_()
@@ -199,31 +198,20 @@ def fused(repeats: int, small: bool) -> list[str]:
             torch.testing.assert_close(
                 order(ours, weights, x), order(composite, weights, x), rtol=1e-3, atol=1e-5
             )
-            seconds = interleaved(
-                {
-                    "ours": partial(order, ours, weights, x),
-                    "composite": partial(order, composite, weights, x),
-                },
-                repeats,
-            )
+            both = {"ours": ours, "composite": composite}
+            runs = {name: partial(order, loss, weights, x) for name, loss in both.items()}
+            seconds = interleaved(runs, 2 if small else 60)
             ratio = seconds["ours"] / seconds["composite"]
             cells.append(f"{seconds['ours'] * 1e3:.2f} ms, {ratio:.2f}")
         memory = held_bytes(ours, weights, x) / held_bytes(composite, weights, x)
-        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {memory:.2f} |")
-    return lines
+        yield f"| {name} | {cells[0]} | {cells[1]} | {memory:.2f} |"
 
 
-def main() -> None:
-    small = smoke(__doc__)
-    print(f"{machine()}\n")
-    print(
-        "| forward and backward of a 32x32 swish | us | to by hand, setup_context |\n|---|---|---|"
-    )
-    print("\n".join(overhead(3 if small else 200)))
-    print("\n| op | first order: time, to composite | second order | memory of both graphs |")
-    print("|---|---|---|---|")
-    print("\n".join(fused(2 if small else 60, small)))
+TABLES = {
+    "| forward and backward of a 32x32 swish | us | to by hand, setup_context |": overhead,
+    "| op | first order: time, to composite | second order | memory of both graphs |": fused,
+}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

@@ -13,6 +13,7 @@ from experiments.benchmarks.critic_steps import (
     by_hoglib,
     with_r1,
     with_r1_by_hand,
+    with_r1_in_pieces,
     with_wgan_gp,
     with_wgan_gp_by_hand,
 )
@@ -51,13 +52,16 @@ WORKLOADS = {
         quick=("small", "MLP", "CNN"),
         methods=ways("r1", with_r1_by_hand, with_r1)
         | {
+            "hoglib.penalties.r1, micro_batch": Method(
+                by_hoglib(with_r1_in_pieces), ours=True, truth="r1"
+            ),
             # not of a penalty that draws points: inductor draws other ones
             "torch.compile of hoglib.penalties.r1": Method(
                 by_hoglib(with_r1, partial(torch.compile, fullgraph=True)),
                 ours=True,
                 truth="r1",
                 compiled=True,
-            )
+            ),
         },
         brief="critic's step with R1",
     ),

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -12,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from experiments.benchmarks.workload import Point
+
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(Point):
     """A model with cross-entropy on one batch, at its initial weights.
 
     Shapes: x [N, ...]; y [N], classes; vectors [P, k] for P weights, in the order of `parameters()`.
     backend: what hoglib compiles with.
     """
 
-    model: nn.Module
     x: Tensor
     y: Tensor
     vectors: Tensor
@@ -30,10 +30,6 @@ class Problem:
     @cached_property
     def params(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters())
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
 
     @property
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -53,15 +49,6 @@ class Problem:
 
     def vector(self, column: int = 0) -> tuple[Tensor, ...]:
         return self.split(self.vectors[:, column])
-
-    def double(self) -> "Problem":
-        x = self.x.double() if self.x.is_floating_point() else self.x
-        model = deepcopy(self.model).double()
-        return replace(self, model=model, x=x, vectors=self.vectors.double())
-
-    def to(self, device: torch.device) -> "Problem":
-        x, y, vectors = (t.to(device) for t in (self.x, self.y, self.vectors))
-        return replace(self, model=deepcopy(self.model).to(device), x=x, y=y, vectors=vectors)
 
 
 def backend(small: bool) -> str:

@@ -1,37 +1,56 @@
-"""hoglib.ops.remat beside torch.utils.checkpoint and plain autograd: peak memory and time.
+"""Recomputation beside torch.utils.checkpoint and plain autograd: peak memory and time.
 
-    python -m experiments.benchmarks.remat [--network transformer] [--smoke] [--device cuda]
+    python -m experiments.benchmarks.remat [--smoke] [--part mlp transformer depth growth first-call
+        replay loops] [--device cuda]
 
-The network is a residual MLP, h <- h + V gelu(U h + u) + v in each layer, or torch's transformer
-encoder, and each layer is rematerialized. First order is the gradient of the mean square output by all
-parameters; second order is a Hessian-vector product, reverse over reverse; "forward" is that product,
-forward over reverse. Repeats are interleaved, times are medians, peak memory counts the tensors that
-are alive at once beyond parameters, the vector and data. One thread.
+- mlp, transformer: a residual MLP, h <- h + V gelu(U h + u) + v in each layer, or torch's transformer
+  encoder, each layer by `hoglib.ops.remat` or torch's checkpoint. First order is the gradient of the
+  mean square output by all parameters; second order is a Hessian-vector product, reverse over
+  reverse; "forward" is that product, forward over reverse.
+- depth: products of the transformer by `hog.hvp`: plain, with `remat=True`, with `compile=True` too.
+- growth: the peak at 12 and at 48 layers. What a layer adds is compared with its gradient, its part of
+  the product, its input and two cotangents of that, which are kept from layer to layer.
+- first-call: seconds of the processor, of the process and of the compilers that it starts, until a
+  product is there, in a process of its own with an empty cache.
+- replay: a hypergradient through 1,000 steps, in times of the training.
+- loops: a meta-gradient of `hoglib.MAML` through ten inner steps on one task, by `memory=`.
+
+Repeats are interleaved, times are medians. Peaks are beyond parameters, vectors and data: of mlp,
+transformer and loops they count the tensors that are alive at once, of the others what torch's
+allocator gave, compiled code included. Errors are relative to plain autograd, in float32. One thread.
 """
 
 import argparse
-import platform
+import json
+import os
+import resource
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import median
-from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import hoglib
-from experiments.benchmarks.memory import peak_bytes
-from hoglib.ops import remat
+import hoglib as hog
+from experiments.benchmarks.memory import peak_allocated, peak_bytes
+from experiments.benchmarks.meta.tasks import Learner, classes, conv4
+from experiments.benchmarks.meta.with_hoglib import maml
+from experiments.benchmarks.timing import interleaved, machine, once, relative_error
+
+Call = Callable[[], Any]
+MIB = 2**20
+NAME = "experiments.benchmarks.remat"
 
 
 class Sizes(NamedTuple):
     layers: int
     width: int
     batch: tuple[int, ...]  # all dimensions of the input but the width
-    repeats: int
 
 
 class Layer(nn.Module):
@@ -40,7 +59,7 @@ class Layer(nn.Module):
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        out: Tensor = h + self.outer(nn.functional.gelu(self.inner(h)))
+        out: Tensor = h + self.outer(F.gelu(self.inner(h)))
         return out
 
 
@@ -51,18 +70,12 @@ def encoder(width: int) -> nn.Module:
 
 
 LAYERS: dict[str, Callable[[int], nn.Module]] = {"mlp": Layer, "transformer": encoder}
-FULL = {
-    "mlp": Sizes(layers=24, width=256, batch=(512,), repeats=5),
-    "transformer": Sizes(layers=8, width=64, batch=(8, 64), repeats=5),
-}
-SMOKE = {
-    "mlp": Sizes(layers=3, width=16, batch=(8,), repeats=1),
-    "transformer": Sizes(layers=2, width=8, batch=(2, 4), repeats=1),
-}
+FULL = {"mlp": Sizes(24, 256, (512,)), "transformer": Sizes(8, 64, (8, 64))}
+SMOKE = {"mlp": Sizes(3, 16, (8,)), "transformer": Sizes(2, 8, (2, 4))}
 METHODS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "plain": lambda layer, h: layer(h),
     "torch checkpoint": lambda layer, h: checkpoint(layer, h, use_reentrant=False),
-    "hoglib remat": lambda layer, h: remat(layer)(h),
+    "hoglib remat": lambda layer, h: hog.ops.remat(layer)(h),
 }
 
 
@@ -83,99 +96,251 @@ def first_order(network: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Sequence
 
 def second_order(network: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Sequence[Tensor]:
     params = list(network.parameters())
-    with hoglib.second_order():
+    with hog.second_order():
         gradient = torch.autograd.grad(network(x), params, create_graph=True)
         return torch.autograd.grad(gradient, params, list(v.values()))
 
 
 def forward_over_reverse(network: nn.Module, x: Tensor, v: dict[str, Tensor]) -> Sequence[Tensor]:
-    params = hoglib.trainable_params(network)
-    loss = hoglib.functional_loss(network, lambda output, x: output)
-    return list(hoglib.hvp(loss, params, v, x, mode="forward-over-reverse")[1].values())
+    params = hog.trainable_params(network)
+    loss = hog.functional_loss(network, lambda output, x: output)
+    return list(hog.hvp(loss, params, v, x, mode="forward-over-reverse")[1].values())
 
 
 ORDERS = {"first": first_order, "second": second_order, "forward": forward_over_reverse}
 
 
-class Row(NamedTuple):
-    order: str
-    method: str
-    mebibytes: float
-    milliseconds: float
-    error: float  # of the result, relative to plain autograd
+def rows(title: str, runs: dict[str, Call], peak: Callable[[Call], int], small: bool) -> list[str]:
+    """A row for each run: its peak, its time, both relative to the first, and its error."""
+    first, found = next(iter(runs)), {name: run() for name, run in runs.items()}
+    errors = {name: relative_error(result, found[first]) for name, result in found.items()}
+    peaks = {name: peak(run) / MIB for name, run in runs.items()}
+    seconds = interleaved(runs, 1 if small else 5)
+    return [
+        f"{title:24}{name:26}{peaks[name]:8.1f} MiB{peaks[name] / peaks[first]:6.2f}"
+        f"{1e3 * seconds[name]:9.1f} ms{seconds[name] / seconds[first]:6.2f}  error {errors[name]:.0e}"
+        for name in runs
+    ]
 
 
-def measure(network: str, sizes: Sizes, device: torch.device) -> list[Row]:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(LAYERS[network](sizes.width) for _ in range(sizes.layers)).to(device)
+def layers(network: str, small: bool, device: torch.device) -> Iterator[str]:
+    """Each order by each method."""
+    sizes = (SMOKE if small else FULL)[network]
+    blocks = nn.ModuleList(LAYERS[network](sizes.width) for _ in range(sizes.layers)).to(device)
     x = torch.randn(*sizes.batch, sizes.width, device=device)
-    params = hoglib.trainable_params(Network(layers, "plain"))
+    params = hog.trainable_params(Network(blocks, "plain"))
     v = {name: torch.ones_like(p) for name, p in params.items()}
-    rows = []
     for order, derivative in ORDERS.items():
-        runs = {
-            method: partial(derivative, Network(layers, method), x, v)
+        runs: dict[str, Call] = {
+            method: partial(derivative, Network(blocks, method), x, v)
             for method in METHODS
             if not (order == "forward" and method == "torch checkpoint")  # torch.func refuses it
         }
-        results = {name: _flat(run()) for name, run in runs.items()}
-        peaks = {name: peak_bytes(run, device) for name, run in runs.items()}
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(sizes.repeats):
-            for name, run in runs.items():
-                times[name].append(_seconds(run, device))
-        expected = results["plain"]
-        for name in runs:
-            error = ((results[name] - expected).norm() / expected.norm()).item()
-            rows.append(Row(order, name, peaks[name] / 2**20, 1e3 * median(times[name]), error))
-    return rows
+        yield from rows(f"{network}, {order}", runs, partial(peak_bytes, device=device), small)
 
 
-def table(rows: list[Row]) -> str:
-    lines = [f"{'order':8}{'method':18}{'peak MiB':>10}{'':>8}{'ms':>10}{'':>8}{'error':>10}"]
-    for row in rows:
-        plain = next(r for r in rows if r.order == row.order and r.method == "plain")
-        lines.append(
-            f"{row.order:8}{row.method:18}{row.mebibytes:10.1f}{row.mebibytes / plain.mebibytes:7.2f}x"
-            f"{row.milliseconds:10.1f}{row.milliseconds / plain.milliseconds:7.2f}x{row.error:10.0e}"
-        )
-    return "\n".join(lines)
+FORWARD = {"mode": "forward-over-reverse", "remat": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "remat": {"remat": True},
+    "remat, compiled": {"remat": True, "compile": True},
+    "compiled": {"compile": True},
+    "forward, remat": FORWARD,
+    "forward, remat, compiled": {**FORWARD, "compile": True},
+}
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors]).double()
+def product(layers: int, small: bool) -> tuple[Callable[..., Any], int, int]:
+    """The Hessian-vector product of an encoder, the bytes of its parameters and of a block's input."""
+    sizes = (SMOKE if small else FULL)["transformer"]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(encoder(sizes.width) for _ in range(layers)))
+    x = torch.randn(*sizes.batch, sizes.width)
+    params = hog.trainable_params(model)
+    v = {name: torch.ones_like(p) for name, p in params.items()}
+    loss = hog.functional_loss(model, F.mse_loss)
+
+    def run(**options: Any) -> Any:
+        compiled = {"compile": "eager"} if small and "compile" in options else {}
+        return hog.hvp(loss, params, v, (x, x.flip(0)), **{**options, **compiled})[1]
+
+    return run, sum(p.nbytes for p in params.values()), x.nbytes
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = perf_counter()
+def _forget(run: Call) -> None:
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter() - start
+
+
+def depth(small: bool, device: torch.device) -> list[str]:
+    """Peak and time of the products of one network, by each way."""
+    run, *_ = product(2 if small else 8, small)
+    runs: dict[str, Call] = {
+        name: partial(run, **options) for name, options in WAYS.items() if name != "compiled"
+    }
+    return rows("depth", runs, lambda run: peak_allocated(partial(_forget, run)), small)
+
+
+def growth(small: bool, device: torch.device) -> Iterator[str]:
+    """The peak at two depths, and how much of it each layer adds."""
+    depths = (2, 4) if small else (12, 48)
+    peaks, kept = [], []
+    for layers in depths:
+        run, weights, inputs = product(layers, small)
+        run(remat=True)
+        peaks.append(peak_allocated(partial(_forget, partial(run, remat=True))) / MIB)
+        kept.append((2 * weights + 3 * layers * inputs) / MIB)
+        yield f"growth      {layers} layers, remat: {peaks[-1]:8.1f} MiB"
+    more = depths[1] - depths[0]
+    yield (
+        f"growth      each layer {(peaks[1] - peaks[0]) / more:.2f} MiB; its gradient, product, input "
+        f"and two cotangents are {(kept[1] - kept[0]) / more:.2f}"
+    )
+
+
+def first_call(small: bool, device: torch.device) -> Iterator[str]:
+    """Seconds of the processor until there is a product, at two depths."""
+    compiled = [name for name, options in WAYS.items() if "compile" in options]
+    for name in compiled[:1] if small else compiled:
+        seconds = []
+        for layers in (2,) if small else (2, 24):
+            with tempfile.TemporaryDirectory() as cache:
+                command = [sys.executable, "-m", NAME, "--one-call", name, str(layers)]
+                done = subprocess.run(
+                    [*command, *["--smoke"] * small], check=True, text=True, stdout=subprocess.PIPE,
+                    env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache},
+                )  # fmt: skip
+            seconds.append(json.loads(done.stdout.splitlines()[-1]))
+            yield f"first call  {layers} layers, {name:24} {seconds[-1]:6.1f} s"
+        yield f"first call  {name}: the last to the first {seconds[-1] / seconds[0]:.2f}"
+
+
+def processor_seconds() -> float:
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def replay(small: bool, device: torch.device) -> Iterator[str]:
+    """A hypergradient by the weights of 256 examples, in times of the training."""
+    steps, width = (9, 4) if small else (1000, 64)
+    model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 10))
+    params, x = hog.trainable_params(model), torch.randn(256, 16)
+    y, weights = torch.arange(256) % 10, torch.ones(256)
+    outputs = hog.functional_loss(model, F.cross_entropy).outputs
+
+    def inner(params: Any, weights: Tensor) -> Tensor:
+        each = F.cross_entropy(outputs(params, (x, y)), y, reduction="none")
+        return (weights * each).mean()
+
+    def outer(params: Any, weights: Tensor) -> Tensor:
+        return F.cross_entropy(outputs(params, (-x, y)), y)
+
+    def training() -> Any:
+        state: Any = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+        optimizer = torch.optim.Adam(state.values(), lr=1e-3)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            inner(state, weights).backward()
+            optimizer.step()
+
+    with tempfile.TemporaryDirectory() as directory:
+        options: dict[str, dict[str, Any]] = {
+            "remat": {"memory": "remat"},
+            "checkpoint": {"memory": "checkpoint"},
+            "checkpoint, log": {"memory": "checkpoint", "schedule": "log"},
+            "disk": {"memory": "disk", "directory": directory},
+        }
+        plain = min(once(training) for _ in range(2))
+        for name, option in options.items():
+            run = partial(
+                hog.meta.hypergradient, outer, inner, params, weights, steps=steps,
+                rule=hog.meta.adam(1e-3, eps=1e-4), **option,
+            )  # fmt: skip
+            times = once(run) / plain
+            yield f"replay      {steps} steps, {name:16} {times:5.1f} trainings by torch.optim"
+
+
+class Sequences(nn.Module):
+    """torch's transformer encoder with a linear layer of the mean over positions."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(encoder(width) for _ in range(layers))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
+def sequences(small: bool) -> Learner:
+    width, length, layers, steps = (8, 4, 2, 2) if small else (64, 128, 4, 10)
+    batches = classes(1, 2, (length, width))
+    return Learner(Sequences(width, layers), "encoder", F.cross_entropy, *batches, 0.05, steps)
+
+
+def wide(small: bool) -> Learner:
+    width, shots, steps = (8, 2, 2) if small else (512, 200, 10)
+    sizes = [(64, width), (width, width), (width, width)]
+    layers: list[nn.Module] = [m for a, b in sizes for m in (nn.Linear(a, b), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(width, 5))
+    return Learner(model, "mlp", F.cross_entropy, *classes(1, shots, (64,)), 0.05, steps)
+
+
+LOOPS: dict[str, Callable[[bool], Learner]] = {
+    "encoder, 4 x 64, T = 128": sequences,
+    "MLP, 3 x 512": wide,
+    "conv4-32": lambda small: conv4(small, tasks=1, steps=10),
+}
+
+
+def loops(small: bool, device: torch.device) -> Iterator[str]:
+    """Meta-gradients by `memory=`, and of repeated blocks with `remat=True`."""
+    for name, make in LOOPS.items():
+        options: list[dict[str, Any]] = [
+            {"memory": memory} for memory in ("store", "checkpoint", "remat", "mixed")
+        ]
+        if make is sequences:
+            options += [{"memory": memory, "remat": True} for memory in ("remat", "mixed")]
+        learner = make(small).to(device)
+        runs = {
+            ", ".join(f"{key}={value}" for key, value in given.items()): (
+                maml(over_tasks="loop", **given)(learner)
+            )
+            for given in options
+        }
+        yield from rows(name, runs, partial(peak_bytes, device=device), small)
+
+
+PARTS: dict[str, Callable[[bool, torch.device], Any]] = {
+    **{name: partial(layers, name) for name in LAYERS},
+    "depth": depth, "growth": growth, "first-call": first_call, "replay": replay, "loops": loops,
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--network", default="mlp", choices=LAYERS)
-    parser.add_argument("--smoke", action="store_true", help="a tiny network, in seconds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="tiny networks, nothing is compiled")
+    parser.add_argument("--part", nargs="*", choices=PARTS, default=[*PARTS])
     parser.add_argument("--device", default="cpu", type=torch.device)
+    parser.add_argument("--one-call", nargs=2, metavar=("WAY", "LAYERS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sizes = (SMOKE if options.smoke else FULL)[options.network]
-    where = (
-        torch.cuda.get_device_name(options.device)
-        if options.device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
-    print(
-        f"{options.network}: {sizes.layers} layers of width {sizes.width}, batch {sizes.batch}, "
-        f"float32; medians of {sizes.repeats}, interleaved; torch {torch.__version__}, {where}, "
-        "one thread"
-    )
-    print(table(measure(options.network, sizes, options.device)))
+    if options.one_call:
+        name, layers = options.one_call
+        run, *_ = product(int(layers), options.smoke)
+        began = processor_seconds()
+        run(**WAYS[name])
+        print(json.dumps(processor_seconds() - began))
+        return
+    print(machine())
+    for part in options.part:
+        torch.manual_seed(0)
+        print("\n".join(PARTS[part](options.smoke, options.device)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -6,7 +6,7 @@ The first table is the time of one call beside the same outside of the context; 
 backward of stand-ins beside torch's own functions. One thread, float32, medians of interleaved runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
-from experiments.benchmarks.timing import interleaved, machine, smoke
+from experiments.benchmarks.timing import interleaved, program
 
 # What each node of a graph costs to check is internal to `hvp`, and is timed alone here.
 from hoglib._core.substrate.gradient_graph import graph_summary
@@ -34,7 +34,8 @@ def many(call: Callable[[], object], inside: bool) -> None:
             call()
 
 
-def calls(repeats: int) -> list[str]:
+def calls(small: bool) -> list[str]:
+    repeats = 2 if small else 50
     x = torch.randn(4)
     lines = []
     timed: dict[str, Callable[[], object]] = {
@@ -122,28 +123,22 @@ def step(function: Callable[..., Tensor], tensors: list[Tensor]) -> Any:
     return torch.autograd.grad(function(*tensors).square().sum(), tensors)
 
 
-def beside_torch(repeats: int, small: bool) -> list[str]:
-    lines = []
+def beside_torch(small: bool) -> Iterator[str]:
     for name, (theirs, ours, tensors) in stand_ins(small).items():
         for tensor in tensors:
             tensor.requires_grad_()
         torch.testing.assert_close(step(ours, tensors), step(theirs, tensors), rtol=1e-3, atol=1e-4)
-        seconds = interleaved(
-            {"torch": partial(step, theirs, tensors), "ours": partial(step, ours, tensors)}, repeats
-        )
+        runs = {"torch": partial(step, theirs, tensors), "ours": partial(step, ours, tensors)}
+        seconds = interleaved(runs, 2 if small else 40)
         ratio = seconds["ours"] / seconds["torch"]
-        lines.append(f"| {name} | {seconds['torch'] * 1e3:.2f} | {ratio:.2f} |")
-    return lines
+        yield f"| {name} | {seconds['torch'] * 1e3:.2f} | {ratio:.2f} |"
 
 
-def main() -> None:
-    small = smoke(__doc__)
-    print(f"{machine()}\n")
-    print("| us a call | outside | inside `second_order()` |\n|---|---|---|")
-    print("\n".join(calls(2 if small else 50)))
-    print("\n| forward and backward | torch, ms | stand-in, to torch |\n|---|---|---|")
-    print("\n".join(beside_torch(2 if small else 40, small)))
+TABLES = {
+    "| us a call | outside | inside `second_order()` |": calls,
+    "| forward and backward | torch, ms | stand-in, to torch |": beside_torch,
+}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

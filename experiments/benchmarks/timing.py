@@ -9,13 +9,14 @@ import platform
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from importlib import metadata
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import hoglib as hog
 
@@ -156,14 +157,30 @@ def forget_compiled() -> None:
     clear_caches()
 
 
-def smoke(description: str | None) -> bool:
-    """Start a benchmark whose one option is --smoke: on one thread, from a seed."""
-    parser = argparse.ArgumentParser(description=description)
+def program(description: str | None, tables: Mapping[str, Callable[[bool], Iterable[str]]]) -> None:
+    """Print tables, on one thread, from a seed: the head of each, and its rows, which a function of
+    whether networks are tiny makes."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="seconds, too short to mean anything")
     given = parser.parse_args()
     single_threaded()
-    torch.manual_seed(0)
-    return bool(given.smoke)
+    print(machine())
+    for head, rows in tables.items():
+        torch.manual_seed(0)
+        columns = head.splitlines()[-1].count("|") - 1
+        print(f"\n{head}\n|{'---|' * columns}" if columns > 0 else f"\n{head}")
+        for row in rows(given.smoke):
+            print(row, flush=True)
+
+
+def relative_error(found: Any, right: Any) -> float:
+    """|found - right| / |right| of all tensors in two trees, in float64."""
+    a, b = (
+        torch.cat([x.detach().double().flatten() for x in tree_leaves(x)]) for x in (found, right)
+    )
+    return float((a - b).norm() / b.norm())
 
 
 def single_threaded(core: int | None = None) -> None:

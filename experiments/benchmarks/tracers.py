@@ -8,7 +8,7 @@ later ones (guards included), and the relative difference to the product outside
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from experiments.benchmarks.timing import interleaved, machine, once, smoke
+from experiments.benchmarks.timing import interleaved, once, program
 
 BATCH = torch.randn(4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -163,20 +163,19 @@ def row(name: str, model: nn.Module, forward: Forward, repeats: int) -> str:
     return f"| {name} | {' | '.join(cells)} | {' | '.join(times)} |"
 
 
-def main() -> None:
-    is_smoke = smoke(__doc__)
-    print(machine(), "\n")
-    print(
-        "| a product of | hog.compile: first call | Dynamo | uncompiled, us | hog.compile | Dynamo |"
-    )
-    print("|---|---|---|---|---|---|")
-    for name, (make, forward) in islice(MODELS.items(), 1 if is_smoke else None):
+def rows(small: bool) -> Iterator[str]:
+    for name, (make, forward) in islice(MODELS.items(), 1 if small else None):
         torch.manual_seed(0)
         torch.compiler.reset()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is refused, the cell says
-            print(row(name, make(), forward, 1 if is_smoke else 50), flush=True)
+            yield row(name, make(), forward, 1 if small else 50)
+
+
+TABLES = {
+    "| a product of | hog.compile: first call | Dynamo | uncompiled, us | hog.compile | Dynamo |": rows
+}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, TABLES)

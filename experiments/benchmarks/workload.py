@@ -3,12 +3,14 @@
 import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 Call = Callable[[], Any]
 Column = Literal["", "hoglib", "compiled", "other", "jax"]
@@ -16,13 +18,30 @@ Memory = Literal["", "tensors", "allocated", "resident"]
 COLUMNS = tuple(column for column in get_args(Column) if column)
 
 
-class Point(Protocol):
-    """What is differentiated, where: a network at its weights, and its data."""
+@dataclass(frozen=True)
+class Point:
+    """What is differentiated, where: a network at its weights; its data are tensors of subclasses."""
+
+    model: nn.Module
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
-    def double(self) -> Any: ...
+    def apart(self) -> Self:
+        """The same with a model of its own, whose `.grad` nobody else sees."""
+        return replace(self, model=deepcopy(self.model))
+
+    def double(self) -> Self:
+        return self._cast(lambda x: x.double() if x.is_floating_point() else x, torch.float64)
+
+    def to(self, device: torch.device) -> Self:
+        return self._cast(lambda x: x.to(device), device)
+
+    def _cast(self, each: Callable[[Tensor], Tensor], whole: Any) -> Self:
+        data = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "model"}
+        model = deepcopy(self.model).to(whole)
+        return replace(self, model=model, **tree_map_only(Tensor, each, data))
 
 
 class Missing(Exception):

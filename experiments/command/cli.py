@@ -28,6 +28,7 @@ from experiments.command.checkpoint import LastCheckpoint
 from experiments.command.messages import shorten_parser_error
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
+from experiments.configs import with_full_configs
 from experiments.logs import PictureLogger, RunLogger
 from experiments.shared.processes import (
     LOST,
@@ -69,7 +70,7 @@ def main(args: list[str] | None = None) -> int:
 def run(args: list[str]) -> int:
     """Run a command; its exit status."""
     try:
-        words = with_saved_config(args)
+        words = with_saved_config(with_full_configs(args))
         command = with_one_command(words)(
             args=words,
             trainer_class=Trainer,

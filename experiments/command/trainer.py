@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import hoglib as hog
 from experiments import runs
-from experiments.shared.spectra import plot_spectra
+from experiments.shared.style import new_figure, picture
 
 # Not among the public names: it makes `verify` print and exit exactly as `hoglib audit` does.
 from hoglib.cli.isolation import found_here
@@ -162,3 +162,13 @@ class Trainer(pl.Trainer):
 def load_parameters(model: pl.LightningModule, checkpoint: Path) -> None:
     """Load the parameters and buffers of a checkpoint of the same model."""
     model.load_state_dict(runs.load_checkpoint(checkpoint)["state_dict"])
+
+
+@picture
+def plot_spectra(spectra: dict[str, hog.curvature.Spectrum]) -> Any:
+    """The density of eigenvalues with one standard error, and the eigenvalues at both ends as ticks."""
+    figure = new_figure(7, 3.4 * len(spectra))
+    axes = figure.subplots(len(spectra), 1, squeeze=False)[:, 0]
+    for axis, (name, spectrum) in zip(axes, spectra.items(), strict=True):
+        spectrum.plot(axis).set_title(name)
+    return figure

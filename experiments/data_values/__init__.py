@@ -1,6 +1,6 @@
 """Values of digits through a whole training."""
 
 from experiments.data_values.experiment import DataValues
-from experiments.data_values.mislabelled import Mislabelled
+from experiments.shared.mislabelled import Mislabelled
 
 __all__ = ["DataValues", "Mislabelled"]

@@ -9,14 +9,14 @@ from torch import Tensor
 import hoglib as hog
 from experiments import runs
 from experiments.checks import at_least, positive
-from experiments.data_values.mislabelled import Split
 from experiments.data_values.plots import plot_data_values
-from experiments.data_values.repeated import Params, RepeatedTraining
 from experiments.data_values.table import Scored, data_values_table
-from experiments.reweight import even_weights
 from experiments.shared.compile_choice import CompileOption
+from experiments.shared.mislabelled import Split
 from experiments.shared.noisy_digits import Examples
+from experiments.shared.repeated import Params, RepeatedTraining
 from experiments.shared.stream import seeded
+from experiments.shared.weights import even_weights
 
 VALUES, INFLUENCE, LOSS = "gradient through the training", "influence function", "loss"
 

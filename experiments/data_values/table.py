@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from experiments.shared.layout import align, percentage
+from experiments.shared.layout import percentage, table
 from hoglib.meta import LeaveKOut
 
 
@@ -50,20 +50,18 @@ def precision_recall(harm: Tensor, wrong: Tensor) -> Curve:
 def data_values_table(scored: Scored, noise: str) -> str:
     """How each method finds wrong labels, and what a training without what it found is worth."""
     count = int(scored.wrong.sum())
-    rows = [["score", "average precision", f"found in first {count}", "accuracy without these"]]
+    rows = [["score", "precision", f"in first {count}", "accuracy without"]]
     for name, harm in scored.harm.items():
         curve = precision_recall(harm.cpu(), scored.wrong.cpu())
         found = f"{float(curve.precision[count - 1]):.0%}" if count else "-"
         average = f"{curve.average:.3f}" if count else "-"
         rows.append([name, average, found, percentage(scored.without[name].cpu())])
-    return "\n".join(
-        [
-            f"Wrong labels found by three scores; {noise}",
-            "",
-            *align(rows, left=1),
-            "",
-            f"Accuracy of the network on {len(scored.correct)} held-out digits, ± 95% interval: "
-            f"{percentage(scored.correct.cpu())}",
-            f"Prediction by the gradient: {scored.check}",
-        ]
+    right = percentage(scored.correct.cpu())
+    return table(
+        f"Wrong labels found by three scores; {noise}",
+        rows,
+        "precision: average precision; accuracy without: of a network trained without the first "
+        f"{count}; of the network itself on {len(scored.correct)} held-out digits, ± 95% interval: "
+        f"{right}.",
+        f"Prediction by the gradient: {scored.check}",
     )

@@ -145,8 +145,11 @@ class Episodes(pl.LightningDataModule):
     def _queries(self, split: str) -> int:
         return self.queries if split == "train" else self.test_queries
 
-    def train_dataloader(self) -> "EpisodeStream":
-        return EpisodeStream(self.train, self.iterations, self.tasks, self.seed)
+    def train_dataloader(self) -> Stream:
+        return Stream(self._batch_of, self.iterations, self.seed)
+
+    def _batch_of(self, seed: int) -> tuple[Batch, Batch]:
+        return episode(self.train.data, self.train.picks(self.tasks, seed), self.shots)
 
     def val_dataloader(self) -> "HeldOutTasks":
         return self._held_out(self.val, self.val.picks(self.val_tasks, VALIDATION_SEED))
@@ -242,17 +245,6 @@ class Source(NamedTuple):
         counts = torch.tensor([len(members) for members in self.data.members] * self.rotations)
         generator = seeded(seed)
         return draw_tasks(counts, tasks, self.ways, self.shots + self.queries, generator)
-
-
-class EpisodeStream(Stream):
-    """Meta-batches (support, query)."""
-
-    def __init__(self, source: Source, batches: int, tasks: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.source, self.tasks = source, tasks
-
-    def batch_of(self, seed: int) -> tuple[Batch, Batch]:
-        return episode(self.source.data, self.source.picks(self.tasks, seed), self.source.shots)
 
 
 class HeldOutTasks:

@@ -2,7 +2,6 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from experiments.checks import ascending_steps, finite, hidden_widths, learning_
 from experiments.few_shot.plots import plot_adaptation, plot_errors
 from experiments.few_shot.table import sinusoid_table, summarize_errors
 from experiments.shared.compile_choice import CompileChoice, CompileOption, WithCompileChoice
-from experiments.shared.learners import make_learner
+from experiments.shared.learners import errors_after, make_learner
 from experiments.shared.networks import mlp
 from experiments.shared.processes import TASKS
 from experiments.shared.second_order import SecondOrderProblem
@@ -158,21 +157,6 @@ class JointRegression(FewShotRegression):
         finite("training loss", loss, "Lower lr, or look for NaN in the data.")
         self.log("train/loss", loss.detach(), prog_bar=True, batch_size=len(x))
         return loss
-
-
-def errors_after(maml: Learner, tasks: Tasks, steps: Sequence[int]) -> Tensor:
-    """Query losses [len(steps), tasks] after each number of gradient steps, in ascending order."""
-
-    def of_task(support: Batch, query: Batch) -> Tensor:
-        params, done, errors = hog.trainable_params(maml.model), 0, []
-        for count in steps:
-            # from where the last count ended; the state of a rule, if it has one, starts again
-            params, done = maml.adapt(support, params=params, steps=count - done), count
-            errors.append(maml.objective(params, query))
-        return torch.stack(errors)
-
-    with torch.no_grad():
-        return torch.func.vmap(of_task, out_dims=1)(*tasks)
 
 
 def load_baseline(model: FewShotRegression, path: str) -> Learner:

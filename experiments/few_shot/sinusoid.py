@@ -7,12 +7,11 @@ References:
 from math import pi
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from experiments.checks import at_least
-from experiments.shared.stream import HeldOut, Stream, run_seed, seeded
+from experiments.shared.stream import StreamData, seeded
 
 Batch = tuple[Tensor, Tensor]
 AMPLITUDE = (0.1, 5.0)
@@ -25,7 +24,7 @@ TEST_SEED = 0  # also that of a run's first batch, whose size differs, and so do
 HELD_OUT_QUERIES = 100
 
 
-class SinusoidTasks(pl.LightningDataModule):
+class SinusoidTasks(StreamData):
     """Sinusoid tasks: a stream for training, fixed held-out sets for validation and test.
 
     Args:
@@ -48,25 +47,22 @@ class SinusoidTasks(pl.LightningDataModule):
         test_tasks: int = 600,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        self.iterations = at_least("iterations", iterations, 1)
+        super().__init__(iterations, seed)
         self.tasks = at_least("tasks", tasks, 1)
         self.shots = at_least("shots", shots, 1)
         self.queries = at_least("queries", queries, 1)
         self.validation_tasks = at_least("validation_tasks", validation_tasks, 1)
         self.test_tasks = at_least("test_tasks", test_tasks, 2)
-        self.seed = run_seed(seed)
 
-    def train_dataloader(self) -> "WaveStream":
-        return WaveStream(self.iterations, self.tasks, self.shots, self.queries, self.seed)
+    def batch_of(self, seed: int) -> tuple[Batch, Batch]:
+        return sample_waves(self.tasks, self.shots, self.queries, seed)[:2]
 
-    def val_dataloader(self) -> HeldOut:
-        waves = sample_waves(self.validation_tasks, self.shots, HELD_OUT_QUERIES, VALIDATION_SEED)
-        return HeldOut((waves.support, waves.query))
+    def validation_batch(self) -> tuple[Batch, Batch]:
+        given = self.validation_tasks, self.shots, HELD_OUT_QUERIES, VALIDATION_SEED
+        return sample_waves(*given)[:2]
 
-    def test_dataloader(self) -> HeldOut:
-        waves = self.test_waves()
-        return HeldOut((waves.support, waves.query))
+    def test_batch(self) -> tuple[Batch, Batch]:
+        return self.test_waves()[:2]
 
     def test_waves(self) -> "Waves":
         """The held-out tasks of the test, with their true parameters."""
@@ -98,15 +94,3 @@ def sample_waves(tasks: int, shots: int, queries: int, seed: int) -> Waves:
         return x, amplitude * torch.sin(x - phase)
 
     return Waves(points(shots), points(queries), amplitude, phase)
-
-
-class WaveStream(Stream):
-    """Meta-batches (support, query)."""
-
-    def __init__(self, batches: int, tasks: int, shots: int, queries: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.tasks, self.shots, self.queries = tasks, shots, queries
-
-    def batch_of(self, seed: int) -> tuple[Batch, Batch]:
-        waves = sample_waves(self.tasks, self.shots, self.queries, seed)
-        return waves.support, waves.query

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.shared.layout import align, newest_of_each
+from experiments.shared.layout import newest_of_each, table
 
 # A larger error is that of a diverged gradient descent: predicting zero costs at most 12.5 on average
 # (amplitude 5).
@@ -36,7 +36,7 @@ def sinusoid_table(columns: dict[str, Tensor], steps: list[int]) -> str:
     note = (
         f"diverged: tasks with an error that is not finite or over {DIVERGED:.0f}; not in the mean."
     )
-    return "\n".join([title, "", *align(rows), "", note])
+    return table(title, rows, note, left=0)
 
 
 class ErrorSummary(NamedTuple):
@@ -82,7 +82,7 @@ def classification_table(
         here = "<- this run" if r is own else ""
         rows.append([r.method, f"{r.accuracy:.1%} ± {r.interval:.1%}", size, steps, here])
     head = f"Accuracy on {tasks} held-out tasks, {title}, mean ± 95% interval"
-    return "\n".join([head, "", *align(rows, left=1)])
+    return table(head, rows)
 
 
 def describe_learner(algorithm: str, options: dict[str, Any]) -> str:

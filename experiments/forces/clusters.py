@@ -12,12 +12,11 @@ References:
 from functools import cache
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from experiments.checks import at_least, positive
-from experiments.shared.stream import HeldOut, SubsetStream, run_seed
+from experiments.shared.stream import StreamData, subset
 from hoglib.errors import ArgumentValueError
 
 HOT = 2.0  # temperature at which the walk begins: clusters are gas
@@ -26,7 +25,7 @@ STEP = 0.2  # the longest move of an atom in a direction
 TEST, VALIDATION, TRAIN = range(3)
 
 
-class Clusters(pl.LightningDataModule):
+class Clusters(StreamData):
     """Clusters of a few atoms: a stream for training, others for validation and test.
 
     Args:
@@ -55,7 +54,7 @@ class Clusters(pl.LightningDataModule):
         batch: int = 10,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(iterations, seed)
         at_least("atoms", atoms, 2)
         positive("temperature", temperature)
         positive("radius", radius)
@@ -63,13 +62,11 @@ class Clusters(pl.LightningDataModule):
         at_least("train", train, 2)
         at_least("val", val, 1)
         at_least("test", test, 2)
-        self.iterations = at_least("iterations", iterations, 1)
         self.batch = at_least("batch", batch, 1)
         if batch > train:
             raise ArgumentValueError(
                 f"batch: expected at most the {train} clusters of train, got {batch}."
             )
-        self.seed = run_seed(seed)
         self.held_out, self.validation, self.train = (
             structures(count, atoms, temperature, radius, sweeps, 3 * self.seed + part)
             for count, part in ((test, TEST), (val, VALIDATION), (train, TRAIN))
@@ -79,14 +76,14 @@ class Clusters(pl.LightningDataModule):
             "train": train, "val": val, "test": test, "seed": self.seed,
         }  # fmt: skip
 
-    def train_dataloader(self) -> SubsetStream:
-        return SubsetStream(self.train, self.iterations, self.batch, self.seed)
+    def batch_of(self, seed: int) -> "Structures":
+        return subset(self.train, self.batch, seed)
 
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.validation)
+    def validation_batch(self) -> "Structures":
+        return self.validation
 
-    def test_dataloader(self) -> HeldOut:
-        return HeldOut(self.held_out)
+    def test_batch(self) -> "Structures":
+        return self.held_out
 
 
 class Structures(NamedTuple):

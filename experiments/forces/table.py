@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from experiments.shared.layout import align, number
+from experiments.shared.layout import number, table
 
 
 class Errors(NamedTuple):
@@ -37,14 +37,10 @@ def forces_table(rows: dict[str, Errors], atoms: int, clusters: int) -> str:
             row += [number(of_first.double() - error.double()), ""]
         cells.append(row)
     count = len(rows[first].energy)
-    return "\n".join(
-        [
-            f"Errors on {count} held-out clusters of {atoms} atoms, after training on {clusters}; "
-            "mean ± 95% interval",
-            "",
-            *align(cells, left=1),
-            "",
-            "energy error: |difference| by atom; force error: the mean |difference| of a component;\n"
-            f"of it: of that of {last}; gain: over {first}, cluster by cluster.",
-        ]
+    return table(
+        f"Errors on {count} held-out clusters of {atoms} atoms, after training on {clusters}; mean ± "
+        "95% interval",
+        cells,
+        "energy error: |difference| by atom; force error: the mean |difference| of a component; of it: "
+        f"of that of {last}; gain: over {first}, cluster by cluster.",
     )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from experiments.shared.layout import align, newest_of_each
+from experiments.shared.layout import newest_of_each, table
 
 
 class PointsResult(NamedTuple):
@@ -35,21 +35,18 @@ def points_table(
     Returns:
         The table.
     """
-    rows = [["penalty", "loss", "steps", parts, "rarest", "within 3 sigma", "Wasserstein", ""]]
+    rows = [["penalty", "loss", "steps", parts, "rarest", "within 3s", "distance", ""]]
     for r in [*sorted(_on_same_data(own, others), key=lambda r: r.distance), real]:
-        rows.append(
-            [
-                *_training(r), str(r.covered), f"{r.rarest:.2f}", f"{r.high:.1%}",
-                f"{r.distance:.3f}", "<- this run" if r is own else "",
-            ]
-        )  # fmt: skip
-    head = f"{points} generated points beside as many real ones: {own.data}"
-    note = (
-        f"{parts}: of 25, those with a point within three sigma; rarest: how frequent the rarest of "
-        f"them is (1: as\nall); Wasserstein: distance to held-out real points, for which real points "
-        "are the floor."
+        scores = str(r.covered), f"{r.rarest:.2f}", f"{r.high:.1%}", f"{r.distance:.3f}"
+        rows.append([*_training(r), *scores, "<-" if r is own else ""])
+    return table(
+        f"{points} generated points beside as many real ones: {own.data}",
+        rows,
+        f"{parts}: of 25, those with a point within three sigma (3s); rarest: how frequent the "
+        "rarest of them is (1: as all); distance: Wasserstein distance to held-out real points, for "
+        "which real points are the floor; <-: this run.",
+        left=2,
     )
-    return "\n".join([head, "", *align(rows, left=2), "", note])
 
 
 class DigitsResult(NamedTuple):
@@ -85,26 +82,18 @@ def digits_table(
     """
     rows = [["penalty", "loss", "steps", "Frechet", "confident", "classes", "entropy", ""]]
     for r in [*sorted(_on_same_data(own, others), key=lambda r: r.frechet), real]:
-        rows.append(
-            [
-                *_training(r), f"{r.frechet:.3f}", f"{r.confident:.1%}", str(r.classes),
-                f"{r.entropy:.3f}", "<- this run" if r is own else "",
-            ]
-        )  # fmt: skip
+        scores = f"{r.frechet:.3f}", f"{r.confident:.1%}", str(r.classes), f"{r.entropy:.3f}"
+        rows.append([*_training(r), *scores, "<-" if r is own else ""])
     listed = ", ".join(f"{digit}: {share:.1%}" for digit, share in enumerate(shares.tolist()))
-    return "\n".join(
-        [
-            f"{images} generated digits beside as many held-out real ones: {own.data}",
-            "",
-            *align(rows, left=2),
-            "",
-            f"Of this run's: {listed}",
-            "",
-            "Frechet: distance of a small classifier's features to those of held-out digits, for "
-            "which real training\ndigits are the floor; confident: digits that it gives a class a "
-            "probability over 0.9; classes, entropy: of\nthese, how many of the 10 there are, and 1 "
-            "if all are equally frequent.",
-        ]
+    return table(
+        f"{images} generated digits beside as many held-out real ones: {own.data}",
+        rows,
+        f"Of this run's (<-): {listed}",
+        "Frechet: distance of a small classifier's features to those of held-out digits, for which "
+        "real training digits are the floor; confident: digits that it gives a class a probability "
+        "over 0.9; classes, entropy: of these, how many of the 10 there are, and 1 if all are equally "
+        "frequent.",
+        left=2,
     )
 
 

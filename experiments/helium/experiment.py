@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from experiments.shared.experiment import Experiment
 from experiments.shared.layout import mean_and_error
 from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem
-from experiments.shared.stream import HeldOut, Stream, run_seed, seeded
+from experiments.shared.stream import StreamData, seeded
 
 LogPsi = Callable[[Tensor], Tensor]
 OUTLIERS = 5.0  # mean absolute deviations, where the local energies of a training step are clipped
@@ -159,7 +158,7 @@ class Helium(Experiment):
         return (2 * (there - mirrored)).exp().reshape(size, size).cpu()
 
 
-class Moves(pl.LightningDataModule):
+class Moves(StreamData):
     """The random numbers of each step.
 
     Args:
@@ -168,23 +167,10 @@ class Moves(pl.LightningDataModule):
     """
 
     def __init__(self, iterations: int = 1000, seed: int | None = None) -> None:
-        super().__init__()
-        self.iterations = at_least("iterations", iterations, 1)
-        self.seed = run_seed(seed)
-        self.options: dict[str, Any] = {}
-
-    def train_dataloader(self) -> "Generators":
-        return Generators(self.iterations, self.seed)
-
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(seeded(self.seed * 2**20 + self.iterations))
-
-    def test_dataloader(self) -> HeldOut:
-        return self.val_dataloader()
-
-
-class Generators(Stream):
-    """A random generator for each step."""
+        super().__init__(iterations, seed)
 
     def batch_of(self, seed: int) -> torch.Generator:
         return seeded(seed)
+
+    def test_batch(self) -> torch.Generator:
+        return seeded(self.seed * 2**20 + self.iterations)

@@ -1,6 +1,6 @@
 """The table of the energy of helium, beside the exact one and simpler wave functions."""
 
-from experiments.shared.layout import align
+from experiments.shared.layout import table
 
 EXACT = -2.903724  # of a nucleus at rest, without relativity: Pekeris, 1959
 HARTREE_FOCK = -2.861680
@@ -28,13 +28,9 @@ def helium_table(
     ):  # fmt: skip
         digits = f"{value:.4f}" + (f" +- {error:.4f}" if name == "this network" else "")
         rows.append([name, digits, f"{1e3 * (value - EXACT):.2f}"])
-    return "\n".join(
-        [
-            "The ground state of helium, in hartree",
-            "",
-            *align(rows, left=1),
-            "",
-            f"above exact: in millihartree. {samples} local energies, of variance {variance:.4f}",
-            f"(0 for the exact wave function); {accepted:.0%} of the moves accepted.",
-        ]
+    return table(
+        "The ground state of helium, in hartree",
+        rows,
+        f"above exact: in millihartree. {samples} local energies, of variance {variance:.4f} (0 for "
+        f"the exact wave function); {accepted:.0%} of the moves accepted.",
     )

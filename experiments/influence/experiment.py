@@ -9,11 +9,11 @@ from torch import Tensor
 import hoglib as hog
 from experiments import runs
 from experiments.checks import at_least, positive
-from experiments.data_values.repeated import RepeatedTraining
 from experiments.influence.plots import plot_influence
 from experiments.influence.table import Errors, Retrained, influence_table
 from experiments.shared.compile_choice import CompileOption
 from experiments.shared.noisy_digits import Examples
+from experiments.shared.repeated import RepeatedTraining
 from experiments.shared.stream import seeded
 
 EXACT, EKFAC = "influence, conjugate gradients", "influence, EKFAC"

@@ -1,6 +1,5 @@
 """The picture of errors and of the training digits behind them."""
 
-from math import isqrt
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -8,10 +7,10 @@ from matplotlib.ticker import PercentFormatter
 from torch import Tensor
 
 from experiments.influence.table import Errors
+from experiments.shared.digit_plots import draw_digit, label_of
 from experiments.shared.mnist import split as mnist_split
-from experiments.shared.noisy_digits import Examples
 from experiments.shared.style import SERIES, new_figure, picture
-from hoglib.plotting import BLUE, GREY, VERMILLION
+from hoglib.plotting import GREY, VERMILLION
 
 ROWS, EACH = 6, 6  # errors, and training digits of either kind beside each
 
@@ -39,17 +38,12 @@ def plot_influence(errors: Errors, title: str) -> Figure:
         (right, "that lowered it most", best),
     ):
         full = [[train_pixels[train.number[n]] for n in row] for row in picks.tolist()]
-        _tiles(part, what, full, [[_label(train, n) for n in row] for row in picks.tolist()])
+        _tiles(part, what, full, [[label_of(train, n) for n in row] for row in picks.tolist()])
     scatter, bars = charts.subplots(2, 1)
     _draw_changes(scatter, errors)
     _draw_right(bars, errors)
     figure.suptitle(f'{title}; "0, is 9": the network or the label says 0, the digit is 9')
     return figure
-
-
-def _label(examples: Examples, n: int) -> tuple[str, str]:
-    given, truth = int(examples.label[n]), int(examples.truth[n])
-    return (f"{given}", BLUE) if given == truth else (f"{given}, is {truth}", VERMILLION)
 
 
 def _tiles(
@@ -60,10 +54,7 @@ def _tiles(
     axes = figure.subplots(len(images), len(images[0]), squeeze=False)
     for line, shown, titles in zip(axes, images, names, strict=False):
         for axis, image, (text, colour) in zip(line, shown, titles, strict=True):
-            side = isqrt(image.numel())
-            axis.set_axis_off()
-            axis.imshow(image.reshape(side, side).numpy(), cmap="gray_r")
-            axis.set_title(text, fontsize=9, color=colour)
+            draw_digit(axis, image, text, colour)
 
 
 def _draw_changes(axis: Any, errors: Errors) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from experiments.shared.layout import align, percentage
+from experiments.shared.layout import percentage, table
 from experiments.shared.noisy_digits import Examples
 
 
@@ -52,26 +52,18 @@ def influence_table(errors: Errors, title: str) -> str:
     """What each method's most harmful digits are, and what a training without them gives."""
     mislabelled = errors.train.label != errors.train.truth
     share = float(mislabelled.float().mean())
-    rows = [["left out", "now right", "change of loss", "correlation", "mislabelled"]]
+    rows = [["left out", "now right", "change", "correlation", "wrong"]]
     for name, harm in errors.harm.items():
         check = errors.checks[name]
         worst = harm.topk(min(errors.leave_out, len(harm) - 1), dim=0).indices
         scaled = [*errors.harm].index(name) < 2
-        rows.append(
-            [
-                name, percentage(check.right.cpu()), f"{float(check.actual.mean()):+.2f}",
-                f"{check.correlation:.2f}" if scaled else "-",
-                f"{float(mislabelled[worst].float().mean()):.0%}",
-            ]
-        )  # fmt: skip
-    return "\n".join(
-        [
-            f"Training again without {errors.leave_out} digits for each error; {title}",
-            "",
-            *align(rows, left=1),
-            "",
-            "now right: of the errors, ± 95% interval; change of loss: of the test digit, the mean;\n"
-            "correlation: of predicted and actual changes;\n"
-            f"mislabelled: of the digits left out; of all training digits {share:.0%} are.",
-        ]
+        row = [name, percentage(check.right.cpu()), f"{float(check.actual.mean()):+.2f}"]
+        row += [f"{check.correlation:.2f}" if scaled else "-"]
+        rows.append([*row, f"{float(mislabelled[worst].float().mean()):.0%}"])
+    return table(
+        f"Training again without {errors.leave_out} digits for each error; {title}",
+        rows,
+        "now right: of the errors, ± 95% interval; change: of the loss of the test digit, the mean; "
+        "correlation: of predicted and actual changes; wrong: mislabelled of the digits left out; of "
+        f"all training digits {share:.0%} are.",
     )

@@ -10,14 +10,13 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments import runs
 from experiments.checks import ascending_steps, at_least, finite, learning_rate
-from experiments.few_shot.maml import errors_after
 from experiments.language.plots import plot_perplexity
 from experiments.language.table import perplexity_table
 from experiments.language.topics import CHARACTERS, Tasks
 from experiments.shared.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.shared.experiment import Experiment
 from experiments.shared.gpt import CharacterGPT, add_adapters
-from experiments.shared.learners import make_learner
+from experiments.shared.learners import errors_after, make_learner
 from experiments.shared.processes import TASKS
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.meta import Learner

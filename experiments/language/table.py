@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from experiments.shared.layout import align, mean_and_interval
+from experiments.shared.layout import mean_and_interval, table
 from hoglib.lightning import Measurement
 
 
@@ -30,22 +30,14 @@ class Direction(NamedTuple):
 
 def layers_table(history: Sequence[Measurement]) -> str:
     """The largest eigenvalue and the trace of each layer's block of the Hessian, first and last."""
-    ends = history[0].batch, history[-1].batch
-    rows = [["layer", "parameters"]]
-    rows[0] += [f"{what} at {step:,}" for step in ends for what in ("largest", "trace")]
-    layers: dict[str, list[Measurement]] = {}
-    for one in history:
-        if one.batch in ends:
-            layers.setdefault(one.name, []).append(one)
-    for name, found in layers.items():
-        first, last = found[0].spectrum, found[-1].spectrum
-        row = [name, f"{last.size:,}"]
-        for spectrum in (first, last):
-            trace, error = spectrum.trace
-            row += [f"{float(spectrum.largest[-1]):.3g}", f"{trace:.3g} ± {error:.2g}"]
-        rows.append(row)
+    rows = [["layer", "parameters", "step", "largest", "trace"]]
+    for one in sorted(history, key=lambda one: [x.name for x in history].index(one.name)):
+        if one.batch in (history[0].batch, history[-1].batch):
+            spectrum, (trace, error) = one.spectrum, one.spectrum.trace
+            row = [one.name, f"{spectrum.size:,}", f"{one.batch:,}"]
+            rows.append([*row, f"{float(spectrum.largest[-1]):.3g}", f"{trace:.3g} ± {error:.2g}"])
     title = "Blocks of the Hessian by layer: largest eigenvalue, and trace ± one standard error"
-    return "\n".join([title, "", *align(rows, left=1)])
+    return table(title, rows)
 
 
 def directions_table(directions: Sequence[Direction]) -> str:
@@ -58,11 +50,11 @@ def directions_table(directions: Sequence[Direction]) -> str:
     title = (
         "Sharpest directions: curvature of the loss, and each layer's share of the squared length"
     )
-    return "\n".join([title, "", *align(rows, left=1)])
+    return table(title, rows)
 
 
 def perplexity_table(columns: dict[str, Tensor], steps: Sequence[int], title: str) -> str:
-    """Perplexity after each number of gradient steps, one column a method.
+    """Perplexity by method and number of gradient steps.
 
     Args:
         columns: Losses [len(steps), tasks] by method, of which the last is that of the language model
@@ -73,18 +65,15 @@ def perplexity_table(columns: dict[str, Tensor], steps: Sequence[int], title: st
         The table.
     """
     before = [*columns.values()][-1][0]
-    rows = [["gradient steps", *(cell for name in columns for cell in (name, "change"))]]
-    for i, count in enumerate(steps):
-        row = [str(count)]
-        for losses in columns.values():
-            mean, half = mean_and_interval((losses[i] - before).double())
-            row += [
-                f"{exp(losses[i].mean()):.2f}",
-                f"{exp(mean) - 1:+.1%} ± {exp(mean) * half:.1%}",
-            ]
-        rows.append(row)
-    note = (
+    rows = [["method", "steps", "perplexity", "change"]]
+    for name, losses in columns.items():
+        for count, row in zip(steps, losses, strict=True):
+            mean, half = mean_and_interval((row - before).double())
+            change = f"{exp(mean) - 1:+.1%} ± {exp(mean) * half:.1%}"
+            rows.append([name, str(count), f"{exp(row.mean()):.2f}", change])
+    return table(
+        title,
+        rows,
         f"change: of the perplexity, from that of the language model after {steps[0]} steps; mean over "
-        "tasks ± 95% interval."
+        "tasks ± 95% interval.",
     )
-    return "\n".join([title, "", *align(rows), "", note])

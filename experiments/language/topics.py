@@ -7,12 +7,11 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from experiments.checks import at_least
-from experiments.shared.stream import HeldOut, Stream, run_seed, seeded
+from experiments.shared.stream import StreamData, seeded
 from hoglib.errors import ArgumentValueError
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127))) + "\N{REPLACEMENT CHARACTER}"
@@ -23,7 +22,7 @@ SPLITS = {
 VALIDATION_SEED, TEST_SEED = 2**40, 2**41  # held-out windows are the same for every run
 
 
-class Windows(pl.LightningDataModule):
+class Windows(StreamData):
     """Windows of text [batch, length]: random ones for training, fixed ones of held-out topics.
 
     Args:
@@ -42,31 +41,29 @@ class Windows(pl.LightningDataModule):
         held_out: int = 200,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(iterations, seed)
         self.length = window_length(length)
         self.batch = at_least("batch", batch, 1)
-        self.iterations = at_least("iterations", iterations, 1)
         self.held_out = at_least("held_out", held_out, 2)
-        self.seed = run_seed(seed)
         self.options = {"length": length}
 
-    def train_dataloader(self) -> "WindowStream":
-        return WindowStream(
-            text(topics("train")), self.length, self.batch, self.iterations, self.seed
-        )
+    def batch_of(self, seed: int) -> Tensor:
+        return self._windows("train", self.batch, seed)
 
-    def val_dataloader(self) -> HeldOut:
-        return self._held_out("val", VALIDATION_SEED)
+    def validation_batch(self) -> Tensor:
+        return self._windows("val", self.held_out, VALIDATION_SEED)
 
-    def test_dataloader(self) -> HeldOut:
-        return self._held_out("test", TEST_SEED)
+    def test_batch(self) -> Tensor:
+        return self._windows("test", self.held_out, TEST_SEED)
 
-    def _held_out(self, split: str, seed: int) -> HeldOut:
-        ids = text(topics(split))
-        return HeldOut(random_windows(ids, self.length, self.held_out, seeded(seed)))
+    def _windows(self, split: str, count: int, seed: int) -> Tensor:
+        """Windows from random places in the text of a split."""
+        ids, generator = text(split), seeded(seed)
+        starts = torch.randint(len(ids) - self.length + 1, (count, 1), generator=generator)
+        return ids[starts + torch.arange(self.length)]
 
 
-class TopicTasks(pl.LightningDataModule):
+class TopicTasks(StreamData):
     """Tasks, each a stretch of a topic: windows to adapt to, and other windows to evaluate on.
 
     Batches are (support [tasks, shots, length], query [tasks, queries, length]): consecutive windows
@@ -93,13 +90,11 @@ class TopicTasks(pl.LightningDataModule):
         held_out: int = 36,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(iterations, seed)
         self.length = window_length(length)
         self.shots, self.queries = at_least("shots", shots, 1), at_least("queries", queries, 1)
         self.tasks = at_least("tasks", tasks, 1)
-        self.iterations = at_least("iterations", iterations, 1)
         self.held_out = at_least("held_out", held_out, 2)
-        self.seed = run_seed(seed)
         self.options = {"length": length}
         for split in ("train", *SPLITS):
             if not self._topics(split):
@@ -109,20 +104,21 @@ class TopicTasks(pl.LightningDataModule):
                     f"longest topic of {split}, got ({shots} + {queries}) * {length}."
                 )
 
-    def train_dataloader(self) -> "TaskStream":
-        return TaskStream(self, self._topics("train"), self.iterations, self.seed)
+    def batch_of(self, seed: int) -> "Tasks":
+        return self.tasks_of("train", self.tasks, seed)
 
-    def val_dataloader(self) -> HeldOut:
-        return self._held_out("val", VALIDATION_SEED)
+    def validation_batch(self) -> "Tasks":
+        return self.tasks_of("val", self.held_out, VALIDATION_SEED)
 
-    def test_dataloader(self) -> HeldOut:
-        return self._held_out("test", TEST_SEED)
+    def test_batch(self) -> "Tasks":
+        return self.tasks_of("test", self.held_out, TEST_SEED)
 
-    def tasks_of(self, pool: list[Tensor], count: int, seed: int, each: bool) -> "Tasks":
-        """Tasks of a pool of topics: of each in turn, or of random ones."""
-        generator, tasks = seeded(seed), []
+    def tasks_of(self, split: str, count: int, seed: int) -> "Tasks":
+        """Tasks of the topics of a split: of each in turn, in training of random ones."""
+        generator, pool, tasks = seeded(seed), self._topics(split), []
         for i in range(count):
-            number = i if each else int(torch.randint(len(pool), (), generator=generator))
+            random = split == "train"
+            number = int(torch.randint(len(pool), (), generator=generator)) if random else i
             ids = pool[number % len(pool)]
             size = self.shots + self.queries
             start = int(torch.randint(len(ids) - size * self.length + 1, (), generator=generator))
@@ -132,12 +128,9 @@ class TopicTasks(pl.LightningDataModule):
         support, query = zip(*tasks, strict=True)
         return Tasks(torch.stack(support), torch.stack(query))
 
-    def _held_out(self, split: str, seed: int) -> HeldOut:
-        return HeldOut(self.tasks_of(self._topics(split), self.held_out, seed, each=True))
-
     def _topics(self, split: str) -> list[Tensor]:
         least = (self.shots + self.queries) * self.length
-        return [encode(part) for part in topics(split).values() if len(part) >= least]
+        return [ids for ids in encoded_topics(split) if len(ids) >= least]
 
 
 class Tasks(NamedTuple):
@@ -173,9 +166,15 @@ def topics(split: str) -> dict[str, str]:
     return {name: parts[name] for name in names if parts[name]}
 
 
-def text(parts: dict[str, str]) -> Tensor:
-    """Topics one after the other, as numbers of characters."""
-    return encode("\n\n".join(parts.values()))
+@cache
+def text(split: str) -> Tensor:
+    """The topics of a split one after the other, as numbers of characters."""
+    return encode("\n\n".join(topics(split).values()))
+
+
+@cache
+def encoded_topics(split: str) -> list[Tensor]:
+    return [encode(part) for part in topics(split).values()]
 
 
 def encode(text: str) -> Tensor:
@@ -187,31 +186,3 @@ def encode(text: str) -> Tensor:
 def window_length(length: int) -> int:
     """Return a length of windows, of which a character is predicted from those before it."""
     return at_least("length", length, 2)
-
-
-def random_windows(ids: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """Windows [count, length] of a text, from random places."""
-    starts = torch.randint(len(ids) - length + 1, (count, 1), generator=generator)
-    return ids[starts + torch.arange(length)]
-
-
-class WindowStream(Stream):
-    """Batches of random windows of a text."""
-
-    def __init__(self, ids: Tensor, length: int, batch: int, batches: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.ids, self.length, self.batch = ids, length, batch
-
-    def batch_of(self, seed: int) -> Tensor:
-        return random_windows(self.ids, self.length, self.batch, seeded(seed))
-
-
-class TaskStream(Stream):
-    """Meta-batches of tasks of random topics."""
-
-    def __init__(self, data: TopicTasks, pool: list[Tensor], batches: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.data, self.pool = data, pool
-
-    def batch_of(self, seed: int) -> Tasks:
-        return self.data.tasks_of(self.pool, self.data.tasks, seed, each=False)

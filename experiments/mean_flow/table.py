@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from experiments.shared.layout import align
+from experiments.shared.layout import table
 
 
 class Scores(NamedTuple):
@@ -29,14 +29,10 @@ def flows_table(rows: dict[str, Scores], data: str, parts: str, points: int) -> 
     for label, row in rows.items():
         found = str(row.covered), f"{row.rarest:.2f}", f"{row.high:.1%}", f"{row.distance:.3f}"
         cells.append([label, *found])
-    return "\n".join(
-        [
-            f"{points} generated points beside as many real ones: {data}",
-            "",
-            *align(cells, left=1),
-            "",
-            f"{parts}: of 25, those with a point within three sigma; rarest: how frequent the rarest "
-            "of them is (1: as\nall); Wasserstein: distance to held-out real points, for which other "
-            "real points are the floor.",
-        ]
+    return table(
+        f"{points} generated points beside as many real ones: {data}",
+        cells,
+        f"{parts}: of 25, those with a point within three sigma; rarest: how frequent the rarest "
+        "of them is (1: as all); Wasserstein: distance to held-out real points, for which other "
+        "real points are the floor.",
     )

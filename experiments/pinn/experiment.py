@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,20 +10,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hoglib as hog
 from experiments import logs, runs
-from experiments.autoencoder import ADAM, LABELS, LOSS_COST, NEWTON
-from experiments.checks import (
-    at_least,
-    finite,
-    hidden_widths,
-    learning_rate,
-    not_negative,
-    one_of,
-)
+from experiments.checks import at_least, hidden_widths, learning_rate, not_negative, one_of
 from experiments.pinn.plots import plot_pinn
 from experiments.pinn.squares import GRID, Equation, grid
 from experiments.pinn.table import pinn_table
-from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp
+from experiments.shared.race import ADAM, LABELS, LOSS_COST, NEWTON, Raced
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
 
@@ -77,14 +68,14 @@ class Residual(nn.Module):
             return p, self.causal_weights(p, self(p))
 
 
-class Pinn(Experiment):
+class Pinn(Raced):
     """Two networks for one equation: after the same steps of Adam one takes steps of NewtonCG.
 
         loss = mean over points of w ((L u - f) / scale)^2        scale^2 = mean f^2, or 1 if f is 0
 
     The weights w are 1, or, for an equation with a time, causal ones of the same points.
     A training step is one step of NewtonCG on the batch, and then steps of Adam, on adam_batch points
-    each, until both have cost the same, counted as for the autoencoders (`experiments.autoencoder`).
+    each, until both have cost the same, counted as for the autoencoders (`experiments.shared.race`).
 
     With solver="dense" conjugate gradients are preconditioned by the exact inverse of G + damping I,
     from the Jacobian of the residuals by the P parameters, and end after one or two products: the
@@ -111,10 +102,8 @@ class Pinn(Experiment):
         Physics-informed Neural Networks, 2022.
     """
 
-    evaluations: Tensor
     warm: Tensor
 
-    shared = ""
     one_process = "whose Newton steps are of one process's points"
 
     def __init__(
@@ -132,7 +121,6 @@ class Pinn(Experiment):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False
         widths = hidden_widths(hidden, [32, 32])
         self.warm_up = at_least("warm_up", warm_up, 0)
         self.adam_batch = at_least("adam_batch", adam_batch, 1)
@@ -145,69 +133,61 @@ class Pinn(Experiment):
         }  # fmt: skip
         self.inputs = at_least("inputs", inputs, 1)
         start = mlp([inputs, *widths, 1], "tanh")
-        self.networks = nn.ModuleDict({NEWTON: deepcopy(start), ADAM: start})
+        self.start_race({NEWTON: deepcopy(start), ADAM: start})
         self.options = {
             "hidden": widths, "warm_up": warm_up, "solver": solver, "dense_cost": dense_cost,
             **self.newton, "adam_batch": adam_batch, "adam_lr": adam_lr, "inputs": inputs,
         }  # fmt: skip
-        self.register_buffer("evaluations", torch.zeros(2, dtype=torch.float64))
         self.register_buffer("warm", torch.zeros((), dtype=torch.bool))
-        self.seconds = [0.0, 0.0]
 
     def forward(self, p: Tensor) -> Tensor:
         return self.residual(NEWTON).solution(p)
 
     def residual(self, name: str) -> Residual:
-        return Residual(self.networks[name], self.trainer.datamodule.equation)  # type: ignore[attr-defined]
+        return Residual(self.networks[name], self.equation)
+
+    @property
+    def equation(self) -> Equation:
+        return self.trainer.datamodule.equation  # type: ignore[attr-defined]
 
     def setup(self, stage: str) -> None:
-        equation = self.trainer.datamodule.equation  # type: ignore[attr-defined]
-        if self.inputs != equation.inputs:
+        if self.inputs != self.equation.inputs:
             raise ArgumentValueError(
-                f"inputs: expected {equation.inputs} for {equation.title}, got {self.inputs}."
+                f"inputs: expected {self.equation.inputs} for {self.equation.title}, got {self.inputs}."
             )
 
     def configure_optimizers(self) -> Any:
-        self.residuals = {
-            name: self.residual(name) for name in self.networks
-        }  # one Adam, one objective
-        self.objective = weighted_loss(self.residuals[NEWTON])
-        adam_loss = self.residuals[ADAM].loss
+        # in a dict, so that they are no modules of this one
+        self.residuals = {name: self.residual(name) for name in self.networks}
+        trained, adam_loss = self.residuals[NEWTON], self.residuals[ADAM].loss
         self.adam_loss = hog.compiled_loss(adam_loss) if self.newton["compile"] else adam_loss
         adam = torch.optim.Adam(self.networks[ADAM].parameters(), lr=self.adam_lr)
-        newton = dict(self.newton)
+        options = dict(self.newton)
         if self.solver == DENSE:
-            self.jacobian = Jacobian(self.residuals[NEWTON])
-            newton |= {"preconditioner": self._inverse, "warm_start": 0}
-        return [hog.curvature.NewtonCG(self.objective, **newton), adam]
+            self.jacobian = Jacobian(trained)
+            options |= {"preconditioner": self._inverse, "warm_start": 0}
+        return [hog.curvature.NewtonCG(weighted_loss(trained), **options), adam]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        # Adam's steps are not counted as steps of the run, as those of Lightning's wrapper are
+        adam: Any = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
+
+        def adam_step() -> float:
+            adam.zero_grad()
+            self.adam_loss(torch.rand(self.adam_batch, 2).to(self.device)).backward()
+            adam.step()
+            return self.adam_batch / len(batch)
+
         if not self.warm:
-            for _ in range(self.warm_up):
-                self._adam_step(len(batch))
+            self.evaluations += sum(adam_step() for _ in range(self.warm_up))
             self.networks[NEWTON].load_state_dict(self.networks[ADAM].state_dict())
             self.warm = torch.ones_like(self.warm)
-            self.evaluations.fill_(self.evaluations[1].item())
-        started = perf_counter()
-        self.evaluations[0] += self._newton_step(batch)
-        between = perf_counter()
-        part = 1 - batch_idx / self.trainer.datamodule.iterations  # type: ignore[attr-defined]
-        for group in self.optimizers(use_pl_optimizer=False)[1].param_groups:  # type: ignore[index]
-            group["lr"] = self.adam_lr * part
-        while self.evaluations[1] < self.evaluations[0]:
-            self._adam_step(len(batch))
-        self.seconds[0] += between - started
-        self.seconds[1] += perf_counter() - between
-        values: dict[str, Any] = {}
-        for i, name in enumerate(self.networks):
-            loss = self.residuals[name](batch).square().mean()
-            finite(f"loss of {name}", loss, "Lower adam_lr, or raise damping.")
-            values[f"train/{name}"] = loss.detach()
-            values[f"val/{name}"] = self.error(name)
-            values[f"gradients/{name}"] = self.evaluations[i].item()
-            values[f"seconds/{name}"] = self.seconds[i]
-        for key, value in values.items():
-            self.log(key, value, prog_bar=key.startswith("val/"), batch_size=len(batch))
+        for group in adam.param_groups:
+            group["lr"] = self.adam_lr * (1 - batch_idx / self.trainer.datamodule.iterations)  # type: ignore[attr-defined]
+        self.race(batch, grid(), {NEWTON: lambda: self._newton_step(batch), ADAM: adam_step})
+
+    def losses(self, batch: Tensor) -> dict[str, Tensor]:
+        return {name: r(batch).square().mean() for name, r in self.residuals.items()}
 
     def _newton_step(self, batch: Tensor) -> float:
         """A step of NewtonCG; returns its cost, in gradients of the whole batch."""
@@ -234,64 +214,33 @@ class Pinn(Experiment):
             )
         return lambda v: torch.cholesky_solve(v.reshape(len(factor), -1), factor).reshape(v.shape)
 
-    def _adam_step(self, of: int) -> None:
-        # not Lightning's wrapper, which would count it as a step of the run
-        optimizer = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
-        p = torch.rand(self.adam_batch, 2).to(self.device)
-        optimizer.zero_grad()
-        self.adam_loss(p).backward()
-        optimizer.step()
-        self.evaluations[1] += self.adam_batch / of
-
     @torch.no_grad()
-    def error(self, name: str) -> Tensor:
+    def error(self, name: str, held_out: Tensor) -> Tensor:
         """|u - exact| / |exact| on the grid, in the Euclidean norm."""
-        p = grid().to(self.device)
-        residual = self.residual(name)
-        exact = residual.equation.solution(p)
-        return (residual.solution(p) - exact).norm() / exact.norm()
+        p = held_out.to(self.device)
+        exact = self.equation.solution(p)
+        return (self.residual(name).solution(p) - exact).norm() / exact.norm()
 
     def second_order_problem(self, batch: Tensor) -> SecondOrderProblem:
         """The mean squared residual, by the parameters of the network that Newton steps train."""
         residual = self.residual(NEWTON)
         return weighted_loss(residual), hog.trainable_params(residual), residual.weighted(batch)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Errors on the grid, for the command `validate`; in a fit every step logs them."""
-        values = {f"val/{name}": self.error(name) for name in self.networks}
-        self.log_dict(values, batch_size=len(batch))
-
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        folder = runs.run_folder(self.trainer)
-        ends, fields = {}, {}
+        folder, ends, fields = runs.run_folder(self.trainer), {}, {}
         for name in self.networks:
             residual = self.residual(name)
             with torch.no_grad():
                 u, left = residual.solution(batch), residual(batch)
-            difference = u - residual.equation.solution(batch)
-            largest = difference.abs().max()
-            ends[name] = (
-                LABELS[name],
-                self.error(name).item(),
-                largest.item(),
-                left.square().mean().sqrt().item(),
-            )
-            fields[name] = tuple(part.reshape(GRID, GRID).cpu() for part in (u, difference, left))
-        self.log_dict({f"test/{name}": end[1] for name, end in ends.items()}, batch_size=len(batch))
-        title = self.residual(NEWTON).equation.title
-        curves = logs.curves(folder)
-        table = pinn_table(title, curves, ends)
-        labels = {name: LABELS[name] for name in self.networks}
+            off = u - self.equation.solution(batch)
+            largest, root_mean_square = off.abs().max(), left.square().mean().sqrt()
+            ends[name] = self.error(name, batch).item(), largest.item(), root_mean_square.item()
+            fields[name] = tuple(part.reshape(GRID, GRID).cpu() for part in (u, off, left))
+        self.log_dict({f"test/{name}": end[0] for name, end in ends.items()}, batch_size=len(batch))
+        curves, labels = logs.curves(folder), {name: LABELS[name] for name in self.networks}
+        title = self.equation.title
         picture = plot_pinn(folder / "pinn.png", title, curves, labels, fields[NEWTON])
-        runs.write_report(folder, table, picture)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["seconds"] = list(self.seconds)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self.seconds = list(checkpoint["seconds"])
+        runs.write_report(folder, pinn_table(title, curves, ends), picture)
 
 
 class Jacobian:

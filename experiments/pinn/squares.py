@@ -4,14 +4,13 @@ from collections.abc import Callable
 from math import pi
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 import hoglib as hog
 from experiments.checks import at_least, one_of
 from experiments.pinn.allen_cahn import DIFFUSION, allen_cahn_reference
-from experiments.shared.stream import HeldOut, Stream, run_seed, seeded
+from experiments.shared.stream import StreamData, seeded
 
 GRID = 101  # points of each side of the grid that errors are measured on
 WAVES = 5  # of the period, that the network for the Allen-Cahn equation gets
@@ -116,7 +115,7 @@ EQUATIONS: dict[str, Callable[[], Equation]] = {
 }  # fmt: skip
 
 
-class Square(pl.LightningDataModule):
+class Square(StreamData):
     """An equation on the unit square: random points for training, a grid for errors.
 
     Args:
@@ -133,33 +132,17 @@ class Square(pl.LightningDataModule):
         batch: int = 2048,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(iterations, seed)
         one_of("equation", equation, EQUATIONS)
         self.equation = EQUATIONS[equation]()
-        self.iterations = at_least("iterations", iterations, 1)
         self.batch = at_least("batch", batch, 1)
-        self.seed = run_seed(seed)
         self.options = {"equation": equation}
-
-    def train_dataloader(self) -> "SquarePoints":
-        return SquarePoints(self.iterations, self.batch, self.seed)
-
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(grid())
-
-    def test_dataloader(self) -> HeldOut:
-        return HeldOut(grid())
-
-
-class SquarePoints(Stream):
-    """Batches of uniform random points."""
-
-    def __init__(self, batches: int, batch: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.batch = batch
 
     def batch_of(self, seed: int) -> Tensor:
         return torch.rand(self.batch, 2, generator=seeded(seed))
+
+    def test_batch(self) -> Tensor:
+        return grid()
 
 
 def grid() -> Tensor:

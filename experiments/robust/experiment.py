@@ -11,8 +11,8 @@ import hoglib as hog
 from experiments import runs
 from experiments.checks import at_least, finite, hidden_widths, learning_rate, one_of, positive
 from experiments.robust import attacks
-from experiments.shared.classifier_table import Tried, robustness_table
-from experiments.shared.digit_plots import Examined, Predicted, plot_robustness
+from experiments.robust.plots import Examined, Predicted, plot_robustness
+from experiments.robust.table import Tried, robustness_table
 from experiments.shared.digits import CLASSES, PIXELS, Images
 from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp

@@ -8,18 +8,17 @@ References:
 from functools import cache
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from experiments.checks import at_least
-from experiments.shared.stream import HeldOut, SubsetStream, run_seed, seeded, select
+from experiments.shared.stream import StreamData, seeded, select, subset
 from hoglib.errors import ArgumentValueError
 
 IMAGES, PIXELS, CLASSES = 1797, 64, 10
 
 
-class Digits(pl.LightningDataModule):
+class Digits(StreamData):
     """A stream of digits for training, and held-out ones.
 
     Args:
@@ -41,7 +40,7 @@ class Digits(pl.LightningDataModule):
         seed: int | None = None,
         val: int = 0,
     ) -> None:
-        super().__init__()
+        super().__init__(iterations, seed)
         at_least("train", train, 1)
         at_least("test", test, 2)
         at_least("val", val, 0)
@@ -58,8 +57,6 @@ class Digits(pl.LightningDataModule):
             raise ArgumentValueError(
                 f"batch: expected at most the {train} images of train, got {batch}; null takes all."
             )
-        self.seed = run_seed(seed)
-        self.iterations = at_least("iterations", iterations, 1)
         self.batch = batch
         order = torch.randperm(IMAGES, generator=seeded(self.seed))
         rest = IMAGES - test - train - val
@@ -71,14 +68,14 @@ class Digits(pl.LightningDataModule):
         if val:  # checkpoints from before this option was there remain valid
             self.options["val"] = val
 
-    def train_dataloader(self) -> SubsetStream:
-        return SubsetStream(self.train, self.iterations, self.batch, self.seed)
+    def batch_of(self, seed: int) -> "Images":
+        return subset(self.train, self.batch, seed)
 
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.validation)
+    def test_batch(self) -> "Images":
+        return self.held_out
 
-    def test_dataloader(self) -> HeldOut:
-        return HeldOut(self.held_out)
+    def validation_batch(self) -> "Images":
+        return self.validation
 
 
 class Images(NamedTuple):

@@ -1,9 +1,11 @@
 """Meta-learners by the names that configs use."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.checks import one_of
@@ -42,3 +44,18 @@ def make_learner(
             f"{', '.join(options)}" + (" (some are set by the model itself)." if taken else ".")
         )
     return kind(network, criterion, **options)
+
+
+def errors_after(maml: Learner, tasks: tuple[Any, Any], steps: Sequence[int]) -> Tensor:
+    """Query losses [len(steps), tasks] after each number of gradient steps, in ascending order."""
+
+    def of_task(support: Any, query: Any) -> Tensor:
+        params, done, errors = hog.trainable_params(maml.model), 0, []
+        for count in steps:
+            # from where the last count ended; the state of a rule, if it has one, starts again
+            params, done = maml.adapt(support, params=params, steps=count - done), count
+            errors.append(maml.objective(params, query))
+        return torch.stack(errors)
+
+    with torch.no_grad():
+        return torch.func.vmap(of_task, out_dims=1)(*tasks)

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from math import pi
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from experiments.checks import at_least, one_of
-from experiments.shared.stream import HeldOut, Stream, run_seed, seeded
+from experiments.shared.stream import StreamData, seeded
 
 PARTS = 25
 GRID_SIGMA = 0.05
@@ -26,7 +25,7 @@ VALIDATION_SEED = 2**40
 TEST_SEED = 0  # also that of a run's first batch, whose size differs, and so do its numbers
 
 
-class Points(pl.LightningDataModule):
+class Points(StreamData):
     """Points in the plane: a stream for training, fixed held-out samples for validation and test.
 
     Args:
@@ -47,27 +46,25 @@ class Points(pl.LightningDataModule):
         test_points: int = 2500,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(iterations, seed)
         self.kind = one_of("kind", kind, TARGETS)
-        self.iterations = at_least("iterations", iterations, 1)
         self.batch = at_least("batch", batch, 2)
         self.validation_points = at_least("validation_points", validation_points, 2)
         self.test_points = at_least("test_points", test_points, 2)
-        self.seed = run_seed(seed)
         self.options = {"kind": self.target.name}
 
     @property
     def target(self) -> "Target":
         return TARGETS[self.kind]()
 
-    def train_dataloader(self) -> "PointStream":
-        return PointStream(self.kind, self.iterations, self.batch, self.seed)
+    def batch_of(self, seed: int) -> Tensor:
+        return sample_points(self.kind, self.batch, seed)
 
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(two_samples(self.kind, self.validation_points, VALIDATION_SEED))
+    def test_batch(self) -> tuple[Tensor, Tensor]:
+        return two_samples(self.kind, self.test_points, TEST_SEED)
 
-    def test_dataloader(self) -> HeldOut:
-        return HeldOut(two_samples(self.kind, self.test_points, TEST_SEED))
+    def validation_batch(self) -> tuple[Tensor, Tensor]:
+        return two_samples(self.kind, self.validation_points, VALIDATION_SEED)
 
 
 class Target(NamedTuple):
@@ -121,17 +118,6 @@ def sample_points(kind: str, count: int, seed: int) -> Tensor:
 def _on_roll(u: Tensor) -> Tensor:
     t = 1.5 * pi * (1 + 2 * u)
     return torch.stack([t * t.cos(), t * t.sin()], 1) / ROLL_SCALE
-
-
-class PointStream(Stream):
-    """Batches of real points."""
-
-    def __init__(self, kind: str, batches: int, batch: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.kind, self.batch = kind, batch
-
-    def batch_of(self, seed: int) -> Tensor:
-        return sample_points(self.kind, self.batch, seed)
 
 
 def two_samples(kind: str, count: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,12 @@ References:
 
 from functools import cache
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from experiments.checks import at_least
 from experiments.shared.digits import CLASSES, Images
-from experiments.shared.stream import HeldOut, Stream, random_subset, run_seed, seeded, select
+from experiments.shared.stream import StreamData, select, subset
 from hoglib.errors import ArgumentValueError
 
 SIDE = 28
@@ -22,7 +21,7 @@ TRAIN, HELD_OUT = 4000, 1000  # of the images; as many of each class in both
 SPLIT_SEED = 0
 
 
-class Mnist(pl.LightningDataModule):
+class Mnist(StreamData):
     """A stream of MNIST digits for training, and held-out ones beside as many of training.
 
     Args:
@@ -41,8 +40,7 @@ class Mnist(pl.LightningDataModule):
         test: int = HELD_OUT,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        self.iterations = at_least("iterations", iterations, 1)
+        super().__init__(iterations, seed)
         for name, value, most in (("train", train, TRAIN), ("test", test, HELD_OUT)):
             if at_least(name, value, 2) > most:
                 raise ArgumentValueError(
@@ -58,21 +56,20 @@ class Mnist(pl.LightningDataModule):
                 f"batch: expected at most the {train} images of train, got {batch}; make it smaller."
             )
         self.batch = batch
-        self.seed = run_seed(seed)
         all_train, all_held_out = split()
         self.train = Images(*(part[:train] for part in all_train))
         self.held_out = Images(*(part[:test] for part in all_held_out))
         self.options = {"images": f"MNIST, {train} digits"}
 
-    def train_dataloader(self) -> "ImageStream":
-        return ImageStream(self.train, self.iterations, self.batch, self.seed)
+    def batch_of(self, seed: int) -> Tensor:
+        return subset(self.train, self.batch, seed).x
 
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.held_out.x)
+    def validation_batch(self) -> Tensor:
+        return self.held_out.x
 
-    def test_dataloader(self) -> HeldOut:
+    def test_batch(self) -> tuple[Tensor, Tensor]:
         """Held-out images, and as many of training, which tell how near real digits come."""
-        return HeldOut((self.held_out.x, self.train.x[: len(self.held_out.x)]))
+        return self.held_out.x, self.train.x[: len(self.held_out.x)]
 
 
 @cache
@@ -99,14 +96,3 @@ def split() -> tuple[Images, Images]:
     parts = [part[torch.randperm(len(part), generator=generator)] for part in (train, held_out)]
     first, second = (select(every, part) for part in parts)
     return first, second
-
-
-class ImageStream(Stream):
-    """Batches of images without their labels."""
-
-    def __init__(self, data: Images, batches: int, batch: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.data, self.batch = data, batch
-
-    def batch_of(self, seed: int) -> Tensor:
-        return random_subset(self.data, self.batch, seeded(seed)).x

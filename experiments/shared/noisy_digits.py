@@ -7,19 +7,18 @@ References:
 
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
 from experiments.checks import at_least, fraction, one_of
 from experiments.shared.digits import CLASSES, IMAGES, images
-from experiments.shared.stream import HeldOut, Stream, random_subset, run_seed, seeded
+from experiments.shared.stream import StreamData, seeded, subset
 from hoglib.errors import ArgumentValueError
 
 BACKGROUND = 0  # the class that all wrong labels name in "background"
 
 
-class NoisyDigits(pl.LightningDataModule):
+class NoisyDigits(StreamData):
     """Digits with wrong labels: a stream for training, and the same held-out ones for every evaluation.
 
     Args:
@@ -42,10 +41,8 @@ class NoisyDigits(pl.LightningDataModule):
         batch: int = 100,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        self.seed = run_seed(seed)
+        super().__init__(iterations, seed)
         self.split = split(kind, noise, clean, test, self.seed)
-        self.iterations = at_least("iterations", iterations, 1)
         self.batch = at_least("batch", batch, 1)
         if batch > len(self.split.noisy.x):
             raise ArgumentValueError(
@@ -58,18 +55,14 @@ class NoisyDigits(pl.LightningDataModule):
     @property
     def noise(self) -> str:
         """The wrong labels in words."""
-        wrong = int((self.split.noisy.label != self.split.noisy.truth).sum())
-        how = f"all say {BACKGROUND}" if self.options["kind"] == "background" else "any other digit"
-        return f"{wrong} of {len(self.split.noisy.x)} training labels are wrong ({how})"
+        return noise_in_words(self.split.noisy, self.options["kind"])
 
-    def train_dataloader(self) -> "NoisyStream":
-        return NoisyStream(self.split, self.iterations, self.batch, self.seed)
+    def batch_of(self, seed: int) -> "tuple[Examples, Examples]":
+        """Random noisy examples, without repetition, and all clean ones."""
+        return subset(self.split.noisy, self.batch, seed), self.split.clean
 
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.split.test)
-
-    def test_dataloader(self) -> HeldOut:
-        return HeldOut(self.split.test)
+    def test_batch(self) -> "Examples":
+        return self.split.test
 
 
 class Examples(NamedTuple):
@@ -79,6 +72,13 @@ class Examples(NamedTuple):
     label: Tensor
     truth: Tensor
     number: Tensor
+
+
+def noise_in_words(examples: Examples, kind: str) -> str:
+    """How many labels are wrong, and what they say."""
+    wrong = int((examples.label != examples.truth).sum())
+    how = f"all say {BACKGROUND}" if kind == "background" else "any other digit"
+    return f"{wrong} of {len(examples.x)} training labels are wrong ({how})"
 
 
 class Split(NamedTuple):
@@ -149,14 +149,3 @@ def background(truth: Tensor, wrong: int, generator: torch.Generator) -> Tensor:
 
 
 NOISES = {"uniform": uniform, "background": background}
-
-
-class NoisyStream(Stream):
-    """Pairs of random noisy examples, without repetition within a batch, and all clean ones."""
-
-    def __init__(self, data: Split, batches: int, batch: int, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.data, self.batch = data, batch
-
-    def batch_of(self, seed: int) -> tuple[Examples, Examples]:
-        return random_subset(self.data.noisy, self.batch, seeded(seed)), self.data.clean

@@ -1,10 +1,13 @@
 """Batches that are computed, not read: streams of numbered batches, and one fixed batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import lightning.pytorch as pl
 import torch
+
+from experiments.checks import at_least
 
 Data = TypeVar("Data", bound=NamedTuple)
 
@@ -33,20 +36,21 @@ def select(data: Data, picks: torch.Tensor) -> Data:
     return type(data)(*(part[picks] for part in data))
 
 
-class Stream(ABC):
+class Stream:
     """Batches, each a function of the seed and its number alone.
 
     Lightning stores its position (`state_dict`) in checkpoints, so a run that is resumed in the middle
     continues with the batch that would have come next.
+
+    Args:
+        batch_of: The batch that belongs to a seed.
+        batches: Number of batches.
+        seed: Seed of the stream.
     """
 
-    def __init__(self, batches: int, seed: int) -> None:
-        self.batches, self.seed = batches, seed
+    def __init__(self, batch_of: Callable[[int], Any], batches: int, seed: int) -> None:
+        self.batch_of, self.batches, self.seed = batch_of, batches, seed
         self.position = 0
-
-    @abstractmethod
-    def batch_of(self, seed: int) -> Any:
-        """The batch that belongs to a seed."""
 
     def __len__(self) -> int:
         return self.batches
@@ -66,26 +70,6 @@ class Stream(ABC):
         self.seed, self.position = state["seed"], state["position"]
 
 
-class SubsetStream(Stream):
-    """Random subsets of the data, without repetition within a batch; or all of it, in every batch.
-
-    Args:
-        data: A NamedTuple of tensors [n, ...].
-        batches: Number of batches.
-        batch: Examples in a batch; None for all.
-        seed: Seed of the stream.
-    """
-
-    def __init__(self, data: Any, batches: int, batch: int | None, seed: int) -> None:
-        super().__init__(batches, seed)
-        self.data, self.batch = data, batch
-
-    def batch_of(self, seed: int) -> Any:
-        if self.batch is None:
-            return self.data
-        return random_subset(self.data, self.batch, seeded(seed))
-
-
 class HeldOut:
     """The same single batch at every iteration."""
 
@@ -97,3 +81,45 @@ class HeldOut:
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.batch])
+
+
+class StreamData(pl.LightningDataModule, ABC):
+    """Data that are computed: a stream for training, and one batch for validation and for the test.
+
+    Args:
+        iterations: Batches in the run.
+        seed: Seed of the stream. Default: that of the run.
+
+    Attributes:
+        options: What checkpoints must agree with, by name.
+    """
+
+    def __init__(self, iterations: int, seed: int | None = None) -> None:
+        super().__init__()
+        self.iterations, self.seed = at_least("iterations", iterations, 1), run_seed(seed)
+        self.options: dict[str, Any] = {}
+
+    @abstractmethod
+    def batch_of(self, seed: int) -> Any:
+        """The training batch that belongs to a seed."""
+
+    @abstractmethod
+    def test_batch(self) -> Any:
+        """The held-out data of the test."""
+
+    def validation_batch(self) -> Any:
+        return self.test_batch()
+
+    def train_dataloader(self) -> Any:
+        return Stream(self.batch_of, self.iterations, self.seed)
+
+    def val_dataloader(self) -> Any:
+        return HeldOut(self.validation_batch())
+
+    def test_dataloader(self) -> Any:
+        return HeldOut(self.test_batch())
+
+
+def subset(data: Data, count: int | None, seed: int) -> Data:
+    """A random subset that belongs to a seed, without repetition; all of it for None."""
+    return data if count is None else random_subset(data, count, seeded(seed))

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from experiments.autoencoder import LABELS, cost_of_factors, reconstruction_error
+from experiments.autoencoder.experiment import cost_of_factors, reconstruction_error
+from experiments.shared.race import LABELS
 from hoglib.curvature import KFAC, NewtonCG
 from tests.experiments.command import COMMAND_LINE, metrics, smoke
 

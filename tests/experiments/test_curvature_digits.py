@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch.testing import assert_close
 
-from experiments.curvature import cross_entropy, squared_error
-from experiments.shared.curvature_table import spectrum_table
+from experiments.curvature.experiment import cross_entropy, squared_error
+from experiments.curvature.plots import eigenvalues_per_decade
+from experiments.curvature.table import spectrum_table
 from experiments.shared.digits import Digits
-from experiments.shared.spectra import eigenvalues_per_decade
 from hoglib.curvature import hessian_spectrum
 from hoglib.lightning import Measurement
 from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, smoke

@@ -37,7 +37,7 @@ def test_all_penalties_stand_in_one_table(trained):
     lines = (folder(3) / "table.txt").read_text().splitlines()
     penalties = sorted(line.split("  ")[0] for line in lines[4 : lines.index("", 4)])
     assert penalties == ["none", "r1_r2, weight 0.02", "real points", "wgan_gp, weight 1"]
-    (own,) = [line for line in lines if line.endswith("<- this run")]
+    (own,) = [line for line in lines if line.endswith("  <-")]
     assert f"{summary(3)['distance']:.3f}" in own  # of two runs alike the newest
     assert summary(3)["distance"] != summary(0)["distance"]
     roll = (folder(2) / "table.txt").read_text()

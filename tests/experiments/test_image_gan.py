@@ -104,7 +104,7 @@ def test_the_table_by_hand():
     lines = digits_table(row, [better, other_data], truth, torch.full((10,), 0.1), 7).splitlines()
     first = [line.split("  ")[0] for line in lines[4:7]]
     assert first == ["dragan", "r1, weight 1", "real training digits"]
-    assert lines[5].split()[-8:] == ["10", "2.500", "50.0%", "9", "0.750", "<-", "this", "run"]
+    assert lines[5].split()[-6:] == ["10", "2.500", "50.0%", "9", "0.750", "<-"]
     assert "9: 10.0%" in lines[8]
 
 

@@ -8,12 +8,12 @@ import torch
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments.few_shot.maml import errors_after
 from experiments.language.adaptation import ADAPTERS, AdapterMAML, fine_tuning
 from experiments.language.experiment import LanguageModel
 from experiments.language.table import perplexity_table
 from experiments.language.topics import CHARACTERS, SPLITS, TopicTasks, encode, topics
 from experiments.shared.gpt import CharacterGPT, add_adapters
+from experiments.shared.learners import errors_after
 from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, run, smoke
 
 LM, ADAPT = smoke("curvature/lm"), smoke("maml/lm_adapt")
@@ -90,9 +90,9 @@ def test_changes_of_perplexity_are_relative_to_the_language_model():
     better = base - torch.tensor([[0.0], [0.1]])
     table = perplexity_table({"MAML": better, "tuned": base}, [0, 5], "title")
     _, _, head, _, first, last, *_ = table.splitlines()
-    assert head.split() == ["gradient", "steps", "MAML", "change", "tuned", "change"]
-    assert first.split()[:3] == ["0", "4.48", "+0.0%"]
-    assert last.split()[:3] == ["5", "3.67", "-18.1%"]  # exp(-0.2) - 1
+    assert head.split() == ["method", "steps", "perplexity", "change"]
+    assert first.split()[:4] == ["MAML", "0", "4.48", "+0.0%"]
+    assert last.split()[:4] == ["MAML", "5", "3.67", "-18.1%"]  # exp(-0.2) - 1
 
 
 class TestFits:

@@ -112,7 +112,9 @@ def test_a_fit_ends_with_its_reports_and_a_checkpoint(name, trained):
     config, _, folder = smoke(name)
     printed, found = trained(config), folder()
     assert {p.name for p in found.iterdir()} == OF_EVERY_RUN | EXPERIMENTS[name].reports
-    assert (found / "table.txt").read_text() in printed
+    table = (found / "table.txt").read_text()
+    assert table in printed
+    assert max(map(len, table.splitlines())) <= 80
     assert checkpoint(found)["global_step"] == EXPERIMENTS[name].steps
     assert_taken_home(found / "last.ckpt")
     for picture in found.glob("*.png"):

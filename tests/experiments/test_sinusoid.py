@@ -13,9 +13,10 @@ from torch.testing import assert_close
 
 from experiments import runs
 from experiments.__main__ import main
-from experiments.few_shot.maml import JointRegression, MAMLRegression, errors_after
+from experiments.few_shot.maml import JointRegression, MAMLRegression
 from experiments.few_shot.sinusoid import sample_waves
 from experiments.few_shot.table import summarize_errors
+from experiments.shared.learners import errors_after
 from tests.experiments.command import (
     COMMAND_LINE,
     ROOT,

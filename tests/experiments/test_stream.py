@@ -7,28 +7,26 @@ from torch.testing import assert_close
 
 from experiments.few_shot import sinusoid
 from experiments.few_shot.episodes import Episodes
-from experiments.few_shot.sinusoid import SinusoidTasks, WaveStream
+from experiments.few_shot.sinusoid import SinusoidTasks
 from experiments.forces.clusters import Clusters
 from experiments.language.topics import TopicTasks, Windows
-from experiments.pinn.squares import SquarePoints
-from experiments.shared import mixture, mnist, noisy_digits
+from experiments.pinn.squares import Square
+from experiments.shared import mixture
 from experiments.shared.digits import Digits
-from experiments.shared.mixture import Points, PointStream
-from experiments.shared.mnist import ImageStream
-from experiments.shared.noisy_digits import NoisyStream
-from experiments.shared.stream import SubsetStream, seeded
+from experiments.shared.mixture import Points
+from experiments.shared.mnist import Mnist
+from experiments.shared.noisy_digits import NoisyDigits
+from experiments.shared.stream import seeded
 from tests.experiments.test_forces import SMALL
 
 FEW = {"iterations": 5, "tasks": 2}
 STREAMS = {
-    "points": lambda seed: PointStream("gaussians", 5, 3, seed),
-    "waves": lambda seed: WaveStream(5, 2, 3, 3, seed),
-    "images": lambda seed: ImageStream(mnist.split()[0], 5, 3, seed),
-    "noisy digits": lambda seed: NoisyStream(
-        noisy_digits.split("uniform", 0.4, 100, 500, seed=0), 5, 30, seed
-    ),
-    "digits": lambda seed: SubsetStream(Digits(seed=0).train, 5, 30, seed),
-    "squares": lambda seed: SquarePoints(5, 4, seed),
+    "points": lambda seed: Points(iterations=5, batch=3, seed=seed).train_dataloader(),
+    "waves": lambda seed: SinusoidTasks(**FEW, seed=seed).train_dataloader(),
+    "images": lambda seed: Mnist(iterations=5, batch=3, seed=seed).train_dataloader(),
+    "noisy digits": lambda seed: NoisyDigits(iterations=5, batch=30, seed=seed).train_dataloader(),
+    "digits": lambda seed: Digits(iterations=5, batch=30, seed=seed).train_dataloader(),
+    "squares": lambda seed: Square(iterations=5, batch=4, seed=seed).train_dataloader(),
     "episodes": lambda seed: Episodes(**FEW, seed=seed).train_dataloader(),
     "windows": lambda seed: Windows(iterations=5, batch=3, held_out=5, seed=seed).train_dataloader(),
     "topics": lambda seed: TopicTasks(**FEW, held_out=5, seed=seed).train_dataloader(),

@@ -10,11 +10,11 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from experiments.data_values.experiment import INFLUENCE, LOSS, VALUES, DataValues
-from experiments.data_values.mislabelled import Mislabelled, Split, split
 from experiments.data_values.table import precision_recall
 from experiments.influence.experiment import EXACT, GRADIENTS, Influence
-from experiments.reweight import even_weights
+from experiments.shared.mislabelled import Mislabelled, Split, split
 from experiments.shared.stream import seeded
+from experiments.shared.weights import even_weights
 from tests.experiments.command import COMMAND_LINE, DRAWN, checkpoint, run, smoke
 
 SMOKE, fit, folder = smoke("meta/data_values")

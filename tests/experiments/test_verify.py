@@ -14,10 +14,11 @@ from torch import nn
 import hoglib as hog
 from experiments.few_shot.maml import MAMLRegression
 from experiments.gan.experiment import GAN
-from experiments.reweight import Reweighting, even_weights
+from experiments.reweight import Reweighting
 from experiments.shared import networks
 from experiments.shared.learners import ALGORITHMS
 from experiments.shared.stream import HeldOut
+from experiments.shared.weights import even_weights
 from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, run
 from tests.experiments.test_reweight import examples
 from tests.lightning.test_audit import poison
@@ -44,7 +45,7 @@ def poisoned(monkeypatch):
         *layers, last = mlp(widths, act)
         return nn.Sequential(*layers, poison(), last)
 
-    for module in ("few_shot.maml", "gan.experiment", "reweight"):
+    for module in ("few_shot.maml", "gan.experiment", "reweight.experiment"):
         monkeypatch.setattr(f"experiments.{module}.mlp", with_poison)
 
 

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,28 +13,24 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.problems import Encoder
+from experiments.benchmarks.workload import Point
 
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Learner:
+class Learner(Point):
     """A model at its initial weights, a stack of tasks, and the gradient descent that learns each.
 
     Shapes: support and query (x [B, K, ...], y [B, K, ...]), B tasks.
     """
 
     kind: str
-    model: nn.Module
     criterion: Callable[[Tensor, Tensor], Tensor]
     support: Batch
     query: Batch
     inner_lr: float
     inner_steps: int
-
-    @property
-    def device(self) -> torch.device:
-        return self.support[0].device
 
     @property
     def count(self) -> int:
@@ -46,20 +40,6 @@ class Learner:
         (sx, sy), (qx, qy) = self.support, self.query
         for i in range(self.count):
             yield (sx[i], sy[i]), (qx[i], qy[i])
-
-    def apart(self) -> "Learner":
-        """The same with a model of its own, whose `.grad` nobody else sees."""
-        return replace(self, model=deepcopy(self.model))
-
-    def double(self) -> "Learner":
-        return self._cast(lambda t: t.double() if t.is_floating_point() else t, torch.float64)
-
-    def to(self, device: torch.device) -> "Learner":
-        return self._cast(lambda t: t.to(device), device)
-
-    def _cast(self, each: Callable[[Tensor], Tensor], whole: Any) -> "Learner":
-        model, (sx, sy), (qx, qy) = deepcopy(self.model).to(whole), self.support, self.query
-        return replace(self, model=model, support=(each(sx), each(sy)), query=(each(qx), each(qy)))
 
 
 def sinusoid(small: bool, fused: bool = False) -> Learner:
@@ -76,7 +56,7 @@ def sinusoid(small: bool, fused: bool = False) -> Learner:
     support, query = torch.rand(2, tasks, shots, 1) * 10 - 5
     batches = [(x, amplitude * torch.sin(x - phase)) for x in (support, query)]
     kind = "linear_act" if fused else "tanh"
-    return Learner(kind, model, F.mse_loss, batches[0], batches[1], 0.01, 2 if small else 10)
+    return Learner(model, kind, F.mse_loss, batches[0], batches[1], 0.01, 2 if small else 10)
 
 
 def conv4(small: bool, channels: int = 32, tasks: int = 4, steps: int = 5) -> Learner:
@@ -89,7 +69,7 @@ def conv4(small: bool, channels: int = 32, tasks: int = 4, steps: int = 5) -> Le
         blocks += [nn.Conv2d(a, b, 3, padding=1), norm, nn.ReLU(), nn.MaxPool2d(2)]
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(channels, 5))
     batches = classes(tasks, 1, (1, 28, 28))
-    return Learner("conv4", model, F.cross_entropy, *batches, 0.01, steps)
+    return Learner(model, "conv4", F.cross_entropy, *batches, 0.01, steps)
 
 
 def wide(small: bool) -> Learner:
@@ -99,14 +79,14 @@ def wide(small: bool) -> Learner:
         layers += [nn.Linear(a, b), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(width, 5))
     batches = classes(tasks, 5, (pixels,))
-    return Learner("relu", model, F.cross_entropy, *batches, 0.05, 2 if small else 5)
+    return Learner(model, "relu", F.cross_entropy, *batches, 0.05, 2 if small else 5)
 
 
 def transformer(small: bool) -> Learner:
     width, length, tasks = (8, 4, 2) if small else (32, 16, 4)
     model = Encoder(width, heads=4, hidden=2 * width, layers=2, classes=5)
     batches = classes(tasks, 5, (length, width))
-    return Learner("transformer", model, F.cross_entropy, *batches, 0.05, 2 if small else 5)
+    return Learner(model, "transformer", F.cross_entropy, *batches, 0.05, 2 if small else 5)
 
 
 def classes(tasks: int, shots: int, shape: tuple[int, ...]) -> tuple[Batch, Batch]:

@@ -4,7 +4,8 @@ import torch
 
 from experiments.benchmarks.critics import taken
 from experiments.benchmarks.meta.tasks import Learner
-from experiments.benchmarks.meta.with_torch import Call, Found, with_plain_attention
+from experiments.benchmarks.meta.with_torch import Call, Found
+from experiments.benchmarks.with_torch import with_plain_attention
 from experiments.benchmarks.workload import peer
 
 

@@ -11,27 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from experiments.benchmarks.critics import taken
 from experiments.benchmarks.meta.tasks import Batch, Learner
-from experiments.benchmarks.problems import plain_attention
+from experiments.benchmarks.with_torch import with_plain_attention
 
 Params = dict[str, Tensor]
 # The meta-loss, and its gradient by each parameter in torch's order.
 Found = tuple[Any, ...]
 Call = Callable[[], Found]
-
-
-def with_plain_attention(make: Callable[[Learner], Call]) -> Callable[[Learner], Call]:
-    """Attention by the formula: what is not hoglib cannot differentiate torch's kernel twice."""
-
-    def made(learner: Learner) -> Call:
-        call = make(learner)
-
-        def run() -> Found:
-            with plain_attention():
-                return call()
-
-        return run
-
-    return made
 
 
 def step(learner: Learner, params: Params, batch: Batch) -> Params:

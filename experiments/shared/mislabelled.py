@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,14 +9,14 @@ from torch import Tensor
 from experiments.checks import at_least, fraction, one_of
 from experiments.shared.mnist import HELD_OUT, TRAIN
 from experiments.shared.mnist import split as mnist_split
-from experiments.shared.noisy_digits import BACKGROUND, NOISES, Examples
-from experiments.shared.stream import HeldOut, SubsetStream, run_seed, seeded
+from experiments.shared.noisy_digits import NOISES, Examples, noise_in_words
+from experiments.shared.stream import StreamData, seeded
 from hoglib.errors import ArgumentValueError
 
 POOLED = 14  # pixels of a side
 
 
-class Mislabelled(pl.LightningDataModule):
+class Mislabelled(StreamData):
     """Digits with wrong labels, all of them in every batch; clean ones for validation and test.
 
     Args:
@@ -40,9 +39,7 @@ class Mislabelled(pl.LightningDataModule):
         iterations: int = 1000,
         seed: int | None = None,
     ) -> None:
-        super().__init__()
-        self.seed = run_seed(seed)
-        self.iterations = at_least("iterations", iterations, 1)
+        super().__init__(iterations, seed)
         self.split = split(kind, noise, train, val, test, self.seed)
         self.options = {
             "kind": kind, "noise": noise, "train": train, "val": val, "test": test,
@@ -52,18 +49,16 @@ class Mislabelled(pl.LightningDataModule):
     @property
     def noise(self) -> str:
         """The wrong labels in words."""
-        wrong = int((self.split.train.label != self.split.train.truth).sum())
-        how = f"all say {BACKGROUND}" if self.options["kind"] == "background" else "any other digit"
-        return f"{wrong} of {len(self.split.train.x)} training labels are wrong ({how})"
+        return noise_in_words(self.split.train, self.options["kind"])
 
-    def train_dataloader(self) -> SubsetStream:
-        return SubsetStream(self.split.train, self.iterations, None, self.seed)
+    def batch_of(self, seed: int) -> Examples:
+        return self.split.train
 
-    def val_dataloader(self) -> HeldOut:
-        return HeldOut(self.split.val)
+    def validation_batch(self) -> Examples:
+        return self.split.val
 
-    def test_dataloader(self) -> HeldOut:
-        return HeldOut(self.split.test)
+    def test_batch(self) -> Examples:
+        return self.split.test
 
 
 class Split(NamedTuple):

@@ -9,12 +9,12 @@ from torch import Tensor
 import hoglib as hog
 from experiments import logs, runs
 from experiments.checks import finite, hidden_widths, learning_rate, one_of
-from experiments.shared.curvature_table import spectrum_table
+from experiments.curvature.plots import plot_spectrum_over_training
+from experiments.curvature.table import spectrum_table
 from experiments.shared.digits import CLASSES, PIXELS, Images
 from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp
 from experiments.shared.second_order import SecondOrderProblem, measurements
-from experiments.shared.spectra import plot_spectrum_over_training
 
 
 class Descent(Experiment):

@@ -1,9 +1,9 @@
-"""Pictures of spectra of Hessians."""
+"""The picture of gradient descent and the spectrum of its Hessian."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from math import asinh, ceil, floor, log, log10
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from matplotlib.colors import LogNorm
@@ -12,28 +12,16 @@ from matplotlib.ticker import NullLocator
 
 from experiments.shared.style import decimal_ticks, new_figure, picture
 from hoglib.curvature import Spectrum
+from hoglib.lightning import Measurement
 from hoglib.plotting import BLACK, BLUE, ORANGE
-
-if TYPE_CHECKING:  # imports Lightning
-    from hoglib.lightning import Measurement
 
 WIDTH = 0.15  # of an eigenvalue in the density over training, on the axis of asinh
 ROWS = 240
 
 
 @picture
-def plot_spectra(spectra: dict[str, Spectrum]) -> Figure:
-    """The density of eigenvalues with one standard error, and the eigenvalues at both ends as ticks."""
-    figure = new_figure(7, 3.4 * len(spectra))
-    axes = figure.subplots(len(spectra), 1, squeeze=False)[:, 0]
-    for axis, (name, spectrum) in zip(axes, spectra.items(), strict=True):
-        spectrum.plot(axis).set_title(name)
-    return figure
-
-
-@picture
 def plot_spectrum_over_training(
-    history: "Sequence[Measurement]", losses: dict[int, float], lr: float, title: str
+    history: Sequence[Measurement], losses: dict[int, float], lr: float, title: str
 ) -> Figure:
     """Loss and largest eigenvalue by step; below, the density of all eigenvalues.
 

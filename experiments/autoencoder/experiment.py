@@ -2,32 +2,26 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import hoglib as hog
 from experiments import logs, runs
-from experiments.checks import at_least, finite, hidden_widths, learning_rate
-from experiments.shared.curvature_table import race_table
-from experiments.shared.digit_plots import plot_race
+from experiments.autoencoder.plots import plot_race
+from experiments.autoencoder.table import race_table
+from experiments.checks import at_least, hidden_widths, learning_rate
 from experiments.shared.digits import PIXELS, Images
-from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp
+from experiments.shared.race import ADAM, KFAC, LABELS, LOSS_COST, NEWTON, PRECONDITIONED, Raced
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
 
-NEWTON, PRECONDITIONED, KFAC, ADAM = "newton_cg", "newton_kfac", "kfac", "adam"
-LABELS = {NEWTON: "NewtonCG", PRECONDITIONED: "NewtonCG, KFAC", KFAC: "KFAC", ADAM: "Adam"}
-# The cost of a loss in gradients: one pass through the network of three, which are forward, backward to
-# the inputs, and backward to the weights.
-LOSS_COST = 1 / 3
 
-
-class Race(Experiment):
+class Race(Raced):
     """Autoencoders from the same start, each with an optimizer of its own.
 
     A training step is one step of the first optimizer on the batch, and then steps of each of the
@@ -52,9 +46,6 @@ class Race(Experiment):
         adam_lr: Learning rate of Adam.
     """
 
-    evaluations: Tensor
-
-    shared = ""
     one_process = "whose optimizers are compared by the work of one process"
 
     def __init__(
@@ -72,7 +63,6 @@ class Race(Experiment):
         adam_lr: float = 1e-3,
     ) -> None:
         super().__init__()
-        self.automatic_optimization = False
         widths = hidden_widths(hidden, [256, 128, 64, 32, 4, 32, 64, 128, 256])
         if curvature_batch is not None:
             at_least("curvature_batch", curvature_batch, 1)
@@ -80,15 +70,13 @@ class Race(Experiment):
         self.adam_batch = at_least("adam_batch", adam_batch, 1)
         self.adam_lr = learning_rate("adam_lr", adam_lr)
         self.newton: dict[str, Any] = {
-            "damping": damping,
-            "max_iter": max_iter,
-            "stagnation_tol": stagnation_tol,
-        }
+            "damping": damping, "max_iter": max_iter, "stagnation_tol": stagnation_tol,
+        }  # fmt: skip
         self.preconditioned = {**self.newton, **(preconditioned or {}), "preconditioner": "kfac"}
         self.kfac = dict(kfac or {})
         self.names = _checked_names(optimizers)
         start = mlp([PIXELS, *widths, PIXELS], act)
-        self.networks = nn.ModuleDict({name: deepcopy(start) for name in self.names})
+        self.start_race({name: deepcopy(start) for name in self.names})
         self.objectives = {
             name: hog.functional_loss(
                 network, reconstruction_error, forward=lambda network, x: network(x)
@@ -104,9 +92,6 @@ class Race(Experiment):
         if self.names != [NEWTON, ADAM]:
             self.options |= {"optimizers": self.names, "preconditioned": self.preconditioned}
             self.options |= {"kfac": self.kfac}
-        # The cost of each so far, in gradients; and in seconds, which differ from run to run.
-        self.register_buffer("evaluations", torch.zeros(len(self.names), dtype=torch.float64))
-        self.seconds = [0.0] * len(self.names)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.networks[self.names[0]](x)
@@ -123,27 +108,17 @@ class Race(Experiment):
         return [made(name) for name in self.names]
 
     def training_step(self, batch: Images, batch_idx: int) -> None:
-        first: Any = self.optimizers()  # a single one is no list
-        optimizers: Any = self.optimizers(use_pl_optimizer=False)
-        first, optimizers = (x if isinstance(x, list) else [x] for x in (first, optimizers))
-        for i, name in enumerate(self.names):
-            started = self._now()
-            if i == 0:  # Lightning's wrapper counts it as a step of the run
-                self.evaluations[0] += self._step(name, first[0], optimizers[0], batch.x)
-            while self.evaluations[i] < self.evaluations[0]:
-                self.evaluations[i] += self._step(name, optimizers[i], optimizers[i], batch.x)
-            self.seconds[i] += self._now() - started
-        held_out = self.trainer.datamodule.held_out.x.to(batch.x)  # type: ignore[attr-defined]
-        values: dict[str, Any] = {}
-        for i, name in enumerate(self.names):
-            values[f"train/{name}"] = self.error(name, batch.x)
-            values[f"val/{name}"] = self.error(name, held_out)
-            values[f"gradients/{name}"] = self.evaluations[i].item()
-            values[f"seconds/{name}"] = self.seconds[i]
-        for name in self.names:
-            finite(f"loss of {name}", values[f"train/{name}"], "Lower adam_lr, or raise damping.")
-        for key, value in values.items():
-            self.log(key, value, prog_bar=key.startswith("val/"), batch_size=len(batch.x))
+        every: Any = self.optimizers(use_pl_optimizer=False)
+        counted: Any = self.optimizers()  # Lightning's wrapper, whose steps are those of the run
+        every, counted = (x if isinstance(x, list) else [x] for x in (every, counted))
+        steps = {
+            name: partial(self._step, name, optimizer if i else counted[0], optimizer, batch.x)
+            for i, (name, optimizer) in enumerate(zip(self.names, every, strict=True))
+        }
+        self.race(batch, self.trainer.datamodule.held_out, steps)  # type: ignore[attr-defined]
+
+    def losses(self, batch: Images) -> dict[str, Tensor]:
+        return {name: self.error(name, batch) for name in self.names}
 
     def _step(self, name: str, optimizer: Any, inner: Any, x: Tensor) -> float:
         """Take a step; returns its cost, in gradients of the whole batch. inner: without a wrapper."""
@@ -170,47 +145,31 @@ class Race(Experiment):
         factors = self.factor_cost if name == PRECONDITIONED else 0
         return 1 + LOSS_COST * info.values + (info.products + factors) * count / len(x)
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return perf_counter()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["seconds"] = list(self.seconds)
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get("trained_with", {})
         if "progress" in saved:  # the option's name in earlier checkpoints
             saved["stagnation_tol"] = saved.pop("progress")
         super().on_load_checkpoint(checkpoint)
-        self.seconds = list(checkpoint["seconds"])
 
     def second_order_problem(self, batch: Images) -> SecondOrderProblem:
         """The reconstruction error, by the parameters of the first network."""
         first = self.names[0]
         return self.objectives[first], hog.trainable_params(self.networks[first]), batch.x
 
-    def validation_step(self, batch: Images, batch_idx: int) -> None:
-        """Held-out errors, for the command `validate`; in a fit every step logs them."""
-        values = {f"val/{name}": self.error(name, batch.x) for name in self.networks}
-        self.log_dict(values, batch_size=len(batch.x))
-
     def test_step(self, batch: Images, batch_idx: int) -> None:
         folder = runs.run_folder(self.trainer)
-        errors = {name: self.error(name, batch.x).item() for name in self.networks}
+        errors = {name: self.error(name, batch).item() for name in self.networks}
         self.log_dict({f"test/{key}": e for key, e in errors.items()}, batch_size=len(batch.x))
-        curves = logs.curves(folder)
-        table = race_table(curves, {name: (LABELS[name], e) for name, e in errors.items()})
-        images = {"digits": batch.x}
+        curves, images = logs.curves(folder), {"digits": batch.x}
         with torch.no_grad():
             images |= {LABELS[name]: self.networks[name](batch.x) for name in errors}
         labels = {name: LABELS[name] for name in errors}
         picture = plot_race(folder / "race.png", curves, labels, images)
-        runs.write_report(folder, table, picture)
+        runs.write_report(folder, race_table(curves, errors), picture)
 
     @torch.no_grad()
-    def error(self, name: str, x: Tensor) -> Tensor:
+    def error(self, name: str, held_out: Images) -> Tensor:
+        x = held_out.x.to(self.device)
         return reconstruction_error(self.networks[name](x), x)
 
 

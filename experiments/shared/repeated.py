@@ -9,14 +9,14 @@ from torch import Tensor
 
 import hoglib as hog
 from experiments.checks import finite, hidden_widths, learning_rate, not_negative
-from experiments.data_values.mislabelled import POOLED, Split
-from experiments.reweight import Weighted, even_weights, weighted_loss
 from experiments.shared.compile_choice import CompileChoice, CompileOption
 from experiments.shared.digits import CLASSES
 from experiments.shared.experiment import Experiment
+from experiments.shared.mislabelled import POOLED, Split
 from experiments.shared.networks import mlp
 from experiments.shared.noisy_digits import Examples
 from experiments.shared.second_order import SecondOrderProblem
+from experiments.shared.weights import Weighted, even_weights, weighted_loss
 
 Params = dict[str, Tensor]
 

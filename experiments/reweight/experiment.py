@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments import logs, runs
 from experiments.checks import finite, hidden_widths, learning_rate, one_of
-from experiments.shared.classifier_table import detect_wrong_labels, reweighting_table
+from experiments.reweight.plots import plot_reweighting
+from experiments.reweight.table import detect_wrong_labels, reweighting_table
 from experiments.shared.compile_choice import CompileChoice, CompileOption
-from experiments.shared.digit_plots import plot_reweighting
 from experiments.shared.digits import CLASSES, IMAGES, PIXELS
 from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp
@@ -20,6 +20,7 @@ from experiments.shared.noisy_digits import Examples
 from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem
 from experiments.shared.stream import select
+from experiments.shared.weights import Weighted, even_weights, weighted_loss
 
 Params = dict[str, Tensor]
 Objective = Callable[[Params, Any], Tensor]
@@ -167,24 +168,6 @@ class Reweighting(Experiment):
         noisy = self.trainer.datamodule.split.noisy  # type: ignore[attr-defined]
         noisy = select(noisy, self.visits.cpu()[noisy.number] > 0)
         return noisy, (self.weight_sum / self.visits).cpu()[noisy.number]
-
-
-class Weighted(NamedTuple):
-    """Targets with a weight for each: label [n], weight [n]."""
-
-    label: Tensor
-    weight: Tensor
-
-
-def weighted_loss(logits: Tensor, targets: Weighted) -> Tensor:
-    """sum_i w_i l_i, with l_i the cross-entropy of example i."""
-    losses = hog.ops.softmax_cross_entropy(logits, targets.label, reduction="none")
-    return (targets.weight * losses).sum()
-
-
-def even_weights(examples: Examples) -> Tensor:
-    """Weights [n] of a mean."""
-    return torch.full_like(examples.x[:, 0], 1 / len(examples.x))
 
 
 def learned_weights(

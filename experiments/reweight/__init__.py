@@ -1,0 +1,5 @@
+"""Learning to reweight wrong labels."""
+
+from experiments.reweight.experiment import Reweighting
+
+__all__ = ["Reweighting"]
