@@ -86,7 +86,7 @@ test: $(if $(strip $(TORCH)),$(READY),lint)
 ifeq ($(strip $(TORCH)),)
 	@$(PY) -m pytest --quiet $(XDIST) $(CASES) $(TESTS)
 else
-	@$(PY) -m experiments.versions --tests $(TESTS) --options="$(XDIST) $(CASES)"
+	@$(PY) -m tests.versions --tests $(TESTS) --options="$(XDIST) $(CASES)"
 endif
 
 test-full: CASES := -m ''

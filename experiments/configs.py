@@ -31,7 +31,7 @@ class Config(NamedTuple):
 
 
 def with_full_configs(words: list[str]) -> list[str]:
-    """A command line, with the config of the whole run before each of `smoke`, which differs from it."""
+    """A command line, with the config of the whole run before each of `smoke`, which changes it."""
     found: list[str] = []
     for i, word in enumerate(words):
         option, _, path = word.rpartition("=")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import torch
@@ -26,6 +26,9 @@ CONFIG = "config.yaml"  # beside a checkpoint, as Lightning names it
 SUMMARY = "summary.json"
 TABLE = "table.txt"
 LOCKS = ExitStack()  # on the folders that this process writes in
+
+
+Result = TypeVar("Result", bound=Any)  # a NamedTuple
 
 
 class Picture(NamedTuple):
@@ -86,6 +89,12 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     files = folder.absolute().parents[1].glob(f"*/version_*/{SUMMARY}")
     newest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
     return [json.loads(file.read_text()) for file in newest_first]
+
+
+def newest_results(folder: Path, own: Result) -> list[Result]:
+    """Save a run's result, and read those of other runs in its area with the same fields."""
+    write_summary(folder, own._asdict())
+    return [type(own)(**x) for x in summaries(folder) if x.keys() == own._asdict().keys()]
 
 
 def command(*words: object) -> str:

@@ -18,9 +18,9 @@ from typing import get_type_hints
 import pytest
 
 import hoglib as hog
-from experiments import versions
 from hoglib._core.runtime import ambient, provided
 from hoglib._core.torch_api import torch_version
+from tests import versions
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

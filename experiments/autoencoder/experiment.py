@@ -115,7 +115,7 @@ class Race(Raced):
             name: partial(self._step, name, optimizer if i else counted[0], optimizer, batch.x)
             for i, (name, optimizer) in enumerate(zip(self.names, every, strict=True))
         }
-        self.race(batch, self.trainer.datamodule.held_out, steps)  # type: ignore[attr-defined]
+        self.race(batch, self.data.held_out, steps)
 
     def losses(self, batch: Images) -> dict[str, Tensor]:
         return {name: self.error(name, batch) for name in self.names}

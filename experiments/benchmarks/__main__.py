@@ -66,41 +66,39 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--full", action="store_true", help="all problems; half an hour on two cores"
-    )
-    parser.add_argument("--smoke", action="store_true", help="tiny networks, one repeat")
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, help="these, on all problems")
-    parser.add_argument("--problem", nargs="+", choices=PROBLEMS, help="on these only")
-    parser.add_argument(
+    for name, text in {
+        "full": "all problems; half an hour on two cores",
+        "smoke": "tiny networks, one repeat",
+        "write-docs": "put tables and pictures into the pages of docs",
+        "render": "measure nothing: from results.json in the output",
+    }.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    add = parser.add_argument
+    add("--workload", nargs="+", choices=WORKLOADS, help="these, on all problems")
+    add("--problem", nargs="+", choices=PROBLEMS, help="on these only")
+    add(
         "--device",
         choices=["cpu", "cuda", "auto"],
         default="cpu",
         help="auto: both, if there (cpu)",
     )
-    parser.add_argument("--repeats", type=int, help="at most this many rounds (20)")
-    parser.add_argument("--seconds", type=float, help="no new round beyond this, a process")
-    parser.add_argument(
+    add("--repeats", type=int, help="at most this many rounds (20)")
+    add("--seconds", type=float, help="no new round beyond this, a process")
+    add(
         "--clock",
         choices=CLOCKS,
         default="wall",
         help="cpu: that of the process, on a busy machine",
     )
-    parser.add_argument(
+    add(
         "--columns",
         nargs="+",
         choices=COLUMNS,
         default=[],
         help="beside by hand only these methods",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
-    parser.add_argument("--output", type=Path, default=Path("runs/benchmarks"))
-    parser.add_argument(
-        "--write-docs", action="store_true", help="put tables and pictures into the pages of docs"
-    )
-    parser.add_argument(
-        "--render", action="store_true", help="measure nothing: from results.json in the output"
-    )
+    add("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
+    add("--output", type=Path, default=Path("runs/benchmarks"))
     given = parser.parse_args(arguments)
     problems: list[str] = []
     if given.render:

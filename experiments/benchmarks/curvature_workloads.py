@@ -87,9 +87,6 @@ WORKLOADS: dict[str, Workload] = {
                 with_hoglib.compiled(with_hoglib.gauss_newton), truth="gauss-newton"
             ),
             "hoglib.ggn_vp": ours(with_hoglib.gauss_newton, truth="gauss-newton"),
-            "its matrix products alone": Method(
-                with_hoglib.matrix_products_alone, truth="", problems=("MLP",)
-            ),
         },
         by_hand="reverse-over-reverse, compiled by hand",
         memory="resident",

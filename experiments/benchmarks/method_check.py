@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from experiments.benchmarks.memory import peak_allocated, peak_bytes, peak_resident
+from experiments.benchmarks.memory import peak_allocated, peak_resident
 from experiments.benchmarks.timing import forget_compiled, settle
 from experiments.benchmarks.truths import TRUTHS
 from experiments.benchmarks.workload import (
@@ -62,9 +62,6 @@ def check_method(references: References, method: Method, timed: Any) -> tuple[Ro
         call = method.make(references.point)
         result = finished(call(), FEW)
         settle()
-        if not method.truth:
-            nothing = dict.fromkeys(("error", "products", "first_seconds", "peak_bytes"))
-            return row | nothing, call
         first = time.perf_counter() - start
         found = columns(result, 1 if method.truth == "gradient" else workload.vectors)
     except Missing as reason:
@@ -99,9 +96,8 @@ def peak(memory: Memory, call: Call, device: torch.device) -> int | None:
     def run() -> Any:
         return finished(call(), FEW)
 
-    if memory == "tensors" or device.type == "cuda":
-        return peak_bytes(run, device)
-    return peak_resident(run) if memory == "resident" else peak_allocated(run)
+    resident = memory == "resident" and device.type == "cpu"
+    return peak_resident(run) if resident else peak_allocated(run, device)
 
 
 def error_of(result: torch.Tensor, right: torch.Tensor, apart: int = 0) -> float:

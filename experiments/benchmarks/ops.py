@@ -1,7 +1,7 @@
 """The ops beside what they replace: `python -m experiments.benchmarks.ops` (about a minute).
 
 Two tables. The first is what a call costs on a small tensor: an op made by `hoglib.ops.define`, the
-same Function written by hand with setup_context, a classic one, and the composite of plain torch
+same Function written by hand with setup_context, and the composite of plain torch
 operations. The second is a first- and a second-order step of a network of `linear_act` layers and of
 `softmax_cross_entropy` beside the composites, with the memory that the graph holds.
 """
@@ -45,20 +45,6 @@ class ByHand(torch.autograd.Function):
         return by_x * s * (1 + beta * x * (1 - s)) + by_beta * x * x * s * (1 - s)
 
 
-class Classic(torch.autograd.Function):
-    """The same with a forward that takes ctx, as most published code has it; no transforms."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, beta: Tensor) -> Tensor:
-        ctx.save_for_backward(x, beta)
-        return x * torch.sigmoid(beta * x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, beta = ctx.saved_tensors
-        return _swish_backward(ctx.needs_input_grad, x, beta, grad)
-
-
 def _swish_backward(needed: Any, x: Tensor, beta: Tensor, grad: Tensor) -> Any:
     by_x = by_beta = None
     if needed[0]:
@@ -88,7 +74,6 @@ def swishes() -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
     return {
         "ops.define": by_define,
         "by hand, setup_context": ByHand.apply,
-        "by hand, classic": Classic.apply,
         "torch composite": _swish_composite,
     }
 

@@ -15,9 +15,8 @@
 - replay: a hypergradient through 1,000 steps, in times of the training.
 - loops: a meta-gradient of `hoglib.MAML` through ten inner steps on one task, by `memory=`.
 
-Repeats are interleaved, times are medians. Peaks are beyond parameters, vectors and data: of mlp,
-transformer and loops they count the tensors that are alive at once, of the others what torch's
-allocator gave, compiled code included. Errors are relative to plain autograd, in float32. One thread.
+Repeats are interleaved, times are medians. Peaks are what torch's allocator gave at one time, beyond
+parameters, vectors and data. Errors are relative to the first way, in float32. One thread.
 """
 
 import argparse
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from experiments.benchmarks.memory import peak_allocated, peak_bytes
+from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.meta.tasks import Learner, classes, conv4
 from experiments.benchmarks.meta.with_hoglib import maml
 from experiments.benchmarks.timing import interleaved, machine, once, relative_error
@@ -110,11 +109,17 @@ def forward_over_reverse(network: nn.Module, x: Tensor, v: dict[str, Tensor]) ->
 ORDERS = {"first": first_order, "second": second_order, "forward": forward_over_reverse}
 
 
-def rows(title: str, runs: dict[str, Call], peak: Callable[[Call], int], small: bool) -> list[str]:
+def _forget(run: Call) -> None:
+    run()
+
+
+def rows(title: str, runs: dict[str, Call], device: torch.device, small: bool) -> list[str]:
     """A row for each run: its peak, its time, both relative to the first, and its error."""
     first, found = next(iter(runs)), {name: run() for name, run in runs.items()}
     errors = {name: relative_error(result, found[first]) for name, result in found.items()}
-    peaks = {name: peak(run) / MIB for name, run in runs.items()}
+    peaks = {
+        name: peak_allocated(partial(_forget, run), device) / MIB for name, run in runs.items()
+    }
     seconds = interleaved(runs, 1 if small else 5)
     return [
         f"{title:24}{name:26}{peaks[name]:8.1f} MiB{peaks[name] / peaks[first]:6.2f}"
@@ -136,7 +141,7 @@ def layers(network: str, small: bool, device: torch.device) -> Iterator[str]:
             for method in METHODS
             if not (order == "forward" and method == "torch checkpoint")  # torch.func refuses it
         }
-        yield from rows(f"{network}, {order}", runs, partial(peak_bytes, device=device), small)
+        yield from rows(f"{network}, {order}", runs, device, small)
 
 
 FORWARD = {"mode": "forward-over-reverse", "remat": True}
@@ -167,17 +172,13 @@ def product(layers: int, small: bool) -> tuple[Callable[..., Any], int, int]:
     return run, sum(p.nbytes for p in params.values()), x.nbytes
 
 
-def _forget(run: Call) -> None:
-    run()
-
-
 def depth(small: bool, device: torch.device) -> list[str]:
     """Peak and time of the products of one network, by each way."""
     run, *_ = product(2 if small else 8, small)
     runs: dict[str, Call] = {
         name: partial(run, **options) for name, options in WAYS.items() if name != "compiled"
     }
-    return rows("depth", runs, lambda run: peak_allocated(partial(_forget, run)), small)
+    return rows("depth", runs, device, small)
 
 
 def growth(small: bool, device: torch.device) -> Iterator[str]:
@@ -310,7 +311,7 @@ def loops(small: bool, device: torch.device) -> Iterator[str]:
             )
             for given in options
         }
-        yield from rows(name, runs, partial(peak_bytes, device=device), small)
+        yield from rows(name, runs, device, small)
 
 
 PARTS: dict[str, Callable[[bool, torch.device], Any]] = {

@@ -1,4 +1,4 @@
-"""What `hoglib.second_order()` costs: a call inside it, the look at the graph, the stand-ins.
+"""What `hoglib.second_order()` costs: a call inside it, and the stand-ins.
 
     python -m experiments.benchmarks.stand_ins [--smoke]
 
@@ -18,104 +18,57 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hoglib as hog
 from experiments.benchmarks.timing import interleaved, program
 
-# What each node of a graph costs to check is internal to `hvp`, and is timed alone here.
-from hoglib._core.substrate.gradient_graph import graph_summary
-
 MANY = 1000
 
 
-def many(call: Callable[[], object], inside: bool) -> None:
-    if inside:
-        with hog.second_order():
-            for _ in range(MANY):
-                call()
-    else:
-        for _ in range(MANY):
-            call()
-
-
-def calls(small: bool) -> list[str]:
-    repeats = 2 if small else 50
+def calls(small: bool) -> Iterator[str]:
     x = torch.randn(4)
-    lines = []
-    timed: dict[str, Callable[[], object]] = {
-        "torch.sin": lambda: torch.sin(x),
-        "x.shape": lambda: x.shape,
-    }
-    for name, call in timed.items():
-        seconds = interleaved(
-            {"outside": partial(many, call, False), "inside": partial(many, call, True)}, repeats
-        )
-        lines.append(
-            f"| {name} of 4 numbers | {seconds['outside'] / MANY * 1e6:.2f} "
-            f"| {seconds['inside'] / MANY * 1e6:.2f} |"
-        )
-    value = x.clone().requires_grad_()
-    for _ in range(MANY):
-        value = torch.sin(value)
-    value = value.sum()
-    seconds = interleaved({"walk": partial(graph_summary, value)}, repeats)
-    lines.append(f"| the walk over one node of a graph | | {seconds['walk'] / MANY * 1e6:.2f} |")
-    return lines
 
+    def outside() -> None:
+        for _ in range(MANY):
+            torch.sin(x)
 
-def attention(q: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, q, q)
+    def inside() -> None:
+        with hog.second_order():
+            outside()
+
+    seconds = interleaved({"outside": outside, "inside": inside}, 2 if small else 50)
+    cells = " | ".join(f"{value / MANY * 1e6:.2f}" for value in seconds.values())
+    yield f"| torch.sin of 4 numbers | {cells} |"
 
 
 def stand_ins(small: bool) -> dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Any]]:
     """name: (torch's, ours, the tensors that both take)."""
     rows, wide = (8, 16) if small else (256, 256)
-    image = torch.randn(rows // 8, 8, 16, 16)
-    logits = torch.randn(16, rows // 8, 12)
     targets = torch.randint(1, 12, (rows // 8, 4))
     lengths = torch.full((rows // 8,), 16), torch.full((rows // 8,), 4)
-    grid = torch.rand(rows // 8, 16, 16, 2) * 2 - 1
-    bags = torch.randint(rows, (rows, 4))
-    ours = hog.ops
+
+    def of(function: Callable[..., Tensor], *more: Any, **options: Any) -> Any:
+        return lambda x, *weights: function(x, *more, *weights, **options)
+
+    def both(name: str, tensors: list[Tensor], *more: Any, **options: Any) -> Any:
+        pair = (of(getattr(module, name), *more, **options) for module in (F, hog.ops))
+        return (*pair, tensors)
+
+    def attention(q: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    def loss(ctc: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: ctc(x.log_softmax(-1), targets, *lengths)
+
+    points, image = torch.randn(4, 4, rows // 4, 32), torch.randn(rows // 8, 8, 16, 16)
+    pair = [torch.randn(rows, 32), torch.randn(rows, 32)]
     return {
         "scaled_dot_product_attention (beside MATH)": (
             attention,
-            lambda q: ours.scaled_dot_product_attention(q, q, q),
-            [torch.randn(4, 4, rows // 4, 32)],
+            lambda q: hog.ops.scaled_dot_product_attention(q, q, q),
+            [points],
         ),
-        "layer_norm": (
-            lambda x, w: F.layer_norm(x, x.shape[-1:], w),
-            lambda x, w: ours.layer_norm(x, x.shape[-1:], w),
-            [torch.randn(rows, wide), torch.randn(wide)],
-        ),
-        "batch_norm, training": (
-            lambda x: F.batch_norm(x, None, None, training=True),
-            lambda x: ours.batch_norm(x, None, None, training=True),
-            [image],
-        ),
-        "mse_loss": (
-            lambda x: F.mse_loss(x, torch.zeros_like(x)),
-            lambda x: ours.mse_loss(x, torch.zeros_like(x)),
-            [torch.randn(rows, wide)],
-        ),
-        "linalg.solve": (
-            lambda a: torch.linalg.solve(a, a.sum(0)),
-            lambda a: ours.solve(a, a.sum(0)),
-            [torch.eye(wide) + 0.01 * torch.randn(wide, wide)],
-        ),
-        "cdist": (torch.cdist, ours.cdist, [torch.randn(rows, 32), torch.randn(rows, 32)]),
-        "embedding_bag": (
-            lambda w: F.embedding_bag(bags, w),
-            lambda w: ours.embedding_bag(bags, w),
-            [torch.randn(rows, 32)],
-        ),
-        "ctc_loss": (
-            lambda x: F.ctc_loss(x.log_softmax(-1), targets, *lengths),
-            lambda x: ours.ctc_loss(x.log_softmax(-1), targets, *lengths),
-            [logits],
-        ),
-        "grid_sample": (
-            lambda x: F.grid_sample(x, grid, align_corners=False),
-            lambda x: ours.grid_sample(x, grid, align_corners=False),
-            [image],
-        ),
+        "layer_norm": both("layer_norm", [torch.randn(rows, wide), torch.randn(wide)], (wide,)),
+        "batch_norm, training": both("batch_norm", [image], None, None, training=True),
+        "cdist": (torch.cdist, hog.ops.cdist, pair),
+        "ctc_loss": (loss(F.ctc_loss), loss(hog.ops.ctc_loss), [torch.randn(16, rows // 8, 12)]),
     }
 
 

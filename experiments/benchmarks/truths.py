@@ -134,14 +134,15 @@ TRUTHS = {
     "meta-gradient": Truth(
         meta_gradient, lambda learner: META_TOLERANCE[learner.support[0].dtype], apart=1
     ),
-    "r1": Truth(
-        lambda point: leaves_of(critic_steps.truth(critic_steps.with_r1_by_hand)(point)),
-        lambda _: CRITIC_TOLERANCE,
-        apart=1,
-    ),
-    "wgan_gp": Truth(
-        lambda point: leaves_of(critic_steps.truth(critic_steps.with_wgan_gp_by_hand)(point)),
-        lambda _: CRITIC_TOLERANCE,
-        apart=1,
-    ),
+    **{
+        name: Truth(
+            lambda point, loss=loss: leaves_of(critic_steps.truth(loss)(point)),
+            lambda _: CRITIC_TOLERANCE,
+            apart=1,
+        )
+        for name, loss in (
+            ("r1", critic_steps.with_r1_by_hand),
+            ("wgan_gp", critic_steps.with_wgan_gp_by_hand),
+        )
+    },
 }

@@ -1,16 +1,15 @@
 """The same by hoglib. Operators are made inside of what is timed: their set-up is part of the price."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
 
 import hoglib as hog
 from experiments.benchmarks.problems import Problem
-from experiments.benchmarks.with_torch import quarters
+from experiments.benchmarks.with_torch import each_vector, quarters
 from experiments.benchmarks.workload import Eigenvalues
 
 Call = Callable[[], Any]
@@ -32,28 +31,6 @@ def hvp(problem: Problem, **options: Any) -> Call:
     return lambda: hog.hvp(loss, params, v, problem.batch, **options)[1]
 
 
-def matrix_products_alone(problem: Problem) -> Call:
-    """The matrix products of the graph of `hvp`, as it is captured, and nothing else."""
-    loss, v = (
-        hog.functional_loss(problem.model, F.cross_entropy),
-        problem.named(problem.vectors[:, 0]),
-    )
-    pairs: list[list[Tensor]] = []
-
-    def record(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        for node in graph.graph.nodes:
-            if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-                factors = [x.meta["val"] for x in node.args[-2:]]
-                pairs.append([torch.empty_strided(x.shape, x.stride()).normal_() for x in factors])
-        run: Callable[..., Any] = graph.forward
-        return run
-
-    hog.compile(partial(hog.hvp, loss), backend=record, check=False)(
-        problem.params, v, problem.batch
-    )
-    return lambda: [torch.mm(a, b) for a, b in pairs]
-
-
 def hvp_of_block(problem: Problem, **options: Any) -> Call:
     """All vectors in one call: leaves with a trailing dimension of columns."""
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
@@ -69,17 +46,8 @@ def operator(problem: Problem, kind: str = "HessianOperator", **options: Any) ->
 
 
 def products(problem: Problem, **options: Any) -> Call:
-    make, vectors = (
-        operator(problem, **options),
-        [v.contiguous() for v in problem.vectors.unbind(1)],
-    )
-
-    def run() -> Iterator[Tensor]:
-        op = make()
-        for v in vectors:
-            yield op @ v
-
-    return run
+    make = operator(problem, **options)
+    return each_vector(problem, lambda: make().__matmul__)
 
 
 def block(problem: Problem, **options: Any) -> Call:

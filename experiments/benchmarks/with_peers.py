@@ -1,6 +1,6 @@
 """The same by other PyTorch libraries, each through its public way, without its checks of the data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 from unittest import mock
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from experiments.benchmarks import with_torch
 from experiments.benchmarks.problems import Problem
-from experiments.benchmarks.with_torch import quarters, with_plain_attention
+from experiments.benchmarks.with_torch import each_vector, quarters, with_plain_attention
 from experiments.benchmarks.workload import Eigenvalues, peer
 
 Call = Callable[[], Any]
@@ -19,14 +19,8 @@ Call = Callable[[], Any]
 def curvlinops(problem: Problem, kind: str = "HessianLinearOperator") -> Callable[[], Any]:
     operator = getattr(peer("curvlinops"), kind)
     leaves, criterion = list(problem.params.values()), nn.CrossEntropyLoss()
-    return lambda: operator(
-        problem.model,
-        criterion,
-        leaves,
-        [problem.batch],
-        check_deterministic=False,
-        num_data=len(problem.x),
-    )
+    options = {"check_deterministic": False, "num_data": len(problem.x)}
+    return lambda: operator(problem.model, criterion, leaves, [problem.batch], **options)
 
 
 def curvlinops_product(kind: str = "HessianLinearOperator") -> Callable[[Problem], Call]:
@@ -44,14 +38,8 @@ def curvlinops_product(kind: str = "HessianLinearOperator") -> Callable[[Problem
 
 @with_plain_attention
 def curvlinops_products(problem: Problem) -> Call:
-    make, vectors = curvlinops(problem), [v.contiguous() for v in problem.vectors.unbind(1)]
-
-    def run() -> Iterator[Tensor]:
-        op = make()
-        for v in vectors:
-            yield op @ v
-
-    return run
+    make = curvlinops(problem)
+    return each_vector(problem, lambda: make().__matmul__)
 
 
 @with_plain_attention
@@ -79,14 +67,8 @@ def eigenthings_product(problem: Problem) -> Call:
 
 @with_plain_attention
 def eigenthings_products(problem: Problem) -> Call:
-    make, vectors = eigenthings(problem), [v.contiguous() for v in problem.vectors.unbind(1)]
-
-    def run() -> Iterator[Tensor]:
-        op = make()
-        for v in vectors:
-            yield op.matvec(v)
-
-    return run
+    make = eigenthings(problem)
+    return each_vector(problem, lambda: make().matvec)
 
 
 @with_plain_attention

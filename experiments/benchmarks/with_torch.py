@@ -35,6 +35,18 @@ def _within(products: Iterator[Any]) -> Iterator[Any]:
         yield from products
 
 
+def each_vector(problem: Problem, make: Callable[[], Callable[[Tensor], Any]]) -> Call:
+    """Products with all vectors of the problem by an operator, which is made first."""
+    vectors = [v.contiguous() for v in problem.vectors.unbind(1)]
+
+    def run() -> Iterator[Any]:
+        apply = make()
+        for v in vectors:
+            yield apply(v)
+
+    return run
+
+
 def pure_loss(problem: Problem) -> Callable[[Params], Tensor]:
     return lambda params: F.cross_entropy(
         functional_call(problem.model, params, (problem.x,)), problem.y
@@ -125,14 +137,12 @@ def block_of_kept_graph(problem: Problem) -> Call:
 def linearized(problem: Problem) -> Call:
     """The derivative of the gradient traced once, and run for each vector."""
     grad, params = torch.func.grad(pure_loss(problem)), detached(problem)
-    vectors = [problem.named(v) for v in problem.vectors.unbind(1)]
 
-    def run() -> Iterator[Params]:
-        _, product = torch.func.linearize(grad, params)
-        for v in vectors:
-            yield product(v)
+    def make() -> Callable[[Tensor], Params]:
+        product: Any = torch.func.linearize(grad, params)[1]
+        return lambda v: product(problem.named(v))
 
-    return run
+    return each_vector(problem, make)
 
 
 @with_plain_attention

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 Call = Callable[[], Any]
 Column = Literal["", "hoglib", "compiled", "other", "jax"]
-Memory = Literal["", "tensors", "allocated", "resident"]
+Memory = Literal["", "allocated", "resident"]
 COLUMNS = tuple(column for column in get_args(Column) if column)
 
 
@@ -76,8 +76,7 @@ class Method:
 
     make(point) prepares what the user has at hand and returns a call, which is what is timed. The call
     returns a tensor [P] or [P, k], a tuple or dict with one leaf a parameter (and k as last dimension),
-    an iterator over k products, or `Eigenvalues`. ours: drawn in colour. truth: a name in TRUTHS;
-    empty for a part of the work, done alone for comparison, whose result is not that of the workload.
+    an iterator over k products, or `Eigenvalues`. ours: drawn in colour. truth: a name in TRUTHS.
     beside: other methods of the workload; the time of the fastest is a second unit. few: it keeps
     nothing from one vector to the next, so that two vectors tell what each costs. compiled: the first
     call, and what it takes to get there, is reported too; nothing is found in a cache. library: what is
@@ -112,9 +111,9 @@ class Workload:
     those that take minutes with all methods. by_hand: the method without a library that the summary
     compares with. unit: of times, if it is not that method. page: where its long table stands. brief:
     its name in the summary; without one it is not there. per_vector: whether times are per vector.
-    memory: whether peaks are taken, and of what: of tensors that operations make; of what torch's
-    allocator gives, compiled code included; or of the process. checked(name, small): on what methods
-    are compared with the truth, if not on the problem. seconds: no new round beyond these.
+    memory: whether peaks are taken, and of what: of what torch's allocator gives, compiled code
+    included, or of the process. checked(name, small): on what methods are compared with the truth, if not on the
+    problem. seconds: no new round beyond these.
     """
 
     title: str

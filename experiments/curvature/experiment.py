@@ -108,7 +108,7 @@ class Descent(Experiment):
         runs.write_summary(folder, summary)
 
     def _training_set(self) -> Images:
-        images = self.trainer.datamodule.train  # type: ignore[attr-defined]
+        images = self.data.train
         return Images(*(part.to(self.device) for part in images))
 
 

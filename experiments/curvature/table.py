@@ -27,5 +27,5 @@ def spectrum_table(
         row += ["-" if accuracy is None else f"{accuracy:.1%}"]
         row += [f"{float(spectrum.largest[-1]):.2f}", f"{float(spectrum.smallest[0]):.3f}"]
         rows.append([*row, f"{trace:.1f} ± {error:.1f}"])
-    note = "largest, smallest: eigenvalues of the Hessian; trace: estimate ± one standard error."
+    note = "largest, smallest: eigenvalues of the Hessian; trace ± one standard error."
     return table(title, rows, note, left=0)

@@ -11,7 +11,6 @@ from experiments import runs
 from experiments.checks import at_least, positive
 from experiments.data_values.plots import plot_data_values
 from experiments.data_values.table import Scored, data_values_table
-from experiments.shared.compile_choice import CompileOption
 from experiments.shared.mislabelled import Split
 from experiments.shared.noisy_digits import Examples
 from experiments.shared.repeated import Params, RepeatedTraining
@@ -42,7 +41,6 @@ class DataValues(RepeatedTraining):
         leave_out: Size of the random subsets.
         subsets: Their number; each is a training.
         damping: Of the influence function.
-        compile: null or false; nothing here runs as a graph.
     References:
         Ilyas and Engstrom, MAGIC: Near-Optimal Data Attribution for Deep Learning, 2025; Koh and Liang,
         Understanding Black-box Predictions via Influence Functions, 2017.
@@ -58,9 +56,8 @@ class DataValues(RepeatedTraining):
         leave_out: int = 20,
         subsets: int = 40,
         damping: float = 0.1,
-        compile: CompileOption = None,
     ) -> None:
-        super().__init__(hidden, act, lr, momentum, weight_decay, compile)
+        super().__init__(hidden, act, lr, momentum, weight_decay)
         self.leave_out = at_least("leave_out", leave_out, 1)
         self.subsets = at_least("subsets", subsets, 3)
         self.damping = positive("damping", damping)
@@ -68,7 +65,7 @@ class DataValues(RepeatedTraining):
     def report(self, batch: Examples) -> None:
         """Compute the values and what they are compared with; batch: the test examples."""
         folder = runs.run_folder(self.trainer)
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data: Any = self.data
         parts = self.parts()
         files = folder / "replay"  # an interrupted test goes on from there
         training = {"rule": self.rule(), "steps": data.iterations}

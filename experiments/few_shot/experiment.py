@@ -7,7 +7,7 @@ from torch import Tensor
 
 import hoglib as hog
 from experiments import logs, runs
-from experiments.checks import at_least, finite, learning_rate, one_of
+from experiments.checks import at_least, learning_rate, one_of
 from experiments.few_shot.plots import plot_accuracy, plot_episode
 from experiments.few_shot.prototypes import Prototypes, nearest_centroid
 from experiments.few_shot.table import LearnerResult, classification_table, describe_learner
@@ -16,7 +16,6 @@ from experiments.shared.experiment import Experiment
 from experiments.shared.layout import mean_and_interval
 from experiments.shared.learners import ALGORITHMS, make_learner
 from experiments.shared.networks import conv4
-from experiments.shared.processes import TASKS
 from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
@@ -46,8 +45,6 @@ class FewShotClassification(WithCompileChoice, Experiment):
         size: Pixels of a side of the images.
         inputs: Colour channels of the images.
     """
-
-    shared = TASKS
 
     def __init__(
         self,
@@ -100,7 +97,7 @@ class FewShotClassification(WithCompileChoice, Experiment):
         self._steps_before = 0  # steps of the checkpoint that was loaded
 
     def setup(self, stage: str) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.data
         if data.ways != self.ways:
             raise ArgumentValueError(
                 f"ways: expected {data.ways} outputs, as there are classes in a task of the data, got "
@@ -115,11 +112,7 @@ class FewShotClassification(WithCompileChoice, Experiment):
         self._steps_before = checkpoint["global_step"]
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
-        tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
-        loss = weight * self.learner.loss(tasks)
-        finite("meta-loss", loss, "Lower inner_lr or lr.")
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
-        return loss
+        return self.meta_step(self.learner, batch)
 
     def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:
         """The loss on the support set of a task, by the parameters: what inner steps descend.
@@ -151,7 +144,7 @@ class FewShotClassification(WithCompileChoice, Experiment):
     def on_test_epoch_end(self) -> None:
         folder = runs.run_folder(self.trainer)
         accuracies = torch.cat(self._accuracies)
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = self.data
         task = {"source": data.source or "glyphs", "ways": data.ways, "shots": data.shots}
         own = LearnerResult(
             self.label,

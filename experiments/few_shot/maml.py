@@ -16,7 +16,6 @@ from experiments.few_shot.table import sinusoid_table, summarize_errors
 from experiments.shared.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.shared.learners import errors_after, make_learner
 from experiments.shared.networks import mlp
-from experiments.shared.processes import TASKS
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.meta import Learner
 
@@ -46,7 +45,6 @@ class FewShotRegression(WithCompileChoice):
     """
 
     label: str
-    shared = TASKS
 
     def __init__(
         self,
@@ -115,7 +113,7 @@ class FewShotRegression(WithCompileChoice):
         table = sinusoid_table(columns, self.eval_steps)
         folder = runs.run_folder(self.trainer)
         pictures = []
-        waves = getattr(self.trainer.datamodule, "test_waves", None)  # type: ignore[attr-defined]
+        waves = getattr(self.data, "test_waves", None)
         if waves is not None:
             file = folder / "tasks.png"
             pictures.append(plot_adaptation(file, self.maml, waves(), self.label))
@@ -134,10 +132,7 @@ class MAMLRegression(FewShotRegression):
         return CompileChoice(compile, maml, f"{type(self.maml).__name__}, whose loss is not MAML's")
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
-        tasks, weight = hog.meta.shard(batch)  # of this process, if there are several
-        loss = weight * self.maml.loss(tasks)
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
-        return loss
+        return self.meta_step(self.maml, batch)
 
 
 class JointRegression(FewShotRegression):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import runs
-from experiments.checks import finite, hidden_widths, learning_rate, positive
+from experiments.checks import hidden_widths, learning_rate, positive
 from experiments.forces.clusters import Structures, energies_and_forces
 from experiments.forces.plots import Cut, plot_forces
 from experiments.forces.potential import Potential, move_atom, outermost
@@ -74,7 +74,7 @@ class Potentials(Experiment):
 
     def on_fit_start(self) -> None:
         """Compute the scales of the training set; checkpoints hold them, for a test without a fit."""
-        clusters: Structures = self.trainer.datamodule.train  # type: ignore[attr-defined]
+        clusters: Structures = self.data.train
         clusters = Structures(*(part.to(self.device) for part in clusters))
         self.energy_variance.copy_(clusters.energy.var())
         self.force_square.copy_(clusters.forces.square().mean())
@@ -83,11 +83,7 @@ class Potentials(Experiment):
 
     def training_step(self, batch: Structures, batch_idx: int) -> Tensor:
         losses = {name: self.loss(name, batch) for name in self.potentials}
-        for name, loss in losses.items():
-            finite(f"loss of {name}", loss, "Lower lr.")
-        values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
-        self.log_dict(values, prog_bar=True, batch_size=len(batch.x))
-        return torch.stack([*losses.values()]).sum()
+        return self.sum_of(losses, "Lower lr.", len(batch.x))
 
     def loss(self, name: str, batch: Structures) -> Tensor:
         potential = self.potentials[name]
@@ -109,7 +105,7 @@ class Potentials(Experiment):
 
     def test_step(self, batch: Structures, batch_idx: int) -> None:
         folder = runs.run_folder(self.trainer)
-        train: Structures = self.trainer.datamodule.train  # type: ignore[attr-defined]
+        train: Structures = self.data.train
         errors = self.errors(batch)
         mean_energy = train.energy.mean().to(batch.energy).expand_as(batch.energy)
         rows = {LABELS[name]: errors[name] for name in self.potentials}

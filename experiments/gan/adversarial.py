@@ -14,7 +14,7 @@ from experiments.checks import at_least, finite, fraction, learning_rate, one_of
 from experiments.shared.experiment import Experiment
 from experiments.shared.schedules import linear_decay
 from experiments.shared.second_order import SecondOrderProblem, sum_by_parameters_and_inputs
-from experiments.shared.terms import SumOfTerms
+from experiments.shared.terms import sum_of_terms
 
 EVALUATION_SEED = 2**42  # of the generated samples that are judged, the same at every evaluation
 ADVICE = "Lower lr, or give the penalty another weight."
@@ -101,8 +101,8 @@ class Adversarial(Experiment):
         self.penalty = penalty
         self.loss = one_of("loss", loss, LOSSES)
         self._losses = (
-            SumOfTerms("the critic's loss", self._critic_terms, self.critic, compile),
-            SumOfTerms("the generator's loss", self._generator_terms, self.generator, compile),
+            sum_of_terms("the critic's loss", self._critic_terms, self.critic, compile),
+            sum_of_terms("the generator's loss", self._generator_terms, self.generator, compile),
         )
         self.critic_steps = at_least("critic_steps", critic_steps, 1)
         self.lr = learning_rate("lr", lr)

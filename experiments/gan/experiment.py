@@ -1,7 +1,5 @@
 """A generative adversarial network in the plane, with a gradient penalty."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +11,7 @@ from experiments.gan.plots import plot_gan_curves, plot_points
 from experiments.gan.table import PointsResult, points_table
 from experiments.shared.mixture import PARTS, Target
 from experiments.shared.networks import mlp
-from experiments.shared.quality import score_points, wasserstein_distance
+from experiments.shared.quality import PointQuality, score_points
 
 HeldOut = tuple[Tensor, Tensor]
 
@@ -69,42 +67,20 @@ class GAN(Adversarial):
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, _ = batch
         fake, penalty = self.evaluate(real)
-        quality = score_points(fake, self.target)
-        values: dict[str, Any] = {
-            "val/covered": float(quality.covered),
-            "val/high_quality": quality.high,
-            "val/wasserstein": wasserstein_distance(fake, real),
-            "val/penalty": penalty,
-        }
-        self.log_dict(values, batch_size=len(real))
+        quality = score_points(fake, self.target, real)
+        self.log_dict({**logged("val", quality), "val/penalty": penalty}, batch_size=len(real))
 
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, other = batch
         fake, _ = self.evaluate(real)
-        options = self.trained_with
-        own = PointsResult(
-            options["penalty"],
-            options["loss"],
-            options["data.kind"],
-            int(self.average.n_averaged),
-            *score_points(fake, self.target),
-            wasserstein_distance(fake, real),
-        )
-        floor = PointsResult(
-            "real points", "", own.data, 0, *score_points(other, self.target),
-            wasserstein_distance(other, real),
-        )  # fmt: skip
-        values = {"covered": own.covered, "high_quality": own.high, "wasserstein": own.distance}
-        self.log_dict({f"test/{k}": float(v) for k, v in values.items()}, batch_size=len(real))
-        folder = runs.run_folder(self.trainer)
-        runs.write_summary(folder, own._asdict())
-        others = [
-            PointsResult(**summary)
-            for summary in runs.summaries(folder)
-            if summary.keys() == own._asdict().keys()
-        ]
-        parts = self.target.parts
-        table = points_table(own, others, floor, parts, len(real))
+        quality, options = score_points(fake, self.target, real), self.trained_with
+        how = options["penalty"], options["loss"], options["data.kind"]
+        own = PointsResult(*how, int(self.average.n_averaged), *quality)
+        scores = score_points(other, self.target, real)
+        floor = PointsResult("real points", "", own.data, 0, *scores)
+        self.log_dict(logged("test", quality), batch_size=len(real))
+        folder, parts = runs.run_folder(self.trainer), self.target.parts
+        table = points_table(own, runs.newest_results(folder, own), floor, parts, len(real))
         title = (
             f"{own.loss} loss, {own.penalty}: {own.covered} of {PARTS} {parts}, "
             f"{own.high:.1%} within three sigma"
@@ -116,7 +92,12 @@ class GAN(Adversarial):
 
     @property
     def target(self) -> Target:
-        return self.trainer.datamodule.target  # type: ignore[attr-defined]
+        return self.data.target
+
+
+def logged(stage: str, quality: PointQuality) -> dict[str, float]:
+    names = {"covered": "covered", "high_quality": "high", "wasserstein": "distance"}
+    return {f"{stage}/{name}": float(getattr(quality, of)) for name, of in names.items()}
 
 
 def scale_first_layer(network: nn.Sequential, name: str, scale: float) -> nn.Sequential:

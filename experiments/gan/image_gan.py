@@ -67,26 +67,14 @@ class ImageGAN(Adversarial):
         super().__init__(
             critic, generator, latent, penalty, loss, critic_steps, lr, betas, decay, ema, compile
         )
-        self.options |= {
-            "channels": channels,
-            "generator_channels": generator_channels,
-            "act": act,
-            "latent": latent,
-        }
+        self.options |= {"channels": channels, "generator_channels": generator_channels}
+        self.options |= {"act": act, "latent": latent}
 
     def validation_step(self, real: Tensor, batch_idx: int) -> None:
         fake, penalty = self.evaluate(real)
         quality = self.score(fake, real)
-        self.log_dict(
-            {
-                "val/frechet": quality.frechet,
-                "val/confident": quality.confident,
-                "val/classes": float(quality.classes),
-                "val/entropy": quality.entropy,
-                "val/penalty": penalty,
-            },
-            batch_size=len(real),
-        )
+        values = self.logged("val", quality)
+        self.log_dict({**values, "val/penalty": penalty}, batch_size=len(real))
         save_grid(self.grid_file(), self.grid(), ACROSS)
 
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
@@ -98,23 +86,9 @@ class ImageGAN(Adversarial):
             options["penalty"], options["loss"], options["data.images"], self.steps, *quality[:-1]
         )
         truth = DigitsResult("real training digits", "", own.data, 0, *floor[:-1])
-        self.log_dict(
-            {
-                "test/frechet": quality.frechet,
-                "test/confident": quality.confident,
-                "test/classes": float(quality.classes),
-                "test/entropy": quality.entropy,
-            },
-            batch_size=len(real),
-        )
+        self.log_dict(self.logged("test", quality), batch_size=len(real))
         folder = runs.run_folder(self.trainer)
-        summary = own._asdict()
-        runs.write_summary(folder, summary)
-        others = [
-            DigitsResult(**other)
-            for other in runs.summaries(folder)
-            if other.keys() == summary.keys()
-        ]
+        others = runs.newest_results(folder, own)
         table = digits_table(own, others, truth, quality.shares, len(real))
         save_grid(self.grid_file(), self.grid(), ACROSS)
         picture = plot_generated_digits(
@@ -129,6 +103,9 @@ class ImageGAN(Adversarial):
         runs.write_report(folder, table, picture)
         if runs.is_rank_zero():
             print(f"Grids of generated digits over time are in {folder / GRIDS}")
+
+    def logged(self, stage: str, quality: DigitQuality) -> dict[str, float]:
+        return {f"{stage}/{k}": float(v) for k, v in quality._asdict().items() if k != "shares"}
 
     @property
     def steps(self) -> int:

@@ -11,7 +11,6 @@ from experiments import runs
 from experiments.checks import at_least, positive
 from experiments.influence.plots import plot_influence
 from experiments.influence.table import Errors, Retrained, influence_table
-from experiments.shared.compile_choice import CompileOption
 from experiments.shared.noisy_digits import Examples
 from experiments.shared.repeated import RepeatedTraining
 from experiments.shared.stream import seeded
@@ -41,7 +40,6 @@ class Influence(RepeatedTraining):
         errors: Test digits, of those classified wrongly the first, that are explained.
         leave_out: Training digits that are left out for each.
         damping: Of the inverse.
-        compile: null or false; nothing here runs as a graph.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017.
     """
@@ -56,9 +54,8 @@ class Influence(RepeatedTraining):
         errors: int = 24,
         leave_out: int = 10,
         damping: float = 0.01,
-        compile: CompileOption = None,
     ) -> None:
-        super().__init__(hidden, act, lr, momentum, weight_decay, compile)
+        super().__init__(hidden, act, lr, momentum, weight_decay)
         self.errors = at_least("errors", errors, 2)
         self.leave_out = at_least("leave_out", leave_out, 1)
         self.damping = positive("damping", damping)
@@ -66,7 +63,7 @@ class Influence(RepeatedTraining):
     def report(self, batch: Examples) -> None:
         """Explain errors, and train again without what is said to have caused them."""
         folder = runs.run_folder(self.trainer)
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data: Any = self.data
         train, own = self.parts().train, hog.trainable_params(self.network)
         predicted = self.logits(own, batch).argmax(1)
         wrong = (predicted != batch.truth).nonzero()[: self.errors, 0]

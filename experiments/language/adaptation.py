@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import runs
-from experiments.checks import ascending_steps, at_least, finite, learning_rate
+from experiments.checks import ascending_steps, at_least, learning_rate
 from experiments.language.plots import plot_perplexity
 from experiments.language.table import perplexity_table
 from experiments.language.topics import CHARACTERS, Tasks
@@ -17,7 +17,6 @@ from experiments.shared.compile_choice import CompileChoice, CompileOption, With
 from experiments.shared.experiment import Experiment
 from experiments.shared.gpt import CharacterGPT, add_adapters
 from experiments.shared.learners import errors_after, make_learner
-from experiments.shared.processes import TASKS
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.meta import Learner
 
@@ -48,8 +47,6 @@ class AdapterMAML(WithCompileChoice, Experiment):
         compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
             run, compiled if that pays too; true; false; or "eager" or "inductor", as in `hoglib.MAML`.
     """
-
-    shared = TASKS
 
     def __init__(
         self,
@@ -88,12 +85,7 @@ class AdapterMAML(WithCompileChoice, Experiment):
         return torch.optim.Adam([p for p in self.maml.parameters() if p.requires_grad], lr=self.lr)
 
     def training_step(self, batch: Tasks, batch_idx: int) -> Tensor:
-        # of this process, if there are several
-        tasks, weight = hog.meta.shard((batch.support, batch.query))
-        loss = weight * self.maml.loss(tasks)
-        finite("meta-loss", loss, "Lower inner_lr or lr.")
-        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
-        return loss
+        return self.meta_step(self.maml, (batch.support, batch.query))
 
     def second_order_problem(self, batch: Tasks) -> SecondOrderProblem:
         """The loss on the support set of a task, by the adapters: what inner steps descend."""
@@ -108,7 +100,7 @@ class AdapterMAML(WithCompileChoice, Experiment):
     def test_step(self, batch: Tasks, batch_idx: int) -> None:
         test = batch.support, batch.query
         columns = {"MAML of adapters": errors_after(self.maml, test, self.eval_steps)}
-        held_out = self.trainer.datamodule.val_dataloader()  # type: ignore[attr-defined]
+        held_out = self.data.val_dataloader()
         support, query = (part.to(self.device) for part in next(iter(held_out)))
         others = ("adapters", self.start, ADAPTERS), ("all parameters", self.base, "*")
         for name, network, pattern in others:

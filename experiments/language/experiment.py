@@ -84,7 +84,7 @@ class LanguageModel(Experiment):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         loss = float(self.loss(batch))
         self.log("test/perplexity", exp(loss), batch_size=len(batch))
-        windows = next(iter(self.trainer.datamodule.train_dataloader()))  # type: ignore[attr-defined]
+        windows = next(iter(self.data.train_dataloader()))
         found = self.sharpest(windows.to(self.device))
         folder = runs.run_folder(self.trainer)
         history = measurements(self.trainer)

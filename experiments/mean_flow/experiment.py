@@ -10,14 +10,14 @@ import hoglib as hog
 from experiments import runs
 from experiments.checks import finite, fraction, learning_rate, not_negative
 from experiments.mean_flow.plots import plot_samples
-from experiments.mean_flow.table import Scores, flows_table
+from experiments.mean_flow.table import flows_table
 from experiments.mean_flow.velocity import Velocity
 from experiments.shared.experiment import Experiment
 from experiments.shared.mixture import Target
 from experiments.shared.quality import score_points, wasserstein_distance
 from experiments.shared.schedules import with_linear_decay
-from experiments.shared.second_order import INPUTS, SecondOrderProblem
-from experiments.shared.terms import SumOfTerms
+from experiments.shared.second_order import SecondOrderProblem, sum_by_parameters_and_inputs
+from experiments.shared.terms import sum_of_terms
 
 MEAN, INSTANT = "meanflow", "flow_matching"
 SAMPLING_SEED = 2**42  # of the noise that samples begin with, the same at every evaluation
@@ -79,7 +79,7 @@ class MeanFlow(Experiment):
         start = Velocity(width, layers, heads, frequencies)
         self.networks = nn.ModuleDict({MEAN: start, INSTANT: deepcopy(start)})
         self._losses = {
-            name: SumOfTerms(f"the loss of {name}", terms, self.networks[name], compile)
+            name: sum_of_terms(f"the loss of {name}", terms, self.networks[name], compile)
             for name, terms in ((MEAN, self.meanflow_terms), (INSTANT, self.flow_matching_terms))
         }
         self.options: dict[str, Any] = {
@@ -124,14 +124,8 @@ class MeanFlow(Experiment):
     def second_order_problem(self, x: Tensor) -> SecondOrderProblem:
         """The sum of mean velocities, by the parameters and by the points z."""
         e, (r, t) = torch.randn_like(x), self.draw_times(len(x))
-        network = self.networks[MEAN]
-
-        def loss(params: dict[str, Tensor], _: None) -> Tensor:
-            own = {name: value for name, value in params.items() if name != INPUTS}
-            velocity: Tensor = torch.func.functional_call(network, own, (params[INPUTS], r, t))
-            return velocity.sum()
-
-        return loss, {**hog.trainable_params(network), INPUTS: (1 - t) * x + t * e}, None
+        z = (1 - t) * x + t * e
+        return sum_by_parameters_and_inputs(self.networks[MEAN], z, torch.sum, r, t)
 
     def sample(self, name: str, e: Tensor, steps: int) -> Tensor:
         """The points that a network makes of noise [n, 2] in steps of equal length.
@@ -163,7 +157,7 @@ class MeanFlow(Experiment):
         real, other = batch
         noise, found = self.samples(len(real))
         rows = {
-            label: Scores(*score_points(points, self.target), wasserstein_distance(points, real))
+            label: score_points(points, self.target, real)
             for label, points in {**found, "real points": other}.items()
         }
         for label in found:
@@ -181,4 +175,4 @@ class MeanFlow(Experiment):
 
     @property
     def target(self) -> Target:
-        return self.trainer.datamodule.target  # type: ignore[attr-defined]
+        return self.data.target

@@ -1,20 +1,10 @@
 """The table of MeanFlow and flow matching: scores of points by how they were generated."""
 
-from typing import NamedTuple
-
 from experiments.shared.layout import table
+from experiments.shared.quality import PointQuality
 
 
-class Scores(NamedTuple):
-    """Scores of points in the plane, and their Wasserstein distance to held-out real ones."""
-
-    covered: int
-    high: float
-    rarest: float
-    distance: float
-
-
-def flows_table(rows: dict[str, Scores], data: str, parts: str, points: int) -> str:
+def flows_table(rows: dict[str, PointQuality], data: str, parts: str, points: int) -> str:
     """Scores by label.
 
     Args:

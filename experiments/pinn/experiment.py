@@ -148,7 +148,7 @@ class Pinn(Raced):
 
     @property
     def equation(self) -> Equation:
-        return self.trainer.datamodule.equation  # type: ignore[attr-defined]
+        return self.data.equation
 
     def setup(self, stage: str) -> None:
         if self.inputs != self.equation.inputs:
@@ -183,7 +183,7 @@ class Pinn(Raced):
             self.networks[NEWTON].load_state_dict(self.networks[ADAM].state_dict())
             self.warm = torch.ones_like(self.warm)
         for group in adam.param_groups:
-            group["lr"] = self.adam_lr * (1 - batch_idx / self.trainer.datamodule.iterations)  # type: ignore[attr-defined]
+            group["lr"] = self.adam_lr * (1 - batch_idx / self.data.iterations)
         self.race(batch, grid(), {NEWTON: lambda: self._newton_step(batch), ADAM: adam_step})
 
     def losses(self, batch: Tensor) -> dict[str, Tensor]:

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import logs, runs
-from experiments.checks import finite, hidden_widths, learning_rate, one_of
+from experiments.checks import hidden_widths, learning_rate, one_of
 from experiments.reweight.plots import plot_reweighting
 from experiments.reweight.table import detect_wrong_labels, reweighting_table
-from experiments.shared.compile_choice import CompileChoice, CompileOption
 from experiments.shared.digits import CLASSES, IMAGES, PIXELS
 from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp
@@ -20,7 +19,12 @@ from experiments.shared.noisy_digits import Examples
 from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem
 from experiments.shared.stream import select
-from experiments.shared.weights import Weighted, even_weights, weighted_loss
+from experiments.shared.weights import (
+    Weighted,
+    by_parameters_and_weights,
+    even_weights,
+    weighted_loss,
+)
 
 Params = dict[str, Tensor]
 Objective = Callable[[Params, Any], Tensor]
@@ -47,7 +51,6 @@ class Reweighting(Experiment):
         act: Their activation.
         lr: Learning rate of their Adam.
         decay: Whether lr falls linearly to zero over the run.
-        compile: null or false; nothing here runs as a graph.
     """
 
     weight_sum: Tensor
@@ -63,10 +66,8 @@ class Reweighting(Experiment):
         act: str = "relu",
         lr: float = 1e-3,
         decay: bool = True,
-        compile: CompileOption = None,
     ) -> None:
         super().__init__()
-        CompileChoice(compile, None, "hypergradient, which checks its losses and so is not a graph")
         widths = hidden_widths(hidden, [128, 128])
         others = list(OTHERS) if against is None else against
         for name in others:
@@ -99,11 +100,7 @@ class Reweighting(Experiment):
         self.weight_sum[noisy.number] += weights * len(weights)
         self.visits[noisy.number] += 1
         losses = {name: self.loss(name, noisy, clean, weights) for name in self.networks}
-        for name, loss in losses.items():
-            finite(f"loss of {name}", loss, "Lower lr, or look for NaN in the data.")
-        values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
-        self.log_dict(values, prog_bar=True, batch_size=len(weights))
-        return torch.stack([*losses.values()]).sum()
+        return self.sum_of(losses, "Lower lr, or look for NaN in the data.", len(weights))
 
     def weights(self, noisy: Examples, clean: Examples) -> Tensor:
         objective = self.objectives[REWEIGHTED]
@@ -126,15 +123,7 @@ class Reweighting(Experiment):
         derivatives of two orders, by parameters and weights, enter. Here at even weights, where it
         has others too.
         """
-        objective = self.objectives[REWEIGHTED]
-
-        def loss(params: Params, noisy: Examples) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "weights"}
-            return objective(own, (noisy.x, Weighted(noisy.label, params["weights"])))
-
-        noisy, _ = batch
-        params = hog.trainable_params(objective.model)
-        return loss, {**params, "weights": even_weights(noisy)}, noisy
+        return by_parameters_and_weights(self.objectives[REWEIGHTED], batch[0])
 
     def validation_step(self, batch: Examples, batch_idx: int) -> None:
         values = {f"val/{name}": c.float().mean() for name, c in self.correct(batch).items()}
@@ -147,7 +136,7 @@ class Reweighting(Experiment):
         correct = {LABELS[name]: flags.cpu() for name, flags in self.correct(batch).items()}
         noisy, weights = self.average_weights()
         detection = detect_wrong_labels(weights, noisy.label != noisy.truth)
-        noise = self.trainer.datamodule.noise  # type: ignore[attr-defined]
+        noise = self.data.noise
         table = reweighting_table(correct, curves, detection, noise)
         picture = plot_reweighting(folder / "weights.png", noisy, weights, curves, noise)
         runs.write_report(folder, table, picture)
@@ -165,7 +154,7 @@ class Reweighting(Experiment):
 
     def average_weights(self) -> tuple[Examples, Tensor]:
         """The noisy examples that were in a batch, and their weights times the batch size, averaged."""
-        noisy = self.trainer.datamodule.split.noisy  # type: ignore[attr-defined]
+        noisy = self.data.split.noisy
         noisy = select(noisy, self.visits.cpu()[noisy.number] > 0)
         return noisy, (self.weight_sum / self.visits).cpu()[noisy.number]
 

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 import hoglib as hog
 from experiments import runs
-from experiments.checks import at_least, finite, hidden_widths, learning_rate, one_of, positive
+from experiments.checks import at_least, hidden_widths, learning_rate, one_of, positive
 from experiments.robust import attacks
 from experiments.robust.plots import Examined, Predicted, plot_robustness
 from experiments.robust.table import Tried, robustness_table
@@ -91,8 +91,7 @@ class Robustness(Experiment):
         }  # fmt: skip
 
     def setup(self, stage: str) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if len(self.penalties) > 1 and data.validation is data.held_out:
+        if len(self.penalties) > 1 and self.data.validation is self.data.held_out:
             raise ArgumentValueError(
                 "val: expected images to choose a weight by, got 0, so that weights would be chosen on "
                 "the test images; set it to 100 or more."
@@ -107,11 +106,7 @@ class Robustness(Experiment):
 
     def training_step(self, batch: Images, batch_idx: int) -> Tensor:
         losses = {name: self.loss(name, batch) for name in self.networks}
-        for name, loss in losses.items():
-            finite(f"loss of {name}", loss, "Lower lr, or the weights.")
-        values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
-        self.log_dict(values, batch_size=len(batch.x))
-        return torch.stack([*losses.values()]).sum()
+        return self.sum_of(losses, "Lower lr, or the weights.", len(batch.x), bar=False)
 
     def loss(self, name: str, batch: Images) -> Tensor:
         """Cross-entropy and penalty, from one forward pass."""
@@ -144,7 +139,7 @@ class Robustness(Experiment):
 
     def test_step(self, batch: Images, batch_idx: int) -> None:
         folder = runs.run_folder(self.trainer)
-        held_out = self.trainer.datamodule.validation  # type: ignore[attr-defined]
+        held_out = self.data.validation
         shown = self.trainer.progress_bar_callback is not None
         names = tqdm(self.networks, "choosing weights", leave=False, disable=not shown)
         areas = {name: self.area(name, held_out).item() for name in names}

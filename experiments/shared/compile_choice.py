@@ -7,9 +7,11 @@ it began, and neither the cache nor the load of the machine influences the choic
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 import hoglib as hog
-from experiments.shared.processes import InProcesses
+from experiments.checks import finite
+from experiments.shared.processes import TASKS, InProcesses
 from hoglib.errors import ArgumentValueError
 
 KEY = "compiled"  # in checkpoints
@@ -77,6 +79,15 @@ class WithCompileChoice(InProcesses):
     """
 
     compile_choice: CompileChoice
+    shared = TASKS
+
+    def meta_step(self, learner: Any, tasks: Any) -> Tensor:
+        """The meta-loss on the tasks of this process."""
+        own, weight = hog.meta.shard(tasks)
+        loss = weight * learner.loss(own)
+        finite("meta-loss", loss, "Lower inner_lr or lr.")
+        self.log("train/loss", loss.detach(), prog_bar=True, batch_size=1)
+        return loss
 
     def on_train_start(self) -> None:
         self.compile_choice.apply(self.trainer)

@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from experiments.checks import finite
 from experiments.shared.processes import InProcesses
 from hoglib.errors import ArgumentValueError
 
@@ -18,11 +22,22 @@ class Experiment(InProcesses):
 
     options: dict[str, Any]
 
+    def sum_of(
+        self, losses: dict[str, Tensor], advice: str, count: int, bar: bool = True
+    ) -> Tensor:
+        """Log the training losses of networks on a batch of so many examples; their sum, of which each
+        network has the gradient of its own."""
+        for name, loss in losses.items():
+            finite(f"loss of {name}", loss, advice)
+        values = {f"train/{name}": loss.detach() for name, loss in losses.items()}
+        self.log_dict(values, prog_bar=bar, batch_size=count)
+        return torch.stack([*losses.values()]).sum()
+
     @property
     def trained_with(self) -> dict[str, Any]:
         """Options of model and data that a checkpoint must agree with."""
-        data = self.trainer.datamodule.options  # type: ignore[attr-defined]
-        return {**self.options, **{f"data.{name}": value for name, value in data.items()}}
+        of_data = {f"data.{name}": value for name, value in self.data.options.items()}
+        return {**self.options, **of_data}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["trained_with"] = self.trained_with

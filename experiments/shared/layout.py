@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 WIDTH = 80  # columns of a terminal
-LABEL = 24  # characters that the first column keeps, however wide the others are
+LABEL = 16  # characters that the first column keeps, however wide the others are
 
 Row = TypeVar("Row")
 

@@ -43,6 +43,11 @@ class InProcesses(pl.LightningModule):
     shared = BATCHES
     one_process = ""
 
+    @property
+    def data(self) -> Any:
+        """The data of the run."""
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
     @classmethod
     def load_from_checkpoint(  # type: ignore[override] # Lightning's other arguments are not needed
         cls, checkpoint_path: Any, **options: Any
@@ -136,29 +141,26 @@ def check_processes(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Raise before other processes are started, where they cannot share the training of a module."""
     if trainer.world_size == 1:
         return
+    kind, strategy, cores = type(module).__name__, trainer.strategy, os.cpu_count() or 1
     if not getattr(module, "shared", BATCHES):
-        raise ArgumentValueError(
-            f"trainer: expected one process for {type(module).__name__}, "
-            f"{getattr(module, 'one_process', '')}, got {trainer.world_size}; use --trainer.devices 1."
-        )
-    strategy, cores = trainer.strategy, os.cpu_count() or 1
-    if strategy.root_device.type == "cpu" and trainer.num_devices > cores:
-        raise ArgumentValueError(
-            f"trainer.devices: expected at most {cores} processes, one for each CPU core, got "
-            f"{trainer.num_devices}; use --trainer.devices {cores}."
-        )
-    if not isinstance(strategy, DDPStrategy):
-        raise ArgumentValueError(
-            f"trainer.strategy: expected ddp for {trainer.world_size} processes, got "
-            f"{type(strategy).__name__}; use --trainer.strategy ddp."
-        )
-    unused = strategy._ddp_kwargs.get("find_unused_parameters")
-    if not module.automatic_optimization and not unused:
-        raise ArgumentValueError(
-            f"trainer.strategy: expected {UNUSED} for {type(module).__name__}, each of whose steps is "
-            "of some of its parameters, got one that waits for the gradients of all; use "
-            "--trainer.strategy ddp."
-        )
+        option, why = "trainer", getattr(module, "one_process", "")
+        expected, got = f"one process for {kind}, {why}", str(trainer.world_size)
+        advice = "--trainer.devices 1"
+    elif strategy.root_device.type == "cpu" and trainer.num_devices > cores:
+        option, expected = "trainer.devices", f"at most {cores} processes, one for each CPU core"
+        got, advice = str(trainer.num_devices), f"--trainer.devices {cores}"
+    elif not isinstance(strategy, DDPStrategy):
+        option, expected = "trainer.strategy", f"ddp for {trainer.world_size} processes"
+        got, advice = type(strategy).__name__, "--trainer.strategy ddp"
+    elif not module.automatic_optimization and not strategy._ddp_kwargs.get(
+        "find_unused_parameters"
+    ):
+        option = "trainer.strategy"
+        expected = f"{UNUSED} for {kind}, each of whose steps is of some of its parameters"
+        got, advice = "one that waits for the gradients of all", "--trainer.strategy ddp"
+    else:
+        return
+    raise ArgumentValueError(f"{option}: expected {expected}, got {got}; use {advice}.")
 
 
 def lost_process(error: BaseException) -> bool:

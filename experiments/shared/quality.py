@@ -1,6 +1,6 @@
 """Scores of generated samples: points of a known distribution, and digits seen by a classifier."""
 
-from math import log
+from math import log, nan
 from typing import NamedTuple
 
 import torch
@@ -21,15 +21,17 @@ class PointQuality(NamedTuple):
         covered: Number of parts with a sample of high quality.
         high: Fraction of samples of high quality.
         rarest: Relative frequency of the rarest part.
+        distance: Wasserstein distance to real points.
     """
 
     covered: int
     high: float
     rarest: float
+    distance: float
 
 
-def score_points(points: Tensor, target: Target) -> PointQuality:
-    """Coverage and quality of points [n, 2].
+def score_points(points: Tensor, target: Target, real: Tensor | None = None) -> PointQuality:
+    """Coverage and quality of points [n, 2], and their distance to as many real ones, if given.
 
     A sample is of high quality if it is within 3 sigma of the nearest mode; a mode is covered if it
     is the nearest one of at least one sample of high quality. Of the true mixture 1 - exp(-4.5) =
@@ -45,7 +47,8 @@ def score_points(points: Tensor, target: Target) -> PointQuality:
     counts = torch.bincount(target.part.to(points.device)[nearest[high]], minlength=PARTS)
     # without any sample of high quality it is 0
     rarest = counts.min().item() * PARTS / max(int(high.sum()), 1)
-    return PointQuality(int((counts > 0).sum()), high.float().mean().item(), rarest)
+    distance = nan if real is None else wasserstein_distance(points, real)
+    return PointQuality(int((counts > 0).sum()), high.float().mean().item(), rarest, distance)
 
 
 def wasserstein_distance(a: Tensor, b: Tensor) -> float:

@@ -9,14 +9,18 @@ from torch import Tensor
 
 import hoglib as hog
 from experiments.checks import finite, hidden_widths, learning_rate, not_negative
-from experiments.shared.compile_choice import CompileChoice, CompileOption
 from experiments.shared.digits import CLASSES
 from experiments.shared.experiment import Experiment
 from experiments.shared.mislabelled import POOLED, Split
 from experiments.shared.networks import mlp
 from experiments.shared.noisy_digits import Examples
 from experiments.shared.second_order import SecondOrderProblem
-from experiments.shared.weights import Weighted, even_weights, weighted_loss
+from experiments.shared.weights import (
+    Weighted,
+    by_parameters_and_weights,
+    even_weights,
+    weighted_loss,
+)
 
 Params = dict[str, Tensor]
 
@@ -32,22 +36,15 @@ class RepeatedTraining(Experiment, ABC):
         lr: Learning rate of gradient descent with momentum.
         momentum: The momentum.
         weight_decay: The weight decay.
-        compile: null or false; nothing here runs as a graph.
     """
 
     shared = ""
     one_process = "whose training is repeated step by step"
 
     def __init__(
-        self, hidden: list[int] | None, act: str, lr: float, momentum: float, weight_decay: float,
-        compile: CompileOption,
-    ) -> None:  # fmt: skip
+        self, hidden: list[int] | None, act: str, lr: float, momentum: float, weight_decay: float
+    ) -> None:
         super().__init__()
-        CompileChoice(
-            compile,
-            None,
-            "hypergradient and influence, whose losses are checked and so are no graph",
-        )
         widths = hidden_widths(hidden, [32])
         self.lr = learning_rate("lr", lr)
         self.momentum = not_negative("momentum", momentum)
@@ -84,13 +81,7 @@ class RepeatedTraining(Experiment, ABC):
 
     def second_order_problem(self, batch: Examples) -> SecondOrderProblem:
         """The training loss by parameters and weights."""
-
-        def loss(params: Params, examples: Examples) -> Tensor:
-            own = {name: value for name, value in params.items() if name != "weights"}
-            return self.loss(own, params["weights"], examples)
-
-        own = hog.trainable_params(self.network)
-        return loss, {**own, "weights": even_weights(batch)}, batch
+        return by_parameters_and_weights(self.objective, batch)
 
     def validation_step(self, batch: Examples, batch_idx: int) -> None:
         self.log("val/accuracy", self.accuracy(self.network, batch), batch_size=len(batch.x))
@@ -108,7 +99,7 @@ class RepeatedTraining(Experiment, ABC):
 
     def parts(self) -> Split:
         """The examples of the run, on the device of the network."""
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data: Any = self.data
         return Split(*(Examples(*(t.to(self.device) for t in part)) for part in data.split))
 
     def first_params(self) -> Params:
@@ -120,7 +111,7 @@ class RepeatedTraining(Experiment, ABC):
         weights = even_weights(train)
         weights[left_out] = 0
         targets = Weighted(train.label, weights)
-        steps = self.trainer.datamodule.iterations  # type: ignore[attr-defined]
+        steps = self.data.iterations
         return hog.meta.adapt(
             self.objective, self.first_params(), (train.x, targets), self.rule(), steps=steps
         )

@@ -23,7 +23,7 @@ def measurements(trainer: pl.Trainer) -> list[Measurement]:
 
 
 def sum_by_parameters_and_inputs(
-    network: nn.Module, x: Tensor, reduce: Callable[[Tensor], Tensor] = torch.sum
+    network: nn.Module, x: Tensor, reduce: Callable[[Tensor], Tensor] = torch.sum, *more: Tensor
 ) -> SecondOrderProblem:
     """The problem of a gradient penalty: a scalar as a function of parameters and inputs.
 
@@ -36,6 +36,7 @@ def sum_by_parameters_and_inputs(
         network: The network.
         x: Its inputs [n, ...].
         reduce: Function of its outputs; must be a sum over the inputs.
+        more: Its further inputs.
     Returns:
         (loss, params, batch), with x among the params.
     """
@@ -44,6 +45,6 @@ def sum_by_parameters_and_inputs(
         # the inputs stand beside the parameters, so that d^2 s / dtheta dx is a block of one
         # Hessian
         own = {name: value for name, value in params.items() if name != INPUTS}
-        return reduce(torch.func.functional_call(network, own, (params[INPUTS],)))
+        return reduce(torch.func.functional_call(network, own, (params[INPUTS], *more)))
 
     return loss, {**hog.trainable_params(network), INPUTS: x}, None

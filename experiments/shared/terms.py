@@ -26,7 +26,9 @@ class Evaluation(NamedTuple):
     terms: list[Tensor]
 
 
-class SumOfTerms:
+def sum_of_terms(
+    name: str, terms: Terms, network: nn.Module, compile: bool | str
+) -> Callable[..., Evaluation]:
     """The sum of the terms of a loss, and its gradient by the parameters of a network.
 
     Args:
@@ -35,40 +37,34 @@ class SumOfTerms:
         network: The network by whose parameters the loss is differentiated.
         compile: False; or the backend of :func:`hoglib.compile`, of which True is "inductor". The
             graph computes terms and gradient together.
+    Returns:
+        A function of the batch.
     """
 
-    def __init__(self, name: str, terms: Terms, network: nn.Module, compile: bool | str) -> None:
-        self.terms, self.network = terms, network
-        self.graph: Callable[..., Any] | None = None
-        if compile is not False:
-            backend = "inductor" if compile is True else compile
-            self.graph = hog.capture.Compiled(
-                self._terms_and_gradients,
-                backend=backend,
-                dynamic=False,
-                check=True,
-                name=f"{name} with its gradient",
-            )
+    def as_written(*batch: Any) -> Evaluation:
+        found = terms(*batch)
+        objective = sum(found[1:], found[0])
+        return Evaluation(objective, objective.detach(), [x.detach() for x in found])
 
-    def __call__(self, *batch: Any) -> Evaluation:
-        if self.graph is None:
-            terms = self.terms(*batch)
-            loss = sum(terms[1:], terms[0])
-            return Evaluation(loss, loss.detach(), [x.detach() for x in terms])
-        with torch.no_grad():
-            terms, grads = self.graph(*batch)
-        # a linear function of the parameters with that gradient
-        products = [
-            (p * g).sum()
-            for p, g in zip(self.network.parameters(), grads, strict=True)
-            if g is not None
-        ]
-        return Evaluation(torch.stack(products).sum(), sum(terms[1:], terms[0]), list(terms))
-
-    def _terms_and_gradients(self, *batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    def with_gradients(*batch: Any) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         # the graph is captured under no_grad, in which the whole is called
         with torch.enable_grad():
-            terms = self.terms(*batch)
-            loss = sum(terms[1:], terms[0])
-            grads = torch.autograd.grad(loss, list(self.network.parameters()), allow_unused=True)
-        return [x.detach() for x in terms], list(grads)
+            found, params = as_written(*batch), list(network.parameters())
+            return found.terms, torch.autograd.grad(found.objective, params, allow_unused=True)
+
+    if compile is False:
+        return as_written
+    graph = hog.capture.Compiled(
+        with_gradients, backend="inductor" if compile is True else compile, dynamic=False,
+        check=True, name=f"{name} with its gradient",
+    )  # fmt: skip
+
+    def as_graph(*batch: Any) -> Evaluation:
+        with torch.no_grad():
+            found, grads = graph(*batch)
+        # a linear function of the parameters with that gradient
+        pairs = zip(network.parameters(), grads, strict=True)
+        products = [(p * g).sum() for p, g in pairs if g is not None]
+        return Evaluation(torch.stack(products).sum(), sum(found[1:], found[0]), list(found))
+
+    return as_graph

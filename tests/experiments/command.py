@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 from torch.testing import assert_close
 
 from experiments.__main__ import main
@@ -46,6 +47,17 @@ def smoke(name):
         return Path(root) / "smoke" / name / f"version_{version}"
 
     return Smoke(config, fit, folder)
+
+
+def options_of(name):
+    """The options of a smoke config: those of the run, and what differs."""
+
+    def merged(full, other):
+        both = isinstance(full, dict) and isinstance(other, dict)
+        return {**full, **{k: merged(full.get(k), v) for k, v in other.items()}} if both else other
+
+    files = ROOT / f"configs/{name}.yaml", smoke(name).config
+    return merged(*(yaml.safe_load(file.read_text()) for file in files))
 
 
 def checkpoint(where):

@@ -21,12 +21,10 @@ from experiments.benchmarks import (
     stand_ins,
     tracers,
 )  # fmt: skip
-from experiments.benchmarks.memory import peak_bytes
+from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.timing import program
 from hoglib.ops import _attention_blocks
 from tests.long_tail import FULL
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def test_attention_has_a_time_and_a_peak_of_each_route(name, monkeypatch):
     monkeypatch.setattr(_attention_blocks, "SIZES", {"cpu": _attention_blocks.Sizes(0, 2**17)})
     row = attention.row(name, 16, repeats=1)
     assert row.startswith(f"| {name} | 16 | ")
-    assert row.count("of the time") == row.count("of the peak") == 2
+    assert row.count("of the time") == row.count("of the peak") == 1
 
 
 def test_the_audit_of_right_models_is_right_and_the_fault_is_found():
@@ -97,13 +95,10 @@ def test_chunks_of_language_models_are_compared_and_an_error_in_bfloat16_is_larg
         assert single < 1e-4 < half < 1
 
 
-def test_the_laplacian_has_every_way_twice_and_higher_orders_are_compared():
-    (row,) = laplacian.rows(small=True)
-    assert row.startswith("| 256 x 2 -> 1 |")
-    assert row.count(" / ") == 2 * (len(laplacian.WAYS) - 1)
-    rows = laplacian.higher_rows(small=True)
+def test_laplacians_are_compared_with_nested_loops():
+    rows = [*laplacian.rows(small=True)]
     nested = [row for row in rows if row.split(" | ")[1] == "nested by hand"]
-    assert len(nested) == 2
+    assert (len(rows), len(nested)) == (4, 2)
     assert all(row.count("1.00") == 2 for row in nested)
 
 
@@ -114,9 +109,8 @@ def test_the_ops_have_both_tables(printed):
 
 
 def test_the_stand_ins_have_every_row():
-    assert [line.split("|")[1].strip() for line in stand_ins.calls(True)] == [
-        "torch.sin of 4 numbers", "x.shape of 4 numbers", "the walk over one node of a graph",
-    ]  # fmt: skip
+    (line,) = stand_ins.calls(True)
+    assert line.startswith("| torch.sin of 4 numbers | ")
     rows = [*stand_ins.beside_torch(small=True)]
     assert len(rows) == len(stand_ins.stand_ins(small=True))
 
@@ -145,22 +139,10 @@ def test_peak_memory_counts_what_is_alive_at_once():
             z = y * 2  # 16 kB
             del y, z
 
-    assert peak_bytes(two_at_once, CPU) == 16000
+    assert peak_allocated(two_at_once) == 16000
     # views once, and inputs not at all
-    assert peak_bytes(lambda: x.view(10, 100).add_(1).sum(), CPU) == 8
-    assert peak_bytes(lambda: (x + 1).view(10, 100).t().unbind(), CPU) == 8000
-
-
-def test_peak_memory_counts_what_has_the_id_of_an_earlier_tensor():
-    def hundred_beside_others_that_come_and_go() -> None:
-        kept = []
-        for _ in range(100):
-            other = torch.frombuffer(bytearray(8), dtype=torch.float64)  # by no operation
-            other.view_as(other)
-            del other
-            kept.append(torch.ones(1000, dtype=torch.float64))
-
-    assert peak_bytes(hundred_beside_others_that_come_and_go, CPU) == 800000
+    assert peak_allocated(lambda: x.view(10, 100).add_(1).sum()) == 8
+    assert peak_allocated(lambda: (x + 1).view(10, 100).t().unbind()) == 8000
 
 
 def test_the_benchmarks_import_no_lightning(monkeypatch):

@@ -105,7 +105,7 @@ def test_the_table_by_hand():
     first = [line.split("  ")[0] for line in lines[4:7]]
     assert first == ["dragan", "r1, weight 1", "real training digits"]
     assert lines[5].split()[-6:] == ["10", "2.500", "50.0%", "9", "0.750", "<-"]
-    assert "9: 10.0%" in lines[8]
+    assert "9: 10.0%" in lines[9]
 
 
 # The data and the classifier

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.experiments.command import (
     assert_same_run,
     checkpoint,
     metrics,
+    options_of,
     run,
     smoke,
 )
@@ -31,11 +33,15 @@ from tests.several_processes import exit_code_of, found_by_each
 
 pytestmark = COMMAND_LINE
 TWO = ("--trainer.strategy", "ddp", "--trainer.devices", "2", "--trainer.accelerator", "cpu")
-OF_ONE_PROCESS = {
-    "curvature/influence", "curvature/kfac", "curvature/newton_cg", "meta/data_values",
-    "meta/reweight_digits", "pinn/allen_cahn", "pinn/helium", "pinn/plate", "pinn/poisson",
-}  # fmt: skip
-SHARED = sorted(EXPERIMENTS.keys() - OF_ONE_PROCESS)
+
+
+def shares(name):
+    """Whether several processes may train it."""
+    package, _, kind = options_of(name)["model"]["class_path"].rpartition(".")
+    return bool(getattr(import_module(package), kind).shared)
+
+
+SHARED = sorted(filter(shares, EXPERIMENTS))
 
 
 def start(config, *options, folder):
@@ -198,7 +204,7 @@ def test_a_run_of_two_processes_resumes(tmp_path):
     assert_same_run(found, tmp_path / folder(1))
 
 
-@pytest.mark.parametrize("name", sorted(OF_ONE_PROCESS))
+@pytest.mark.parametrize("name", sorted(EXPERIMENTS.keys() - {*SHARED}))
 def test_experiments_of_one_process_are_refused(name, capsys):
     config, _, _ = smoke(name)
     assert run("fit", "--config", config, *TWO) == 2

@@ -38,41 +38,85 @@ OF_EVERY_RUN = {"config.yaml", "last.ckpt", "metrics.csv", "table.txt"}
 
 
 class Experiment(NamedTuple):
-    """reports: what a fit leaves beside OF_EVERY_RUN. steps: at its end. stop: where an interrupted
-    run ends, beyond the checkpoint that it goes on from, and the step of that. timed: seconds are
-    reported."""
+    """What is expected of a smoke run.
+
+    Attributes:
+        reports: What a fit leaves beside OF_EVERY_RUN.
+        steps: At its end.
+        stop: Where an interrupted run ends, beyond the checkpoint that it goes on from; the step of that.
+        told: Columns of metrics.csv whose last value is in the table, and how it is written there.
+        verify: Options with which it is verified, as what is audited grows with them.
+        seldom: Whether it is verified in full tests alone, as it takes minutes.
+        timed: Whether seconds are reported.
+        like: Another row, of whose class it is: its formulas are tested, and it runs in full tests alone.
+        special: Whether checkpoints hold more than a network and its optimizer, so that each test resumes it.
+    """
 
     reports: set[str]
     steps: int
     stop: tuple[int, int]
+    told: dict[str, str] = {}  # noqa: RUF012
+    verify: tuple[str, ...] = ()
+    seldom: bool = False
     timed: bool = False
+    like: str = ""
+    special: bool = False
 
 
+PINN = {"val/newton_cg": "{:.1e}", "val/adam": "{:.1e}"}
+FEWER = ("--data.batch", "8")
+SHORT = ("--model.length", "8", "--data.length", "8")
 EXPERIMENTS = {
-    "curvature/digits": Experiment({"summary.json", "spectrum_over_training.png"}, 20, (17, 10)),
+    "curvature/digits": Experiment(  # measurements
+        {"summary.json", "spectrum_over_training.png"}, 20, (17, 10),
+        {"curvature/largest": "{:.2f}", "val/accuracy": "{:.1%}"}, special=True,
+    ),
     "curvature/influence": Experiment({"influence.png"}, 50, (30, 30)),
-    "curvature/kfac": Experiment({"race.png"}, 4, (2, 2), timed=True),
-    "curvature/lm": Experiment({"directions.png", "summary.json"}, 8, (6, 4)),
-    "curvature/newton_cg": Experiment({"race.png"}, 6, (3, 2), timed=True),
-    "flow/meanflow": Experiment({"summary.json", "samples.png"}, 20, (13, 10)),
+    "curvature/kfac": Experiment(
+        {"race.png"}, 4, (2, 2), {"val/newton_kfac": "{:.4f}", "val/kfac": "{:.4f}"}, timed=True,
+        like="curvature/newton_cg",
+    ),
+    "curvature/lm": Experiment(
+        {"directions.png", "summary.json"}, 8, (6, 4), {"test/perplexity": "{:.2f}"},
+        ("--model.layers", "1", *SHORT),
+    ),
+    "curvature/newton_cg": Experiment(  # seconds
+        {"race.png"}, 6, (3, 2), {"val/newton_cg": "{:.4f}", "val/adam": "{:.4f}"}, timed=True,
+        special=True,
+    ),
+    "flow/meanflow": Experiment(
+        {"summary.json", "samples.png"}, 20, (13, 10), {"test/distance/MeanFlow, 1 step": "{:.3f}"}, FEWER
+    ),
     "gan/mixture": Experiment(  # two optimizers
-        {"points.png", "summary.json", "training_curve.png"}, 40, (34, 20)
+        {"points.png", "summary.json", "training_curve.png"}, 40, (34, 20), {"test/wasserstein": "{:.3f}"},
+        ("--model.hidden", "[8]", "--data.batch", "16"),
     ),
-    "gan/mnist": Experiment({"digits.png", "grids", "summary.json"}, 32, (26, 20)),
+    "gan/mnist": Experiment(
+        {"digits.png", "grids", "summary.json"}, 32, (26, 20), {"test/frechet": "{:.3f}"}
+    ),
     "maml/glyphs_5w1s": Experiment(
-        {"summary.json", "episode.png", "training_curve.png"}, 12, (6, 4)
+        {"summary.json", "episode.png", "training_curve.png"}, 12, (6, 4), {"test/accuracy": "{:.1%}"},
+        seldom=True,
     ),
-    "maml/lm_adapt": Experiment({"perplexity.png"}, 4, (3, 2)),
-    "maml/sinusoid": Experiment({"tasks.png", "training_curve.png"}, 20, (15, 10)),
+    "maml/lm_adapt": Experiment({"perplexity.png"}, 4, (3, 2), verify=SHORT),
+    # stopped before a row of metrics.csv that the interrupted run has written
+    "maml/sinusoid": Experiment({"tasks.png", "training_curve.png"}, 20, (15, 10), special=True),
     "meta/data_values": Experiment({"values.png"}, 20, (15, 10)),
-    "meta/reweight_digits": Experiment({"weights.png"}, 20, (15, 10)),
-    "penalty/digits_robust": Experiment({"robust.png"}, 20, (13, 10)),
-    "penalty/forces": Experiment({"forces.png"}, 20, (13, 10)),
-    "pinn/allen_cahn": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
-    "pinn/helium": Experiment({"helium.png"}, 6, (5, 4), timed=True),
-    "pinn/plate": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
-    "pinn/poisson": Experiment({"pinn.png"}, 4, (3, 2), timed=True),
-}
+    "meta/reweight_digits": Experiment(
+        {"weights.png"}, 20, (15, 10), {"val/clean": "{:.1%}", "test/accuracy_reweighted": "{:.1%}"}
+    ),
+    "penalty/digits_robust": Experiment(
+        {"robust.png"}, 20, (13, 10), {"test/plain/PGD/0.2": "{:.1%}"}
+    ),
+    "penalty/forces": Experiment({"forces.png"}, 20, (13, 10), {"test/force/both": "{:.4f}"}),
+    "pinn/allen_cahn": Experiment({"pinn.png"}, 4, (3, 2), PINN, FEWER, seldom=True, timed=True),
+    "pinn/helium": Experiment(  # walkers
+        {"helium.png"}, 6, (5, 4), {"test/energy": "{:.4f}", "test/error": "{:.4f}"},
+        ("--model.hidden", "[3]", "--model.walkers", "2"), seldom=True, timed=True, special=True,
+    ),
+    "pinn/plate": Experiment({"pinn.png"}, 4, (3, 2), PINN, FEWER, timed=True, like="pinn/poisson"),
+    "pinn/poisson": Experiment({"pinn.png"}, 4, (3, 2), PINN, FEWER, timed=True),
+}  # fmt: skip
 
 
 def test_every_smoke_config_has_its_row():
@@ -81,33 +125,8 @@ def test_every_smoke_config_has_its_row():
     assert names - {"maml/glyphs_20w5s", "maml/sinusoid_joint"} == EXPERIMENTS.keys()  # as others
 
 
-# Columns of metrics.csv whose last value is in the table, and how it is written there.
-PINN = {"val/newton_cg": "{:.1e}", "val/adam": "{:.1e}"}
-TOLD = {
-    "curvature/digits": {"curvature/largest": "{:.2f}", "val/accuracy": "{:.1%}"},
-    "curvature/kfac": {"val/newton_kfac": "{:.4f}", "val/kfac": "{:.4f}"},
-    "curvature/lm": {"test/perplexity": "{:.2f}"},
-    "curvature/newton_cg": {"val/newton_cg": "{:.4f}", "val/adam": "{:.4f}"},
-    "flow/meanflow": {"test/distance/MeanFlow, 1 step": "{:.3f}"},
-    "gan/mixture": {"test/wasserstein": "{:.3f}"},
-    "gan/mnist": {"test/frechet": "{:.3f}"},
-    "maml/glyphs_5w1s": {"test/accuracy": "{:.1%}"},
-    "meta/reweight_digits": {"val/clean": "{:.1%}", "test/accuracy_reweighted": "{:.1%}"},
-    "penalty/digits_robust": {"test/plain/PGD/0.2": "{:.1%}"},
-    "penalty/forces": {"test/force/both": "{:.4f}"},
-    "pinn/allen_cahn": PINN,
-    "pinn/helium": {"test/energy": "{:.4f}", "test/error": "{:.4f}"},
-    "pinn/plate": PINN,
-    "pinn/poisson": PINN,
-}
-
-
-# Of the class of poisson, and of newton_cg: what differs in them, tests of its formulas show.
-ALIKE = ("pinn/plate", "curvature/kfac")
-
-
 @DRAWN
-@pytest.mark.parametrize("name", all_but(lambda name: name not in ALIKE, EXPERIMENTS))
+@pytest.mark.parametrize("name", all_but(lambda name: not EXPERIMENTS[name].like, EXPERIMENTS))
 def test_a_fit_ends_with_its_reports_and_a_checkpoint(name, trained):
     config, _, folder = smoke(name)
     printed, found = trained(config), folder()
@@ -120,7 +139,7 @@ def test_a_fit_ends_with_its_reports_and_a_checkpoint(name, trained):
     for picture in found.glob("*.png"):
         assert str(picture) in printed
         assert picture.stat().st_size > 5000
-    for column, how in TOLD.get(name, {}).items():
+    for column, how in EXPERIMENTS[name].told.items():
         *_, last = (row[column] for row in metrics(found) if row[column])
         assert how.format(float(last)) in printed, column
 
@@ -142,12 +161,8 @@ def assert_taken_home(last):
 LAZY_GRAPHS = ("--model.penalty.every", "4", "--model.compile", "eager")
 # Of a GAN's two steps a batch, which never make nine
 EVERY_9 = ("--checkpoint_every", "9", "--trainer.max_steps", "18")
-# What a checkpoint holds beside a network and its optimizer: measurements, seconds, walkers, an average,
-# two optimizers between two steps of the generator. Runs are stopped before a row of metrics.csv that
-# the interrupted run has written.
-SPECIAL = ("curvature/digits", "curvature/newton_cg", "maml/sinusoid", "pinn/helium")
 RESUMED = [
-    *((name, (), one.stop, () if name in SPECIAL else FULL) for name, one in EXPERIMENTS.items()
+    *((name, (), one.stop, () if one.special else FULL) for name, one in EXPERIMENTS.items()
       if name != "meta/data_values"),
     ("gan/mnist", (*LAZY_GRAPHS, *EVERY_9), (13, 10), ()),
     ("maml/sinusoid", ("--trainer.accelerator", "gpu"), (15, 10), (FULL, pytest.mark.gpu)),

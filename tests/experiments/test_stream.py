@@ -16,7 +16,7 @@ from experiments.shared.digits import Digits
 from experiments.shared.mixture import Points
 from experiments.shared.mnist import Mnist
 from experiments.shared.noisy_digits import NoisyDigits
-from experiments.shared.stream import seeded
+from experiments.shared.stream import Stream, seeded
 from tests.experiments.test_forces import SMALL
 
 FEW = {"iterations": 5, "tasks": 2}
@@ -24,8 +24,8 @@ STREAMS = {
     "points": lambda seed: Points(iterations=5, batch=3, seed=seed).train_dataloader(),
     "waves": lambda seed: SinusoidTasks(**FEW, seed=seed).train_dataloader(),
     "images": lambda seed: Mnist(iterations=5, batch=3, seed=seed).train_dataloader(),
-    "noisy digits": lambda seed: NoisyDigits(iterations=5, batch=30, seed=seed).train_dataloader(),
-    "digits": lambda seed: Digits(iterations=5, batch=30, seed=seed).train_dataloader(),
+    "noisy digits": lambda seed: Stream(NoisyDigits(batch=30, seed=0).batch_of, 5, seed),
+    "digits": lambda seed: Stream(Digits(batch=30, seed=0).batch_of, 5, seed),
     "squares": lambda seed: Square(iterations=5, batch=4, seed=seed).train_dataloader(),
     "episodes": lambda seed: Episodes(**FEW, seed=seed).train_dataloader(),
     "windows": lambda seed: Windows(iterations=5, batch=3, held_out=5, seed=seed).train_dataloader(),

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import nn
 
 import hoglib as hog
@@ -19,14 +18,12 @@ from experiments.shared import networks
 from experiments.shared.learners import ALGORITHMS
 from experiments.shared.stream import HeldOut
 from experiments.shared.weights import even_weights
-from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, run
+from tests.experiments.command import COMMAND_LINE, ROOT, checkpoint, options_of, run, smoke
 from tests.experiments.test_reweight import examples
+from tests.experiments.test_runs import EXPERIMENTS
 from tests.lightning.test_audit import poison
 from tests.long_tail import all_but
 
-CONFIGS = [  # one of each experiment
-    path for path in sorted((ROOT / "configs/smoke").rglob("*.yaml")) if path.stem != "glyphs_20w5s"
-]
 MAML = ROOT / "configs/smoke/maml/sinusoid.yaml"
 GAN_CONFIG = ROOT / "configs/smoke/gan/mixture.yaml"
 pytestmark = COMMAND_LINE
@@ -49,30 +46,14 @@ def poisoned(monkeypatch):
         monkeypatch.setattr(f"experiments.{module}.mlp", with_poison)
 
 
-# Of the class of another one, or of minutes
-ALIKE = ("helium", "allen_cahn", "plate", "kfac", "glyphs_5w1s")
-# What is audited grows with these.
-SMALLER = {
-    "allen_cahn": ("--data.batch", "8"),
-    "helium": ("--model.hidden", "[3]", "--model.walkers", "2"),
-    "lm": ("--model.layers", "1", "--model.length", "8", "--data.length", "8"),
-    "lm_adapt": ("--model.length", "8", "--data.length", "8"),
-    "meanflow": ("--data.batch", "8"),
-    "mixture": ("--model.hidden", "[8]", "--data.batch", "16"),
-    "plate": ("--data.batch", "8"),
-    "poisson": ("--data.batch", "8"),
-}
-
-
 @pytest.mark.parametrize(
-    "path",
-    all_but(lambda path: path.stem not in ALIKE, CONFIGS),
-    ids=lambda p: str(p.relative_to(ROOT / "configs/smoke")),
+    "name",
+    all_but(lambda name: not (EXPERIMENTS[name].like or EXPERIMENTS[name].seldom), EXPERIMENTS),
 )
-def test_every_config_is_right(path, capsys):
-    assert verify(path, *SMALLER.get(path.stem, ())) == 0
+def test_every_config_is_right(name, capsys):
+    assert verify(smoke(name).config, *EXPERIMENTS[name].verify) == 0
     out = capsys.readouterr().out
-    kind = yaml.safe_load(path.read_text())["model"]["class_path"].rpartition(".")[2]
+    kind = options_of(name)["model"]["class_path"].rpartition(".")[2]
     assert out.startswith(f"{kind}.second_order_problem: The ")
     # one problem, or several with their names, of which all are right
     assert re.search(rf"{kind}\.second_order_problem: right, by|\n(\d+) right\n$", out)
@@ -80,7 +61,7 @@ def test_every_config_is_right(path, capsys):
     assert not list(Path().iterdir())
 
 
-SMALL_GAN = GAN_CONFIG, *SMALLER["mixture"]
+SMALL_GAN = GAN_CONFIG, *EXPERIMENTS["gan/mixture"].verify
 # Options that make another problem of a config, or judge it another way
 OPTIONS = {
     "reptile": (MAML, "--model.algorithm", "reptile"),

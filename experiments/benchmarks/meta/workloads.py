@@ -63,7 +63,7 @@ WORKLOADS = {
         by_hand=STORED,
         quick=("5", "20", "80"),
         page="meta",
-        memory="tensors",
+        memory="allocated",
         checked=checked,
         seconds=5.0,
     ),

@@ -21,39 +21,20 @@ LEAST = 20
 POOL = 70  # typefaces tried for a script: those first by hash, and as many of widest coverage
 
 # Families that draw many scripts go to the split that needs them; all others by `assign_families`.
-SPLIT_OF_FAMILY = {
-    "Noto Sans": "train",
-    "Noto Serif": "test",
-    "DejaVu": "train",
-    "FreeSans": "train",
-    "FreeSerif": "train",
-    "FreeMono": "train",
-    "MPH 2B Damase": "train",
-}
+SPLIT_OF_FAMILY = {"Noto Serif": "test"} | dict.fromkeys(
+    ("Noto Sans", "DejaVu", "FreeSans", "FreeSerif", "FreeMono", "MPH 2B Damase"), "train"
+)
 
 # Prefixes of names under which one design is distributed, and the family that they count as.
 ALIASES = {
-    "Noto Sans": "Noto Sans",
-    "Noto Serif": "Noto Serif",
-    "DejaVu": "DejaVu",
-    "Bitstream Vera": "DejaVu",
-    "Arimo": "Liberation Sans",
-    "Tinos": "Liberation Serif",
-    "Cousine": "Liberation Mono",
-    "Arial for Povray": "Liberation Sans",
-    "Monlam Uni": "Monlam Uni",
-    "Khmer Busra": "Khmer Busra",
-    "Khmer Mondulkiri": "Khmer Mondulkiri",
-    "Shimenkan": "Shimenkan",
-    "Linux Libertine": "Linux Libertine",
-    "Linux Biolinum": "Linux Biolinum",
-    "PakType Naskh Basic": "PakType Naskh Basic",
-    "KacstTitle": "KacstTitle",
-    "FreeFarsi": "FreeFarsi",
-    "Ezra SIL": "Ezra SIL",
-    "Averia": "Averia",
-    "Monoid": "Monoid",
-}
+    "Bitstream Vera": "DejaVu", "Arimo": "Liberation Sans", "Tinos": "Liberation Serif",
+    "Cousine": "Liberation Mono", "Arial for Povray": "Liberation Sans",
+}  # fmt: skip
+OWN_NAMES = (  # whose styles have words that STYLE does not know
+    "Noto Sans", "Noto Serif", "DejaVu", "Monlam Uni", "Khmer Busra", "Khmer Mondulkiri", "Shimenkan",
+    "Linux Libertine", "Linux Biolinum", "PakType Naskh Basic", "KacstTitle", "FreeFarsi", "Ezra SIL",
+    "Averia", "Monoid",
+)  # fmt: skip
 STYLE = re.compile(
     r"\b(regular|roman|book|bold|demi|semi|extra|ultra|light|medium|black|thin|heavy|hairline|italic|"
     r"oblique|slanted|condensed|cond|narrow|compressed|extended|expanded|normal|otf|ttf|std|pro|"
@@ -156,7 +137,7 @@ def family_of(name: str) -> str:
     """The family of a full name: the name without words of weight, width and slope."""
     name = re.sub(r"[-_]", " ", name.split(",")[0])
     plain = " ".join(STYLE.sub(" ", name).split()) or " ".join(name.split())
-    for begin, family in ALIASES.items():
+    for begin, family in {**ALIASES, **dict(zip(OWN_NAMES, OWN_NAMES, strict=True))}.items():
         if plain.startswith(begin):
             return family
     return plain

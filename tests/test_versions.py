@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import versions
+from tests import versions
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/versions.md").read_text()
 OLD = versions.Row("3.11.7", "2.13.0+cpu", "Linux x86_64", "CPU", "6 ok, 1 skipped", "")
 

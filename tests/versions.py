@@ -1,9 +1,9 @@
 """The table of docs/versions.md: the versions that hoglib was run on, and what was run.
 
-    python -m experiments.versions                                       this interpreter
-    python -m experiments.versions .venv/bin/python other/bin/python     others, with torch installed
-    python -m experiments.versions --tests tests/curvature               and these tests, by pytest
-    python -m experiments.versions --tests tests --options="-n 2"        with options of pytest
+    python -m tests.versions                                       this interpreter
+    python -m tests.versions .venv/bin/python other/bin/python     others, with torch installed
+    python -m tests.versions --tests tests/curvature               and these tests, by pytest
+    python -m tests.versions --tests tests --options="-n 2"        with options of pytest
 
 Each interpreter runs `hoglib check` from this checkout, and the tests if any are named, whose exit
 status is the command's. Its row replaces the one of the same versions; all other rows stay.
