@@ -5,7 +5,6 @@ Configs name the class path of the logger, as do those saved beside checkpoints.
 
 import csv
 import sys
-import warnings
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from matplotlib.image import imread
 
 from experiments.runs import CONFIG, LAST, is_rank_zero, lock, run_folder
@@ -23,6 +22,31 @@ from hoglib.lightning.curvature import log_image
 METRICS = "metrics.csv"
 RUNS = "runs"  # the folder of all runs
 Points = list[tuple[int, float]]  # (step, value)
+
+
+class Rows(ExperimentWriter):
+    """Lightning's writer of metrics.csv. The file of a resumed run stays as it is until the run logs
+    its first row, by when its checkpoint has been loaded; then it begins with the rows that are kept.
+
+    Args:
+        folder: Folder of the file.
+        kept: Rows of a resumed run; None for a new one.
+    """
+
+    def __init__(self, folder: str, kept: list[dict[str, Any]] | None) -> None:
+        self.kept = kept
+        super().__init__(folder)
+
+    def _check_log_dir_exists(self) -> None:
+        if self.kept is None:
+            super()._check_log_dir_exists()  # which deletes the file
+
+    def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
+        if self.kept is not None:
+            Path(self.metrics_file_path).unlink(missing_ok=True)
+            self.metrics, self.kept = self.kept, None
+            self.save()
+        super().log_metrics(metrics_dict, step)
 
 
 class RunLogger(CSVLogger):
@@ -40,7 +64,7 @@ class RunLogger(CSVLogger):
     ) -> None:
         super().__init__(save_dir or RUNS, name, version, flush_logs_every_n_steps=flush)
         self._save_dir_given = save_dir is not None
-        self._rows: list[dict[str, Any]] | None = None  # of a resumed run, until it logs
+        self._kept: list[dict[str, Any]] | None = None  # rows of a resumed run
         self._folder: Path | None = None
 
     @property
@@ -67,13 +91,11 @@ class RunLogger(CSVLogger):
         self._folder = folder
         if is_rank_zero():
             lock(folder)
-        file = folder / METRICS
-        if file.exists():
-            self._rows = [
-                {key: value for key, value in row.items() if value != ""}
-                for row in _rows(file)
-                if step is None or int(row["step"]) < step
-            ]
+        self._kept = [
+            {key: value for key, value in row.items() if value != ""}
+            for row in _rows(folder / METRICS)
+            if step is None or int(row["step"]) < step
+        ]
 
     def check_free(self) -> None:
         """Raise for a version that was given and holds a run, whose files this one would overwrite."""
@@ -96,31 +118,13 @@ class RunLogger(CSVLogger):
 
     @property
     def experiment(self) -> Any:
-        if self._experiment is not None or not is_rank_zero():
-            return super().experiment
-        if self._folder is None:
-            writer = super().experiment
-            lock(Path(self.log_dir))
-            return writer
-        if self._rows is None:
-            return super().experiment
-        file = Path(self.log_dir) / METRICS
-        kept = file.read_bytes()
-        with warnings.catch_warnings():
-            # that Lightning deletes the file, which it does before a checkpoint is loaded
-            warnings.filterwarnings("ignore", "Experiment logs directory")
-            writer = super().experiment
-        file.write_bytes(kept)
-        return writer
-
-    @rank_zero_only
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        if self._rows is not None:  # the first of a resumed run, whose checkpoint has been loaded
-            rows, self._rows = self._rows, None
-            Path(self.experiment.metrics_file_path).unlink(missing_ok=True)
-            self.experiment.metrics = rows
-            self.experiment.save()
-        super().log_metrics(metrics, step)
+        if self._experiment is None and is_rank_zero():
+            folder = Path(self.log_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._folder is None:
+                lock(folder)
+            self._experiment = Rows(str(folder), self._kept)
+        return super().experiment
 
 
 class PictureLogger(pl.Callback):
@@ -139,8 +143,6 @@ def _read(picture: Path) -> Any:
 
 def curves(folder: Path) -> dict[str, Points]:
     """Columns of training and validation with more than one row in metrics.csv; {} without a file."""
-    if not (folder / METRICS).exists():
-        return {}
     every = _rows(folder / METRICS)
     # a later `validate` or `test` writes rows from step 0 again, which do not belong to the training
     last = next(
@@ -156,8 +158,7 @@ def curves(folder: Path) -> dict[str, Points]:
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as stream:
-        lines = stream.readlines()
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     if lines and not lines[-1].endswith("\n"):  # of a process that was killed
         print(f"{file}: the last row has no end, and is left out: {lines.pop()!r}", file=sys.stderr)
     return list(csv.DictReader(lines))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from experiments.benchmarks.memory import peak_bytes
 from hoglib._core.torch_api import pytree
+from tests.memory import peak_bytes
 
 # A server imports once what takes seconds, and each process is a copy of it.
 multiprocessing.set_forkserver_preload([

@@ -10,9 +10,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from experiments.benchmarks.memory import peak_bytes
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from tests.language_models import CONFIGS, VOCABULARY, language_model, padded_batch
+from tests.memory import peak_bytes
 from tests.models import Fn
 from tests.oracles import random_like, relative
 from tests.refused import refused

@@ -40,10 +40,9 @@ def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The results, and what went wrong in processes that gave none."""
     quick = not (given.full or given.smoke or given.workload or given.problem)
     seconds = given.seconds or (QUICK_SECONDS if quick else None)
-    options = ["--repeats", str(given.repeats or (1 if given.smoke else 20))]
-    options += ["--seconds", str(seconds)] if seconds else []
-    options += [*["--smoke"] * given.smoke, "--clock", given.clock]
-    options += ["--columns", *given.columns] if given.columns else []
+    repeats = given.repeats or (1 if given.smoke else 20)
+    options = {"repeats": repeats, "budget": seconds, "small": given.smoke, "clock": given.clock}
+    options["columns"] = given.columns
     jobs = chosen(given.workload, given.problem, given.full)
     if not jobs:
         raise SystemExit(
@@ -55,7 +54,7 @@ def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         # on a GPU what the summary has a column for; processes that share it would disturb one another
         some = cores()[: max(1, given.jobs)] if device == "cpu" else cores()[:1]
         there = [job for job in jobs if device == "cpu" or WORKLOADS[job[0]].brief]
-        found, wrong = run(there, [*options, "--device", device], some)
+        found, wrong = run(there, {**options, "device": device}, some)
         workloads += found
         problems += wrong
     machine = environment(PEERS) | {"clock": given.clock}

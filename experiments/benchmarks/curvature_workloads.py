@@ -1,6 +1,8 @@
 """The products with curvature matrices that are compared, and their largest eigenvalues."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from experiments.benchmarks import (
     by_hand_compiled,
@@ -35,6 +37,13 @@ empirical = partial(Method, truth="empirical fisher")
 sampled = partial(Method, truth="sampled fisher")
 top = partial(Method, truth="eigenvalues")
 
+
+def both(name: str, make: Callable[..., Any], **options: Any) -> dict[str, Method]:
+    """A method of hoglib, and the same as a compiled graph."""
+    as_graph = graph(with_hoglib.compiled(make), **options)
+    return {name: plain(make, **options), f"{name}, compile=True": as_graph}
+
+
 KRONECKER = {
     "hoglib.KFACOperator": kronecker.hoglib,
     "hooks by hand": kronecker.by_hand,
@@ -46,8 +55,7 @@ WORKLOADS: dict[str, Workload] = {
         "one Hessian-vector product",
         (*ALL, "MLP-128"),
         {
-            "hoglib.hvp": plain(with_hoglib.hvp),
-            "hoglib.hvp, compile=True": graph(with_hoglib.compiled(with_hoglib.hvp)),
+            **both("hoglib.hvp", with_hoglib.hvp),
             "torch.compile of hoglib.hvp": compiled(with_hoglib.around(with_hoglib.hvp)),
             "reverse-over-reverse by hand": Method(with_torch.double_backward),
             "jvp(grad)": functional(with_torch.jvp_of_grad),
@@ -95,10 +103,7 @@ WORKLOADS: dict[str, Workload] = {
         "20 products at one point, each, set-up included",
         ALL,
         {
-            "hoglib.HessianOperator": plain(with_hoglib.products),
-            "hoglib.HessianOperator, compile=True": graph(
-                with_hoglib.compiled(with_hoglib.products)
-            ),
+            **both("hoglib.HessianOperator", with_hoglib.products),
             "rebuilt by hand": Method(with_torch.rebuilt, few=True),
             "graph kept by hand": Method(with_torch.graph_kept),
             "torch.func.linearize(grad)": functional(with_torch.linearized),
@@ -117,14 +122,8 @@ WORKLOADS: dict[str, Workload] = {
         "8 products at once, each",
         ALL,
         {
-            "hoglib.hvp": plain(with_hoglib.hvp_of_block, called="hvp"),
-            "hoglib.HessianOperator": plain(with_hoglib.block, called="operator"),
-            "hoglib.hvp, compile=True": graph(
-                with_hoglib.compiled(with_hoglib.hvp_of_block), called="hvp"
-            ),
-            "hoglib.HessianOperator, compile=True": graph(
-                with_hoglib.compiled(with_hoglib.block), called="operator"
-            ),
+            **both("hoglib.hvp", with_hoglib.hvp_of_block, called="hvp"),
+            **both("hoglib.HessianOperator", with_hoglib.block, called="operator"),
             "graph kept by hand": Method(with_torch.block_of_kept_graph),
             "vmap(jvp(grad))": functional(with_torch.vmapped),
             "curvlinops": curvlinops(with_peers.curvlinops_product()),
@@ -156,12 +155,9 @@ WORKLOADS: dict[str, Workload] = {
         "one Gauss-Newton product",
         ALL,
         {
-            "hoglib.ggn_vp": plain(with_hoglib.gauss_newton, truth="gauss-newton"),
+            **both("hoglib.ggn_vp", with_hoglib.gauss_newton, truth="gauss-newton"),
             "hoglib.GGNOperator": ggn(
                 partial(with_hoglib.one_product, kind="GGNOperator"), ours=True
-            ),
-            "hoglib.ggn_vp, compile=True": graph(
-                with_hoglib.compiled(with_hoglib.gauss_newton), truth="gauss-newton"
             ),
             "jvp and vjp by hand": ggn(with_torch.gauss_newton),
             "curvlinops": curvlinops(
@@ -211,10 +207,7 @@ WORKLOADS: dict[str, Workload] = {
         "five largest eigenvalues of the Hessian",
         ("MLP-128",),
         {
-            "hoglib.HessianOperator.eigsh": top(with_hoglib.top_five, ours=True, column="hoglib"),
-            "hoglib.HessianOperator.eigsh, compile=True": graph(
-                with_hoglib.compiled(with_hoglib.top_five), truth="eigenvalues"
-            ),
+            **both("hoglib.HessianOperator.eigsh", with_hoglib.top_five, truth="eigenvalues"),
             "SciPy, graph kept by hand": top(with_torch.arpack),
             "curvlinops, SciPy": curvlinops(with_peers.curvlinops_top_five, truth="eigenvalues"),
             "hessian-eigenthings": eigenthings(

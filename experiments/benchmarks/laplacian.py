@@ -79,7 +79,9 @@ def rows(small: bool) -> Iterator[str]:
             net, x = nn.Sequential(*layers[:-1]), torch.rand(points, widths[0])
             error = relative_error(ours(net, x, times), nested(net, x, times))
             assert error < 1e-3, f"{what}: off by {error:.1e}"
-            steps = {name: partial(train, way, net, x, times) for name, way in WAYS.items()}
+            steps: dict[str, Any] = {
+                name: partial(train, way, net, x, times) for name, way in WAYS.items()
+            }
             if times == 1 and not small:
                 steps["ours, compiled"] = compiled(net, x)
             seconds = interleaved(steps, 1 if small else repeats)

@@ -1,10 +1,7 @@
-"""One workload on one problem in this process: check every method, then time those that are right.
+"""One workload on one problem in this process: check every method, then time those that are right."""
 
-python -m experiments.benchmarks.measure --workload hvp --problem MLP --json result.json
-"""
-
-import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +11,8 @@ import torch
 
 from experiments.benchmarks.method_check import References, check_method, run_through, vectors_of
 from experiments.benchmarks.timing import CLOCKS, Clock, beside, quartiles, single_threaded
-from experiments.benchmarks.workload import COLUMNS, Call, Workload
-from experiments.benchmarks.workloads import PROBLEMS, WORKLOADS
+from experiments.benchmarks.workload import Call, Workload
+from experiments.benchmarks.workloads import WORKLOADS
 
 Row = dict[str, Any]
 
@@ -101,26 +98,13 @@ def result(
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", required=True, choices=WORKLOADS)
-    parser.add_argument("--problem", required=True, choices=PROBLEMS)
-    parser.add_argument("--json", required=True, type=Path)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=[])
-    parser.add_argument("--core", type=int, help="stay on this core")
-    parser.add_argument("--smoke", action="store_true", help="tiny networks")
-    given = parser.parse_args(arguments)
-    single_threaded(given.core)
-    found = result(
-        given.workload, given.problem, given.device, given.smoke, given.repeats, given.seconds,
-        CLOCKS[given.clock], given.columns,
-    )  # fmt: skip
-    given.json.write_text(json.dumps(found, indent=1))
+def main(text: str) -> None:
+    """text: a JSON object of the arguments of `result`, with `core`, `clock` and `file`."""
+    given = json.loads(text)
+    single_threaded(given.pop("core"))
+    clock, file = CLOCKS[given.pop("clock")], Path(given.pop("file"))
+    file.write_text(json.dumps(result(**given, clock=clock), indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -21,7 +21,7 @@ MODULE = "experiments.benchmarks.measure"
 
 def run(
     jobs: list[tuple[str, str]],
-    options: list[str],
+    options: dict[str, Any],
     cores: list[int],
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A measurement for each (workload, problem), and what went wrong in the others.
@@ -44,14 +44,13 @@ def run(
 
 
 def _one(
-    folder: Path, options: list[str], free: Any, bar: Any, job: tuple[str, str]
+    folder: Path, options: dict[str, Any], free: Any, bar: Any, job: tuple[str, str]
 ) -> dict[str, Any] | str:
     name, problem = job
     file, core = folder / f"{name}-{problem}.json", free.get()
     bar.set_postfix_str(f"{name}, {problem}")
-    command = [sys.executable, "-W", "ignore", "-m", MODULE]
-    command += ["--workload", name, "--problem", problem, "--json", str(file)]
-    command += ["--core", str(core), *options]
+    given = {**options, "name": name, "problem": problem, "file": str(file), "core": core}
+    command = [sys.executable, "-W", "ignore", "-m", MODULE, json.dumps(given)]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True, text=True

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,13 @@ def _cells(networks: dict[str, Row]) -> dict[str, list[str]]:
     return {name: [cell(m["methods"].get(name)) for m in networks.values()] for name in names}
 
 
-def cell(row: Row | None) -> str:
-    """The ratio with quartiles that are apart, and what else was measured; or why there is none."""
+def in_full(row: Row) -> str:
+    """The ratio with quartiles that are apart, and what else was measured."""
+    return ", ".join([time_of(row), *_extras(row)])
+
+
+def cell(row: Row | None, show: Callable[[Row], str] = in_full) -> str:
+    """What was measured of a method that is right; or why there is nothing."""
     if row is None:
         return ""
     if row["status"] == "ok" and "ratio" not in row:
@@ -60,7 +65,7 @@ def cell(row: Row | None) -> str:
     if row["status"] != "ok":
         said = "missing" if row["message"].startswith("missing:") else row["message"]
         return textwrap.shorten(said.replace("|", "/"), 70, placeholder=" …")
-    return ", ".join([time_of(row), *_extras(row)])
+    return show(row)
 
 
 def time_of(row: Row) -> str:
@@ -100,6 +105,12 @@ def _kind(name: str) -> str:
 
 def short(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table with rows as wide as its head."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _line(cells: list[str], wide: int) -> str:

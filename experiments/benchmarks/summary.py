@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from experiments.benchmarks.report import cell, milliseconds, short
+from experiments.benchmarks.report import cell, markdown, milliseconds, short
 
 Row = dict[str, Any]
 SLOWER = 1.1  # than somebody, by this and more: who that is stands in bold
@@ -70,11 +70,11 @@ def table(results: Row) -> str:
     """A row for each workload and network; columns for a GPU where there was one."""
     on_cpu, on_gpu = lines(results), lines(results, "cuda")
     head = ["", *HEAD, *(GPU if on_gpu else [])]
-    rows = [["---"] * len(head)]
+    rows = []
     for name in dict.fromkeys([*on_cpu, *on_gpu]):
         cells = [name, *_on_cpu(on_cpu.get(name))]
         rows.append(cells + (_on_gpu(on_gpu.get(name)) if on_gpu else []))
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, *rows])
+    return markdown(head, rows)
 
 
 def _on_cpu(line: Line | None) -> list[str]:

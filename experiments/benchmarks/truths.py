@@ -112,6 +112,12 @@ META_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
 # a critic's gradient in float32 is 1e-4 off float64's where terms nearly cancel, by hand too
 CRITIC_TOLERANCE = 5e-4
 
+
+def of_critic(loss: critic_steps.Loss) -> Truth:
+    step = critic_steps.truth(loss)
+    return Truth(lambda point: leaves_of(step(point)), lambda _: CRITIC_TOLERANCE, apart=1)
+
+
 TRUTHS = {
     "gradient": Truth(gradient),
     "hessian": Truth(hessian),
@@ -134,15 +140,6 @@ TRUTHS = {
     "meta-gradient": Truth(
         meta_gradient, lambda learner: META_TOLERANCE[learner.support[0].dtype], apart=1
     ),
-    **{
-        name: Truth(
-            lambda point, loss=loss: leaves_of(critic_steps.truth(loss)(point)),
-            lambda _: CRITIC_TOLERANCE,
-            apart=1,
-        )
-        for name, loss in (
-            ("r1", critic_steps.with_r1_by_hand),
-            ("wgan_gp", critic_steps.with_wgan_gp_by_hand),
-        )
-    },
+    "r1": of_critic(critic_steps.with_r1_by_hand),
+    "wgan_gp": of_critic(critic_steps.with_wgan_gp_by_hand),
 }

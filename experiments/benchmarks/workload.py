@@ -112,8 +112,8 @@ class Workload:
     compares with. unit: of times, if it is not that method. page: where its long table stands. brief:
     its name in the summary; without one it is not there. per_vector: whether times are per vector.
     memory: whether peaks are taken, and of what: of what torch's allocator gives, compiled code
-    included, or of the process. checked(name, small): on what methods are compared with the truth, if not on the
-    problem. seconds: no new round beyond these.
+    included, or of the process. checked(name, small): on what methods are compared with the truth, if
+    not on the problem. seconds: no new round beyond these.
     """
 
     title: str

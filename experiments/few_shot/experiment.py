@@ -8,7 +8,7 @@ from torch import Tensor
 import hoglib as hog
 from experiments import logs, runs
 from experiments.checks import at_least, learning_rate, one_of
-from experiments.few_shot.plots import plot_accuracy, plot_episode
+from experiments.few_shot.plots import plot_curves, plot_episode
 from experiments.few_shot.prototypes import Prototypes, nearest_centroid
 from experiments.few_shot.table import LearnerResult, classification_table, describe_learner
 from experiments.shared.compile_choice import CompileChoice, CompileOption, WithCompileChoice
@@ -166,8 +166,9 @@ class FewShotClassification(WithCompileChoice, Experiment):
         table = classification_table(own, others, pixels, title, len(accuracies))
         pictures = [self._plot_first_episode(folder / "episode.png", title)]
         if curves := logs.curves(folder):
-            points = curves.get("val/accuracy", [])
-            pictures.append(plot_accuracy(folder / "training_curve.png", points))
+            shown = {key: points for key, points in curves.items() if key == "val/accuracy"}
+            file = folder / "training_curve.png"
+            pictures.append(plot_curves(file, shown, "accuracy on validation tasks"))
         runs.write_report(folder, table, *pictures)
 
     def _plot_first_episode(self, file: Any, title: str) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 import hoglib as hog
 from experiments import logs, runs
 from experiments.checks import ascending_steps, finite, hidden_widths, learning_rate
-from experiments.few_shot.plots import plot_adaptation, plot_errors
+from experiments.few_shot.plots import plot_adaptation, plot_curves
 from experiments.few_shot.table import sinusoid_table, summarize_errors
 from experiments.shared.compile_choice import CompileChoice, CompileOption, WithCompileChoice
 from experiments.shared.learners import errors_after, make_learner
@@ -118,7 +118,8 @@ class FewShotRegression(WithCompileChoice):
             file = folder / "tasks.png"
             pictures.append(plot_adaptation(file, self.maml, waves(), self.label))
         if curves := logs.curves(folder):
-            pictures.append(plot_errors(folder / "training_curve.png", curves))
+            file = folder / "training_curve.png"
+            pictures.append(plot_curves(file, curves, "mean squared error", yscale="log"))
         runs.write_report(folder, table, *pictures)
 
 

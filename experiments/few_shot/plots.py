@@ -47,29 +47,18 @@ def plot_adaptation(maml: Learner, waves: Waves, label: str, tasks: int = 3) -> 
 
 
 @picture
-def plot_errors(curves: dict[str, Points]) -> Figure:
-    """Errors of training and validation against the meta-step."""
+def plot_curves(curves: dict[str, Points], ylabel: str, **scale: str) -> Figure:
+    """Values of training and validation against the meta-step."""
     figure = new_figure(6.5, 4)
     axis = figure.subplots()
     series = iter(SERIES)
     for key, points in curves.items():
-        if key.startswith("train/"):
-            axis.plot(*zip(*points, strict=True), label=key, color=GREY, lw=1, ls="-", alpha=0.7)
-        else:
-            axis.plot(*zip(*points, strict=True), label=key, **next(series).marked(markersize=3.5))
-    axis.set(xlabel="meta-step", ylabel="mean squared error", yscale="log")
+        look = {"color": GREY, "lw": 1, "ls": "-", "alpha": 0.7}
+        look = look if key.startswith("train/") else next(series).marked(markersize=3.5)
+        axis.plot(*zip(*points, strict=True), label=key, **look)
+    axis.set(xlabel="meta-step", ylabel=ylabel, **scale)
     if axis.lines:
         axis.legend()
-    return figure
-
-
-@picture
-def plot_accuracy(points: Points) -> Figure:
-    """Accuracy on validation tasks against the meta-step."""
-    figure = new_figure(6, 4)
-    axis = figure.subplots()
-    axis.plot(*zip(*points, strict=True) if points else ([], []), **SERIES[0].marked())
-    axis.set(xlabel="meta-step", ylabel="accuracy on validation tasks")
     return figure
 
 

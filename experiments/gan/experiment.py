@@ -75,7 +75,7 @@ class GAN(Adversarial):
         fake, _ = self.evaluate(real)
         quality, options = score_points(fake, self.target, real), self.trained_with
         how = options["penalty"], options["loss"], options["data.kind"]
-        own = PointsResult(*how, int(self.average.n_averaged), *quality)
+        own = PointsResult(*how, int(self.average.n_averaged), *quality)  # type: ignore[arg-type]
         scores = score_points(other, self.target, real)
         floor = PointsResult("real points", "", own.data, 0, *scores)
         self.log_dict(logged("test", quality), batch_size=len(real))

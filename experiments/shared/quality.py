@@ -47,8 +47,8 @@ def score_points(points: Tensor, target: Target, real: Tensor | None = None) -> 
     counts = torch.bincount(target.part.to(points.device)[nearest[high]], minlength=PARTS)
     # without any sample of high quality it is 0
     rarest = counts.min().item() * PARTS / max(int(high.sum()), 1)
-    distance = nan if real is None else wasserstein_distance(points, real)
-    return PointQuality(int((counts > 0).sum()), high.float().mean().item(), rarest, distance)
+    to_real = nan if real is None else wasserstein_distance(points, real)
+    return PointQuality(int((counts > 0).sum()), high.float().mean().item(), rarest, to_real)
 
 
 def wasserstein_distance(a: Tensor, b: Tensor) -> float:

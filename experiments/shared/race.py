@@ -1,7 +1,7 @@
 """Networks from one start, each trained by an optimizer of its own, at one cost."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import nan
 from time import perf_counter
 from typing import Any
@@ -47,7 +47,7 @@ class Raced(Experiment, ABC):
     def error(self, name: str, held_out: Any) -> Tensor:
         """The error of a network on held-out data."""
 
-    def race(self, batch: Any, held_out: Any, steps: dict[str, Callable[[], float]]) -> None:
+    def race(self, batch: Any, held_out: Any, steps: Mapping[str, Callable[[], float]]) -> None:
         """Take the steps, which return their cost, and log what they have given."""
         for i, step in enumerate(steps.values()):
             started = self._now()

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hoglib as hog
-from experiments.benchmarks.memory import peak_bytes
 from hoglib._core.remat import block_parts, recomputation
+from tests.memory import peak_bytes
 from tests.models import Fn
 
 FORWARD = "forward-over-reverse"

@@ -21,7 +21,6 @@ from experiments.benchmarks import (
     stand_ins,
     tracers,
 )  # fmt: skip
-from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.timing import program
 from hoglib.ops import _attention_blocks
 from tests.long_tail import FULL
@@ -128,21 +127,6 @@ def test_scores_are_ranked_beside_trainings_without_some_sequences(printed):
     lines = printed(leave_out)
     assert [line[:22].strip() for line in lines] == ["ekfac", "kfac", "product of gradients"]
     assert all(-1 <= float(line.split()[-3]) <= 1 for line in lines)
-
-
-def test_peak_memory_counts_what_is_alive_at_once():
-    x = torch.ones(1000, dtype=torch.float64)
-
-    def two_at_once() -> None:
-        for _ in range(3):
-            y = x + 1
-            z = y * 2  # 16 kB
-            del y, z
-
-    assert peak_allocated(two_at_once) == 16000
-    # views once, and inputs not at all
-    assert peak_allocated(lambda: x.view(10, 100).add_(1).sum()) == 8
-    assert peak_allocated(lambda: (x + 1).view(10, 100).t().unbind()) == 8000
 
 
 def test_the_benchmarks_import_no_lightning(monkeypatch):

@@ -248,9 +248,9 @@ def test_a_choice_of_nothing_is_told():
 
 
 def test_a_process_that_dies_is_told_of_and_the_others_count():
-    found, wrong = command.run([("hvp", "nothing")], [], command.cores()[:1])
+    found, wrong = command.run([("hvp", "nothing")], {}, command.cores()[:1])
     assert found == []
-    assert "hvp, nothing: the process ended with 2" in wrong[0]
+    assert "hvp, nothing: the process ended with 1" in wrong[0]
 
 
 def test_problems_are_the_same_on_every_call_and_leave_the_random_state():

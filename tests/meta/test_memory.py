@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hoglib as hog
-from experiments.benchmarks.memory import _Watch, peak_bytes
 from tests.functions import OnceDifferentiable, Sine
+from tests.memory import Watch, peak_bytes
 from tests.meta.networks import as_list, image_tasks, meta_gradient, network
 from tests.models import Checkpointed, Fn
 from tests.oracles import relative
@@ -183,7 +183,7 @@ def test_remat_keeps_parameters_only():
     def held(memory, steps):
         maml = learner("none", "sgd", memory=memory, inner_steps=steps, over_tasks="loop")
         (support, _), *_ = as_list(image_tasks(shots=50))
-        with _Watch() as watch:
+        with Watch() as watch:
             kept = maml.adapt(support)
         return watch.now if kept else None
 

@@ -16,10 +16,10 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import hoglib as hog
-from experiments.benchmarks.memory import peak_bytes
 from hoglib.meta import checkpoints
 from hoglib.meta.hypergradient import spearman
 from hoglib.meta.training import make_batches
+from tests.memory import peak_bytes
 from tests.meta.test_hypergradient import WAYS, kept
 from tests.oracles import relative
 from tests.rows import rows

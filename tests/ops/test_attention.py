@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hoglib as hog
-from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import _attention, _attention_blocks
 from tests.language_models import language_model, padded_batch
+from tests.memory import peak_bytes
 from tests.ops.checks import same
 from tests.refused import refused
 from tests.rows import rows

@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import hoglib as hog
-from experiments.benchmarks.memory import peak_bytes
 from hoglib.ops import remat
 from tests.functions import ClassicCube
+from tests.memory import peak_bytes
 from tests.models import Fn
 from tests.refused import refused
 from tests.rows import rows

@@ -1,11 +1,10 @@
 """The two tables of meta-gradients, and what the picture of memory shows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from experiments.benchmarks import report
 from experiments.benchmarks.meta.workloads import CHOSEN
-from experiments.benchmarks.report import short, time_of
+from experiments.benchmarks.report import cell, markdown, short, time_of
 
 Row = dict[str, Any]
 PICTURE = "![Peak memory and time against inner steps, hoglib solid](images/meta-memory.png)"
@@ -39,7 +38,7 @@ def meta_gradients(learners: Mapping[str, dict[str, Row]]) -> str:
     choices = [methods.get(CHOSEN, {}).get("beside") for methods in learners.values()]
     if any(choices):
         rows.append([f"{CHOSEN}'s own choice, to the better of its two", *map(_choice, choices)])
-    return _markdown(head, rows, bold="hoglib")
+    return markdown(head, _bold(rows))
 
 
 def many_steps(steps: Mapping[str, dict[str, Row]]) -> str:
@@ -49,18 +48,7 @@ def many_steps(steps: Mapping[str, dict[str, Row]]) -> str:
         for what, show in (("peak", _peak), ("time", _time))
         for name in _names(steps)
     ]
-    return _markdown(head, rows, bold="hoglib")
-
-
-def cell(row: Row | None, show: Callable[[Row], str]) -> str:
-    """What was measured of a method that is right; or why there is nothing."""
-    if row is None:
-        return ""
-    if row["status"] == "ok":
-        return show(row) if "ratio" in row else "right"
-    if row["status"] == "missing" and row["message"].startswith("missing:"):
-        return "not installed"
-    return report.cell(row)
+    return markdown(head, _bold(rows))
 
 
 def _time(row: Row) -> str:
@@ -83,11 +71,8 @@ def _names(problems: Mapping[str, dict[str, Row]]) -> list[str]:
     return list(dict.fromkeys(name for methods in problems.values() for name in methods))
 
 
-def _markdown(head: list[str], rows: list[list[str]], bold: str) -> str:
-    lines = [head, ["---"] * len(head)]
-    for name, *cells in rows:
-        lines.append([f"**{name}**" if name.startswith(bold) else name, *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _bold(rows: list[list[str]]) -> list[list[str]]:
+    return [[f"**{x}**" if x.startswith("hoglib") else x, *cells] for x, *cells in rows]
 
 
 def curves(results: Row) -> dict[str, dict[int, tuple[float, float]]]:
