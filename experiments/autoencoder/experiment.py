@@ -86,12 +86,9 @@ class Race(Raced):
         self.factor_cost = cost_of_factors([PIXELS, *widths, PIXELS])
         self.options = {
             "hidden": widths, "act": act, "curvature_batch": curvature_batch, **self.newton,
-            "adam_batch": adam_batch, "adam_lr": adam_lr,
+            "adam_batch": adam_batch, "adam_lr": adam_lr, "optimizers": self.names,
+            "preconditioned": self.preconditioned, "kfac": self.kfac,
         }  # fmt: skip
-        # checkpoints from before these options were there remain valid
-        if self.names != [NEWTON, ADAM]:
-            self.options |= {"optimizers": self.names, "preconditioned": self.preconditioned}
-            self.options |= {"kfac": self.kfac}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.networks[self.names[0]](x)
@@ -144,12 +141,6 @@ class Race(Raced):
         self.log(label, info.damping, batch_size=len(x))
         factors = self.factor_cost if name == PRECONDITIONED else 0
         return 1 + LOSS_COST * info.values + (info.products + factors) * count / len(x)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint.get("trained_with", {})
-        if "progress" in saved:  # the option's name in earlier checkpoints
-            saved["stagnation_tol"] = saved.pop("progress")
-        super().on_load_checkpoint(checkpoint)
 
     def second_order_problem(self, batch: Images) -> SecondOrderProblem:
         """The reconstruction error, by the parameters of the first network."""

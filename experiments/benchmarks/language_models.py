@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.timing import CLOCKS, interleaved, program
+from experiments.shared.gpt import CharacterGPT
 
 Product = Callable[..., Any]
 TOKENS, VOCABULARY, CHUNKS = 512, 20_000, (256, 64)
@@ -28,29 +29,6 @@ MODES: dict[str, tuple[Product, tuple[str, ...]]] = {
     '`hvp`, `mode="finite-differences"`': (hog.hvp, ("finite-differences",)),
 }
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Model(nn.Module):
-    """Causal transformer layers and a linear head."""
-
-    def __init__(self, width: int, layers: int, vocabulary: int, heads: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
-            for _ in range(layers)
-        )
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            ids.shape[1], ids.device, self.embed.weight.dtype
-        )
-        for layer in self.layers:
-            h = layer(h, mask)
-        logits: Tensor = self.head(self.norm(h))
-        return logits
 
 
 def all_logits(model: nn.Module) -> Any:
@@ -74,7 +52,7 @@ def memory_rows(small: bool) -> list[str]:
     lines = []
     for width in (16,) if small else WIDTHS:
         torch.manual_seed(0)
-        model = Model(width, 2, vocabulary).eval()
+        model = CharacterGPT(vocabulary, tokens // 4, width, 2, 4).eval()
         ids = torch.randint(vocabulary, (4, tokens // 4))
         params = hog.trainable_params(model)
         v = {name: torch.randn_like(p) for name, p in params.items()}
@@ -97,7 +75,7 @@ def memory_rows(small: bool) -> list[str]:
 def trained(width: int, layers: int, steps: int) -> tuple[nn.Module, Tensor]:
     """A model in float64 that has learned to count; its weights are numbers of bfloat16."""
     torch.manual_seed(0)
-    model = Model(width, layers, 64)
+    model = CharacterGPT(64, 32, width, layers, 4)
     ids = (torch.randint(64, (16, 1)) + torch.arange(32) * torch.randint(1, 4, (16, 1))) % 64
     optimizer, loss = torch.optim.Adam(model.parameters(), lr=3e-3), all_logits(model)
     for _ in range(steps):

@@ -39,6 +39,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.meta.tasks import Learner, classes, conv4
 from experiments.benchmarks.meta.with_hoglib import maml
+from experiments.benchmarks.problems import Encoder
 from experiments.benchmarks.timing import interleaved, machine, once, relative_error
 
 Call = Callable[[], Any]
@@ -260,25 +261,11 @@ def replay(small: bool, device: torch.device) -> Iterator[str]:
             yield f"replay      {steps} steps, {name:16} {times:5.1f} trainings by torch.optim"
 
 
-class Sequences(nn.Module):
-    """torch's transformer encoder with a linear layer of the mean over positions."""
-
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(encoder(width) for _ in range(layers))
-        self.head = nn.Linear(width, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        out: Tensor = self.head(x.mean(1))
-        return out
-
-
 def sequences(small: bool) -> Learner:
     width, length, layers, steps = (8, 4, 2, 2) if small else (64, 128, 4, 10)
     batches = classes(1, 2, (length, width))
-    return Learner(Sequences(width, layers), "encoder", F.cross_entropy, *batches, 0.05, steps)
+    model = Encoder(width, 4, 4 * width, layers, 5)
+    return Learner(model, "encoder", F.cross_entropy, *batches, 0.05, steps)
 
 
 def wide(small: bool) -> Learner:

@@ -39,27 +39,18 @@ class LastCheckpoint(Checkpoint):
         self._step_before = 0
         self._previous_handlers: dict[int, Any] = {}
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, *_: Any, **__: Any) -> None:
         self.interrupted, self._stopping = 0, False
         with suppress(ValueError):  # signals can only be handled in the main thread
             for signum in (signal.SIGINT, signal.SIGTERM):
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._stopping and self._saved_step == trainer.global_step:
             raise KeyboardInterrupt(self.interrupted or signal.SIGINT)
         self._step_before = trainer.global_step
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         # A checkpoint of before a validation would lose its row of metrics.csv: Lightning skips the
         # validation of a step that is resumed.
         if trainer.should_stop or not _validates(trainer):
@@ -102,12 +93,10 @@ class LastCheckpoint(Checkpoint):
     def _is_last(self, trainer: pl.Trainer) -> bool:
         return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         self._restore_handlers()
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._restore_handlers()
         if isinstance(trainer.logger, RunLogger) and trainer.is_global_zero:
             trainer.logger.discard()
@@ -127,11 +116,9 @@ class LastCheckpoint(Checkpoint):
                 os.replace(part, self.path)
         except OSError as error:
             part.unlink(missing_ok=True)
-            kept = (
-                f"the checkpoint of step {self._saved_step} is intact"
-                if self._saved_step is not None
-                else "this run has no earlier checkpoint"
-            )
+            last = self._saved_step
+            kept = f"the checkpoint of step {last} is intact"
+            kept = "this run has no earlier checkpoint" if last is None else kept
             raise OutputError(
                 f"checkpoint: could not write {self.path} at step {step} ({error.strerror}); {kept}. "
                 f"Free some space or choose another folder with --trainer.logger.save_dir, then "

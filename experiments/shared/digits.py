@@ -64,9 +64,7 @@ class Digits(StreamData):
         test_picks, train_picks, val_picks, _ = order.split([test, train, val, rest])
         self.held_out, self.train = select(images(), test_picks), select(images(), train_picks)
         self.validation = select(images(), val_picks) if val else self.held_out
-        self.options = {"train": train, "test": test, "seed": self.seed}
-        if val:  # checkpoints from before this option was there remain valid
-            self.options["val"] = val
+        self.options = {"train": train, "test": test, "seed": self.seed, "val": val}
 
     def batch_of(self, seed: int) -> "Images":
         return subset(self.train, self.batch, seed)
