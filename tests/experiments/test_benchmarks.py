@@ -312,7 +312,7 @@ def test_smoke_of_meta_gradients(name, without_peers):
     for method, row in rows.items():
         if row["status"] == "ok":
             assert (row["first_seconds"] is not None) == methods[method].compiled, method
-    assert report.cell(rows["higher"], report._time) == "not installed"
+    assert report.cell(rows["higher"], report._time) == "missing"
     assert rows[CHOSEN]["beside"]["name"] in FORCED.values()
 
 
