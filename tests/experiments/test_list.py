@@ -1,5 +1,6 @@
 """`python -m experiments list`: every config, its minutes and what it shows, without torch."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,20 @@ def test_a_smoke_config_is_that_of_a_run(path):
     run = path.relative_to("configs/smoke")
     assert (ROOT / "configs" / run).exists()
     assert (ROOT / path).read_text().startswith(f"# {run} in seconds")
+
+
+FOLDERS = sorted(file.parent for file in (ROOT / "experiments").glob("*/experiment.py"))
+EXPERIMENTS = [
+    folder for folder in FOLDERS if folder.name != "shared"
+]  # which has their base class
+
+
+@pytest.mark.parametrize("folder", EXPERIMENTS, ids=lambda folder: folder.name)
+def test_an_experiment_has_its_files_and_imports_no_other(folder):
+    assert {"__init__.py", "plots.py", "table.py"} < {file.name for file in folder.iterdir()}
+    text = "".join(file.read_text() for file in folder.glob("*.py"))
+    imported = set(re.findall(r"^from experiments\.(\w+)", text, re.MULTILINE))
+    assert imported <= {folder.name, "shared", "checks", "logs", "runs"}
 
 
 @pytest.mark.parametrize(
