@@ -18,6 +18,7 @@ from experiments.benchmarks import (
     leave_out,
     ops,
     remat,
+    resident,
     stand_ins,
     tracers,
 )  # fmt: skip
@@ -127,6 +128,11 @@ def test_scores_are_ranked_beside_trainings_without_some_sequences(printed):
     lines = printed(leave_out)
     assert [line[:22].strip() for line in lines] == ["ekfac", "kfac", "product of gradients"]
     assert all(-1 <= float(line.split()[-3]) <= 1 for line in lines)
+
+
+@pytest.mark.parametrize("name", resident.CASES)
+def test_each_case_of_resident_memory_runs(name):
+    assert resident.measure(name, 2)["held"] > 0
 
 
 def test_the_benchmarks_import_no_lightning(monkeypatch):

@@ -1,0 +1,159 @@
+"""Peak memory that the operating system sees, beside that of tensors, and how both grow.
+
+    python -m experiments.benchmarks.resident [CASE ...] [--smoke]
+
+Each case runs at one size and at twice that size, each time in a child process: once at half the size,
+as a warm-up, then for the peak of the process (VmHWM) beyond its memory before, for CPU time, and for
+the peak of what torch's allocator gave. Growth is the ratio of the peaks of the process. One thread.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hoglib as hog
+from experiments.benchmarks.memory import peak_allocated, peak_resident
+
+Run = Callable[[], Any]
+
+
+def attention(length: int) -> Run:
+    q, k, v = (torch.randn(1, 1, length, 32) for _ in range(3))
+
+    def square(given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return F.scaled_dot_product_attention(*given, is_causal=True).square().sum()
+
+    return lambda: hog.hvp(square, (q, k, v), (q, k, v))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, residual: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.residual = residual
+
+    def forward(self, h: Tensor) -> Tensor:
+        out: Tensor = self.outer(F.gelu(self.inner(h)))
+        return h + out if self.residual else out
+
+
+def blocks(
+    batch: int, layers: int = 32, width: int = 128, residual: bool = True, **options: Any
+) -> Run:
+    model = nn.Sequential(*(Block(width, residual) for _ in range(layers)))
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    data = torch.randn(batch, width), torch.randn(batch, width)
+    return lambda: hog.hvp(loss, params, params, data, **options)
+
+
+def loader(batches: int) -> Run:
+    model = nn.Sequential(*(Block(128, True) for _ in range(8)))
+    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
+    data = [(torch.randn(512, 128), torch.randn(512, 128)) for _ in range(batches)]
+    H = hog.HessianOperator(loss, params, data)
+    return lambda: H @ params
+
+
+def training(steps: int, memory: Any = "remat") -> Run:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    params, x = hog.trainable_params(model), torch.randn(512, 64)
+
+    def inner(params: Any, weights: Tensor) -> Tensor:
+        rows = (torch.func.functional_call(model, params, (x,)) - x.flip(0)).square().mean(1)
+        return (weights * rows).mean()
+
+    def outer(params: Any, weights: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (x,)).square().mean()
+
+    rule = hog.meta.adam(1e-3)
+    return lambda: hog.meta.hypergradient(
+        outer, inner, params, torch.ones(512), rule=rule, steps=steps, memory=memory
+    )
+
+
+def distances(rows: int) -> Run:
+    x = torch.randn(rows, 16)
+    return lambda: hog.hvp(lambda x: torch.cdist(x, x).square().sum(), x, x)
+
+
+def vocabulary(rows: int) -> Run:
+    h, W, t = torch.randn(rows, 64), torch.randn(8192, 64), torch.randint(8192, (rows,))
+    return lambda: hog.hvp(lambda p: hog.ops.linear_cross_entropy(p[0], p[1], t), (h, W), (h, W))
+
+
+def maml(steps: int, memory: Any = "store") -> Run:
+    layers = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 5)
+    learner = hog.MAML(nn.Sequential(*layers), F.cross_entropy, inner_steps=steps, memory=memory)
+    x, y = torch.randn(1, 200, 64), torch.randint(5, (1, 200))
+    return lambda: torch.autograd.grad(
+        learner.loss([((x[0], y[0]), (x[0], y[0]))]), list(learner.parameters())
+    )
+
+
+CASES: dict[str, tuple[Callable[[int], Run], int]] = {
+    "attention": (attention, 4096),
+    "hvp, 32 blocks": (partial(blocks, residual=False), 512),
+    "remat, 32 blocks": (partial(blocks, residual=False, remat=True), 512),
+    "remat, 32 residual blocks": (partial(blocks, remat=True), 512),
+    "remat, 24 residual blocks": (partial(blocks, layers=24, width=96, remat=True), 512),
+    "operator over a loader": (loader, 4),
+    **{
+        f"hypergradient, {m}": (partial(training, memory=m), 50)
+        for m in ("store", "remat", "checkpoint", "mixed")
+    },
+    "cdist": (distances, 1024),
+    "vocabulary": (vocabulary, 512),
+    "MAML, store": (maml, 5),
+    "MAML, remat": (partial(maml, memory="remat"), 5),
+}
+
+
+def measure(name: str, size: int) -> dict[str, float]:
+    """MiB of the process and of tensors, and seconds of CPU time, in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    make, _ = CASES[name]
+    make(max(1, size // 2))()
+    run = make(size)
+    resident = peak_resident(run) or 0
+    start = time.process_time()
+    run()
+    seconds = time.process_time() - start
+    held = peak_allocated(run)
+    return {"held": held / 2**20, "resident": resident / 2**20, "seconds": seconds}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", help=f"some of: {'; '.join(CASES)}")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, in seconds")
+    parser.add_argument("--size", type=int, help="one case at this size, in this process, as JSON")
+    options = parser.parse_args(arguments)
+    if options.size:
+        print(json.dumps(measure(options.cases[0], options.size)))
+        return
+    print(f"{'MiB':28}{'size':>6}{'held':>8}{'resident':>10}{'growth':>8}{'CPU s':>8}")
+    for name in options.cases or CASES:
+        first = 2 if options.smoke else CASES[name][1]
+        before = None
+        for size in (first, 2 * first):
+            command = [sys.executable, "-m", "experiments.benchmarks.resident", name]
+            out = subprocess.check_output([*command, "--size", str(size)])
+            held, resident, seconds = json.loads(out).values()
+            growth = f"{resident / before:.2f}" if before else ""
+            before = resident
+            line = f"{name:28}{size:6}{held:8.1f}{resident:10.1f}{growth:>8}{seconds:8.2f}"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
