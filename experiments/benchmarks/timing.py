@@ -169,8 +169,9 @@ def program(description: str | None, tables: Mapping[str, Callable[[bool], Itera
     print(machine())
     for head, rows in tables.items():
         torch.manual_seed(0)
-        columns = head.splitlines()[-1].count("|") - 1
-        print(f"\n{head}\n|{'---|' * columns}" if columns > 0 else f"\n{head}")
+        if head:
+            columns = head.rpartition("\n")[2].count("|") - 1
+            print(f"\n{head}\n|{'---|' * columns}")
         for row in rows(given.smoke):
             print(row, flush=True)
 
