@@ -37,11 +37,24 @@ def optimized(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx
     if not dynamic:
         module = functionalized(module, tensors)
         merge_sums(module)
-    specialize_convolutions(module)
+    specialize_convolutions(module.graph)
     if not dynamic and all(x.device.type == "cpu" for x in tensors):
-        channels_last(module)
+        channels_last(module.graph)
     module.recompile()
     return module
+
+
+def specialize_in_inductor(graph: fx.Graph) -> None:
+    """The two passes over convolutions, in a graph of torch's compiler (after autograd)."""
+    specialize_convolutions(graph)
+    inputs = [fake_value(node) for node in graph.nodes if node.op == "placeholder"]
+    if all(isinstance(x, Tensor) and x.is_cpu and _has_numbers(x) for x in inputs):
+        channels_last(graph)
+
+
+def _has_numbers(value: Tensor) -> bool:
+    """Whether no size is a symbol."""
+    return all(isinstance(n, int) for n in value.shape)
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -360,7 +373,7 @@ def _concatenate(graph: fx.Graph, parts: list[fx.Node], dim: int) -> fx.Node:
     return new_node(graph, aten.cat.default, parts, dim)
 
 
-def specialize_convolutions(module: fx.GraphModule) -> None:
+def specialize_convolutions(graph: fx.Graph) -> None:
     """Removes unused gradients of convolutions, and uses the kernel for gradients of weights.
 
         convolution(x^T, g^T)^T = d <convolution(x, w), g> / d w        ^T swaps dimensions 0 and 1
@@ -368,7 +381,6 @@ def specialize_convolutions(module: fx.GraphModule) -> None:
     Autograd computes the left side when it differentiates a gradient: a convolution with a kernel as
     large as an image, which takes 1.5 to 3 times as long as the right side.
     """
-    graph = module.graph
     for node in list(graph.nodes):
         if node.target is aten.convolution_backward.default:
             _prune_gradients(node)
@@ -413,7 +425,12 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
 
 def _is_exchanged(node: object) -> bool:
     """Whether a node is a transpose that swaps dimensions 0 and 1 of images or kernels."""
-    if not isinstance(node, fx.Node) or node.target is not aten.transpose.int:
+    if not isinstance(node, fx.Node):
+        return False
+    if node.target is aten.permute.default:  # as torch's compiler writes it
+        rank, order = fake_value(node).dim(), [*node.args[1]]  # type: ignore[misc]
+        return rank > 2 and order == [1, 0, *range(2, rank)]
+    if node.target is not aten.transpose.int:
         return False
     rank = fake_value(node).dim()
     return rank > 2 and {n % rank for n in node.args[1:] if isinstance(n, int)} == {0, 1}
@@ -427,14 +444,13 @@ _STRIDED_OPS = (
 )  # fmt: skip
 
 
-def channels_last(module: fx.GraphModule) -> None:
+def channels_last(graph: fx.Graph) -> None:
     """Puts images and weights of convolutions in channels-last layout, on a CPU.
 
     In another layout, oneDNN reorders images in each convolution and in each of its derivatives.
     torch's compiler changes only the layout of convolutions, so each derivative still copies to the old
     one. Outputs keep their layout: autograd accepts a gradient as .grad only in its parameter's layout.
     """
-    graph = module.graph
     nodes = list(graph.nodes)
     # as_strided depends on the layout of its input
     strided = any(node.target in _STRIDED_OPS for node in nodes)

@@ -11,6 +11,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from hoglib._core.messages import validation
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.torch_api.torch_private import private
+from hoglib.capture import passes
 from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
 from hoglib.errors import ArgumentTypeError
 
@@ -196,6 +199,41 @@ def cpp_compiler() -> str | None:
     candidates = named if isinstance(named, list | tuple) else [named]
     found = (shutil.which(str(name)) for name in candidates if name is not None)
     return next(filter(None, found), None)
+
+
+def inductor_options() -> dict[str, Any]:
+    r"""Options of `torch.compile` for derivatives of convolutions, around calls of hoglib.
+
+        fast = torch.compile(step, options=hog.capture.inductor_options())
+
+    Two passes over the graph, which `hoglib.compile` makes anyway: the derivative of a convolution by
+    its weight uses the kernel for it, where autograd convolves with a kernel as large as an image; and
+    on a CPU, images stay in channels-last layout from one convolution to the next. No setting of the
+    process changes. `torch.compile` takes either ``options`` or ``mode``; others can be added to the
+    dict.
+
+    Returns:
+        A dict of settings of `torch._inductor.config`.
+    Raises:
+        UnsupportedError: if this torch has no such passes.
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 1))
+        >>> options = hog.capture.inductor_options()
+        >>> penalty = torch.compile(lambda x: hog.penalties.r1(model, x), options=options)
+    """
+    graph_pass: Any = private("torch._inductor.custom_graph_pass.CustomGraphPass")
+    # a part of the keys of torch's caches
+    key = sha256(Path(passes.__file__).read_bytes()).hexdigest()
+
+    class Convolutions(graph_pass):
+        def __call__(self, graph: fx.Graph) -> None:
+            passes.specialize_in_inductor(graph)
+
+        def uuid(self) -> str:
+            return key
+
+    layout = {} if torch.cuda.is_available() else {"layout_optimization": False}
+    return {"post_grad_custom_pre_pass": Convolutions(), **layout}
 
 
 @contextmanager

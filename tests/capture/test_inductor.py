@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import hoglib as hog
 from hoglib._core.torch_api.torch_version import TORCH_VERSION
+from hoglib.capture import passes
 from tests.capture.models import draw
 from tests.long_tail import FULL
 from tests.several_processes import exit_code_of
@@ -264,7 +265,7 @@ def test_operators_with_lists_of_tensors(cache):
     assert_close(hog.hvp(loss, x, x, compile=True), hog.hvp(loss, x, x))
 
 
-def test_gradients_of_convolutions(cache):
+def test_gradients_of_convolutions(cache, monkeypatch):
     """Which go to other kernels than in eager mode."""
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -275,3 +276,15 @@ def test_gradients_of_convolutions(cache):
     loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
     product = lambda v: hog.hvp(loss, params, v, batch)  # noqa: E731
     assert_close(hog.compile(product, check=False)(params), product(params), rtol=1e-10, atol=1e-12)
+    fewer, specialize = [], passes.specialize_in_inductor
+
+    def counted(graph):
+        kernel = torch.ops.aten.convolution.default
+        before = len(graph.find_nodes(op="call_function", target=kernel))
+        specialize(graph)
+        fewer.append(before - len(graph.find_nodes(op="call_function", target=kernel)))
+
+    monkeypatch.setattr(passes, "specialize_in_inductor", counted)
+    around = torch.compile(product, options=hog.capture.inductor_options())
+    assert_close(around(params), product(params), rtol=1e-10, atol=1e-12)
+    assert fewer[0] > 0

@@ -358,6 +358,7 @@ _ROWS = (
     R("torch._inductor.config", "its settings", COMPILE,
       lambda c: (c.patch, c.triton.cudagraphs, c.cpp.threads, c.cpp.dynamic_threads, c.cpp.cxx)),
     R("torch._inductor.list_mode_options", "its modes", COMPILE),
+    R("torch._inductor.custom_graph_pass.CustomGraphPass", "passes over a graph", COMPILE, lambda kind: (kind.__call__, kind.uuid)),
     R("torch._inductor.standalone_compile", "compiles a graph", COMPILE),
     R("torch._inductor.utils.fresh_cache", "another cache, where one fails", COMPILE),
     R("torch._inductor.runtime.cache_dir_utils.default_cache_dir", "its cache", COMPILE),
