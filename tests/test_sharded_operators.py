@@ -10,6 +10,7 @@ from torch import nn
 
 import hoglib as hog
 from hoglib._core.substrate import placement
+from hoglib._core.torch_api import pytree
 from tests.long_tail import FULL
 from tests.several_processes import Wire, assert_raised, found_by_each, raised_by
 from tests.test_docs import DOCS, blocks
@@ -164,6 +165,42 @@ def newton(net, rows):
     return max(errors)
 
 
+def checkpointed(make, rank, world, folder):
+    """The errors of a state that torch.distributed.checkpoint saved, in a new optimizer and operator."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def trained():
+        net, rows = make(rank, world)
+        return net, hog.curvature.NewtonCG(hog.functional_loss(net, F.cross_entropy)), uneven(rows)
+
+    net, optimizer, batches = trained()
+    optimizer.step(batches)
+    model, state = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "state": state}, checkpoint_id=folder / "newton")
+    again, resumed, _ = trained()
+    found = dict(zip(("model", "state"), get_state_dict(again, resumed), strict=True))
+    dcp.load(found, checkpoint_id=folder / "newton")
+    names = {"model_state_dict": found["model"], "optim_state_dict": found["state"]}
+    set_state_dict(again, resumed, **names)
+    for one in (optimizer, resumed):
+        one.step(batches)
+    pairs = zip(net.parameters(), again.parameters(), strict=True)
+    errors = [float((p - q).detach().full_tensor().abs().max()) for p, q in pairs]
+    params = hog.trainable_params(net)
+    K = hog.KFACOperator(hog.functional_loss(net, F.cross_entropy), params, batches, kind="exact")
+    v = vectors(params)
+    expected = K @ v
+    dcp.save(K.state_dict(), checkpoint_id=folder / "factors")
+    state = K.state_dict()
+    for tensor in pytree.tensors(state):
+        tensor.zero_()
+    dcp.load(state, checkpoint_id=folder / "factors")
+    K.load_state_dict(state)
+    errors += [float((x - expected[n]).full_tensor().abs().max()) for n, x in (K @ v).items()]
+    return max(errors)
+
+
 def factored(net, rows, corrected):
     """Kronecker factors, of which each process has some, and what is computed by them."""
     pair = Pair(partial(hog.KFACOperator, eigenvalue_corrected=corrected), net, rows)
@@ -213,6 +250,8 @@ def every(rank, folder, found):
         for corrected in (True, False)[: 1 + (layout == "fsdp")]:
             for name, error in factored(*make(rank, world), corrected).items():
                 found[f"{layout}: corrected {corrected}, {name}"] = error
+    if world == 2:
+        found["checkpoints"] = checkpointed(fsdp, rank, world, folder)
     found["refused"] = refused(rank, world)
     found["sent"] = sent()
 

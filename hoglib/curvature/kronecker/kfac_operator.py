@@ -557,10 +557,14 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             A dict for `load_state_dict`.
         """
         names = pytree.paths(self.space.params)
-        blocks = [
-            {**saved_layout(block.layout, names), **{key: getattr(block, key) for key in TENSORS}}
+        # By names, not numbers: torch.distributed.checkpoint merges what processes save under one key.
+        blocks = {
+            f"{names[block.layout.first.leaf]}[{block.layout.first.start}]": {
+                **saved_layout(block.layout, names),
+                **{key: getattr(block, key) for key in TENSORS},
+            }
             for block in self.blocks()
-        ]
+        }
         return {"options": self._saved_options(), "blocks": blocks}
 
     def _saved_options(self) -> dict[str, Any]:
@@ -596,7 +600,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         dtype = torch.promote_types(self.dtype, torch.float32)
         blocks = []
         try:
-            for one in state_dict["blocks"]:
+            saved = state_dict["blocks"]
+            # earlier versions saved a list
+            for one in saved.values() if isinstance(saved, Mapping) else saved:
                 given = [one[key] for key in TENSORS]
                 tensors: Any = [None if x is None else x.to(self.device, dtype) for x in given]
                 blocks.append(KroneckerBlock(layout_of(one, names), *tensors))

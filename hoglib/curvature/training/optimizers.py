@@ -91,8 +91,10 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
             )
         state = state_dict["state"].items()
         saved = {i: own["direction"].shape for i, own in state if "direction" in own}
-        shapes = dict(enumerate(p.shape for p in self._params.values()))
-        if [*shapes] != group["params"] or not saved.items() <= shapes.items():
+        # numbers, or names where `torch.distributed.checkpoint.state_dict` made the state
+        shapes = dict(zip(group["params"], (p.shape for p in self._params.values()), strict=False))
+        as_many = len(group["params"]) == len(self._params)
+        if not as_many or not saved.items() <= shapes.items():
             raise errors.ArgumentValueError(
                 f"state_dict: expected that of parameters {validation.listing([*self._params])} of "
                 f"these shapes, got one of {validation.listing(group.get('param_names', []))}, whose "
@@ -135,7 +137,8 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
     def _last_direction(self, operator: LinearOperator) -> Tensor | None:
         """The kept direction as a flat vector; None before the first step."""
         last = {name: self.state[p].get("direction") for name, p in self._params.items()}
-        return None if any(part is None for part in last.values()) else operator.ravel(last)
+        none = not self.param_groups[0]["steps"] or any(part is None for part in last.values())
+        return None if none else operator.ravel(last)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: torch's method leaves out the attributes of subclasses."""
@@ -287,6 +290,8 @@ class NewtonCG(BatchOptimizer):
         self._last: tuple[int, Any] | None = None  # step and preconditioner, when last made
         self._row_order: RowOrder | None = None  # how KFAC reads layers, from the first step
         super().__init__(loss, params, defaults, options)
+        # torch.distributed.checkpoint loads only entries that a state has already
+        self._keep_direction({name: torch.zeros_like(p) for name, p in self._params.items()})
 
     def step(self, closure: object = None, curvature: object = None) -> Tensor:  # type: ignore[override]
         """Take one step.
