@@ -216,7 +216,11 @@ def reproducible(problem: Problem, *, double: bool) -> Iterator["ReproducibleLos
     modules, generators = problem.names.modules(), problem.generators
     # undo swaps first: the guard has saved the modules without swapped parameters
     with StateGuard(modules, generators, double) as state, keep_swapped():
-        yield ReproducibleLoss(problem, state, double=double)
+        loss = ReproducibleLoss(problem, state, double=double)
+        try:
+            yield loss
+        finally:
+            loss.release()
 
 
 @final
@@ -230,12 +234,18 @@ class ReproducibleLoss:
         self._batch = map_tensors(to_double, problem.batch) if double else problem.batch
         leaves = to_double(problem.leaves) if double else problem.leaves
         self._are_complex = [x.is_complex() for x in leaves]  # by leaf
-        self._params = [real(x) for x in leaves]  # the point given by the user
-        self.move_back()
+        self._move_to([real(x) for x in leaves])
 
     def move_back(self) -> None:
-        """Move to the parameters given by the user."""
-        self._move_to(self._params)
+        """Move to the parameters themselves, of which no second copy is kept meanwhile."""
+        self.release()
+        leaves = self._problem.leaves
+        self._move_to([real(x) for x in (to_double(leaves) if self._double else leaves)])
+
+    def release(self) -> None:
+        """Drop tensors of the size of the parameters, which the cycle of a checker and its loss would
+        keep until the next garbage collection."""
+        self._move_to([])
 
     def _move_to(self, leaves: Vector) -> None:
         self.leaves = leaves

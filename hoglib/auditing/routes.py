@@ -27,6 +27,7 @@ from hoglib._core.numerics.finite_differences import (
     difference_quotient,
     distance,
     gradient_function,
+    shifted,
     steps,
 )
 from hoglib._core.runtime import source_location
@@ -206,6 +207,11 @@ class Route(NamedTuple):
         return f"{order} derivative: {self.title}"
 
     @property
+    def takes_w(self) -> bool:
+        """Whether its product takes a second direction."""
+        return self.quantity in ("curvature", "third") or self.product is grad_of_vmap
+
+    @property
     def text(self) -> str:
         """The computed quantity, as part of a sentence."""
         what = TEXTS[self.quantity]
@@ -352,7 +358,6 @@ class CheckResult(NamedTuple):
 
 # Slopes of a function F, in units of its arguments: the central (F(x + h v) - F(x - h v)) / 2h and the
 # one-sided (F(x + h v) - F(x)) / h. They differ by O(h) unless there is a kink within h.
-_Slope = tuple[Vector, Vector]
 
 
 @final
@@ -368,32 +373,32 @@ class Checker:
         self._f, self._stops = f, stops
         self._leaves = [x.detach() for x in leaves]  # the point x
         self._dtype = maps.coarsest_dtype(leaves)
-        random = torch.Generator("cpu").manual_seed(seed)
+        self._random = torch.Generator("cpu").manual_seed(seed)
         self._scales = [scale(x) for x in self._leaves]  # units of the leaves
-        self._v, self._w = (
-            _times([random_like(x, random) for x in self._leaves], self._scales) for _ in range(2)
-        )
-        # for the quantity compared last: its slopes by step, and the value of its function at x
-        self._kind, self._known = "", dict[float, _Slope | None]()
-        self._here: Vector | None = None
+        self._v, self._state = self._draw(), self._random.get_state()
+        self._w: Vector = []  # drawn for routes that take a second direction
+        # for the quantity compared last: its central slopes by step
+        self._kind, self._known, self._ran = "", dict[float, Vector | None](), False
         # correct products, by quantity; all correct routes to a quantity have equal products
         self.products: dict[str, Vector] = {}
 
     def check(self, route: Route, *, compare: bool = True) -> CheckResult:
         """Check a route. compare: if False, only whether it runs and is finite."""
         # copies: code under no_grad may write to its arguments
-        leaves = [x.clone() for x in self._leaves]
+        leaves = self._copies()
+        self._w = (self._w or self._draw_w()) if route.takes_w else []
         try:
             found = route.product(self._f, leaves, self._v, self._w)
         except Exception as error:
             return CheckResult(None, raised=error)
+        del leaves
         found = [dense(part.detach()) for part in found]
         if not _all_finite(found):
             return CheckResult(True, nan)
         if not compare:
             return CheckResult(False, product=found)
         result = self._compare(route, found)
-        if not result.wrong:
+        if not result.wrong and route.quantity != "first":  # nothing is compared with it later
             self.products.setdefault(route.quantity, found)
         return result
 
@@ -411,16 +416,19 @@ class Checker:
         zero = zero and not any(part.any() for part in found)
         tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
         best = doubt = inf
-        slopes = (self._slope(quantity, step) for step in steps("route", self._dtype))
-        for slope in filter(None, slopes):
-            central, one_sided = slope
+        for step in steps("route", self._dtype):
+            central = self._slope(quantity, step)
+            if central is None:
+                continue
             if quantity == "curvature":
                 size, limit = float(pytree.norm(central)), DOUBT_OF_NUMBER
-                w = [part / unit for part, unit in zip(self._w, self._scales, strict=True)]
-                central, one_sided = ([pytree.dot(part, w)] for part in slope)
+                central = [self._along_w(central)]
             error = _relative_distance(found, central, size)
             if error < RIGHT_WITHIN.get(self._dtype, RIGHT_WITHIN[torch.float32]):
                 return self._compare_zero(error) if zero else CheckResult(False, error)
+            one_sided = self._one_sided(quantity, step)
+            if quantity == "curvature":
+                one_sided = [self._along_w(one_sided)]
             best, bend = min(best, error), _relative_distance(one_sided, central, size)
             for other, bent in tried:
                 doubt = min(doubt, max(_relative_distance(other, central, size), min(bend, bent)))
@@ -436,8 +444,9 @@ class Checker:
         (`error`) and do not agree at others: a branch for the neighbourhood of a single point, such as
         sin(x) / x at 0, has the derivatives of the branch.
         """
-        found = [self._slope("hessian", step) for step in steps("route", self._dtype)[2:]]
-        slopes = [side for slope in found if slope for side in slope]
+        found = [(self._slope("hessian", h), h) for h in steps("route", self._dtype)[2:]]
+        pairs = [(one, self._one_sided("hessian", h)) for one, h in found if one is not None]
+        slopes = [side for pair in pairs for side in pair]
         size = float(pytree.norm(slopes[-2])) if len(slopes) == 2 * len(found) else 0.0
         if size and max(distance(one, slopes[-2]) for one in slopes) < AGREE * size:
             return CheckResult(True, 1.0)
@@ -447,46 +456,70 @@ class Checker:
     def is_linear(self) -> bool:
         """Whether differences of the gradient are linear in their direction. If they converge without
         being linear, as at a tie of a maximum, no second derivative exists."""
-        step, (v, w) = steps("route", self._dtype)[2], (self._v, self._w)
+        step, (v, w) = steps("route", self._dtype)[2], (self._v, self._draw_w())
         both = [a - b for a, b in zip(v, w, strict=True)]
-        here = self._function("hessian", self._leaves)
-        found = [self._difference("hessian", here, x, step) for x in (v, w, both)]
-        of_v, of_w, of_both = (slope[0] if slope else [] for slope in found)
+        of_v, of_w, of_both = (self._difference("hessian", x, step) or [] for x in (v, w, both))
         apart = [a - b for a, b in zip(of_v, of_w, strict=True)]
         return bool(apart) and _relative_distance(of_both, apart, float(pytree.norm(of_v))) < AGREE
 
-    def _slope(self, quantity: str, step: float) -> _Slope | None:
-        """The slope for a quantity and a step. None if the function raises, or if it stops a gradient
-        inside a torch.func transform, where the value cannot be held constant."""
+    def _slope(self, quantity: str, step: float) -> Vector | None:
+        """The central slope for a quantity and a step. None if the function raises, or if it stops a
+        gradient inside a torch.func transform, where the value cannot be held constant."""
         kind = "hessian" if quantity == "curvature" else quantity
         if kind != self._kind:  # keep slopes for one quantity: its routes are checked in a row
-            self._kind, self._known, self._here = kind, {}, None
+            self._kind, self._known, self._ran = kind, {}, False
         if step not in self._known:
             self._known[step] = None
             along = self._w if kind == "third" else self._v
             with suppress(Exception):  # the function need not accept another point
-                if self._here is None:  # the first run records the values to hold
-                    self._here = self._function(kind, self._leaves)
+                if not self._ran:  # the first run records the values to hold
+                    self._function(kind, self._copies())
+                    self._ran = True
                 if self._stops is None or not self._stops.in_transform:
-                    self._known[step] = self._difference(kind, self._here, along, step)
+                    self._known[step] = self._difference(kind, along, step)
         return self._known[step]
 
-    def _difference(self, kind: str, here: Vector, along: Vector, step: float) -> _Slope | None:
+    def _one_sided(self, quantity: str, step: float) -> Vector:
+        """(F(x + h v) - F(x)) / h. Its two values are computed again: a correct route does not need
+        it, and vectors of the size of the parameters are what limits an audit."""
+        kind = "hessian" if quantity == "curvature" else quantity
+        along = self._w if kind == "third" else self._v
+        above = self._function(kind, shifted(self._leaves, along, step))
+        found = difference_quotient(above, self._function(kind, self._copies()), step / 2)
+        return found if kind == "first" else _times(found, self._scales)
+
+    def _difference(self, kind: str, along: Vector, step: float) -> Vector | None:
         above, below = both_sides(lambda x: self._function(kind, x), self._leaves, along, step)
         central = difference_quotient(above, below, step)
-        one_sided = difference_quotient(above, here, step / 2)
+        del above, below
         if kind != "first":
-            central, one_sided = _times(central, self._scales), _times(one_sided, self._scales)
-        return (central, one_sided) if _all_finite(central) else None
+            for part, unit in zip(central, self._scales, strict=True):
+                part.mul_(unit)
+        return central if _all_finite(central) else None
 
-    def _function(self, kind: str, x: Vector) -> Vector:
-        """The function F of the differences: f, its gradient, or H v."""
-        leaves = [part.clone() for part in x]
+    def _along_w(self, slope: Vector) -> Tensor:
+        """<w, slope>, for a slope in units of the leaves."""
+        units = zip(slope, self._w, self._scales, strict=True)
+        return pytree.sum_scalars([(part * (w / unit)).sum() for part, w, unit in units])
+
+    def _function(self, kind: str, leaves: Vector) -> Vector:
+        """The function F of the differences: f, its gradient, or H v; f may write to the leaves."""
         if kind == "first":
             return [self._held(*fresh_leaves(leaves, False)).detach()]
         if kind == "hessian":
             return gradient_function(self._held)(leaves)
         return reverse_over_reverse(self._held, leaves, self._v, self._w)
+
+    def _draw(self) -> Vector:
+        drawn = (random_like(x, self._random) for x in self._leaves)
+        return [part * unit for part, unit in zip(drawn, self._scales, strict=True)]
+
+    def _draw_w(self) -> Vector:
+        self._random.set_state(self._state)
+        return self._draw()
+
+    def _copies(self) -> Vector:
+        return [x.clone() for x in self._leaves]
 
     def _held(self, *own: Tensor) -> Tensor:
         with nullcontext() if self._stops is None else self._stops.held():

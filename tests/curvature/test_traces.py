@@ -107,7 +107,7 @@ def test_by_default_it_is_xtrace_where_it_has_samples_and_memory(monkeypatch):
         assert bool(error.isinf()) == (products == 1)
     exact = Given(torch.eye(SIZE, dtype=torch.float64)).trace(3, return_error=True)
     assert_close(exact, (torch.tensor(60.0).double(), torch.tensor(0.0).double()))
-    monkeypatch.setattr(estimates, "BASES_AT_ONCE", 24 * SIZE * 8 - 1)
+    monkeypatch.setattr(estimates, "BASES_AT_ONCE", 32 * SIZE * 8 - 1)
     by_name = Given(A).trace(16, generator=seeded(1), method="hutchinson")
     assert_close(Given(A).trace(16, generator=seeded(1)), by_name, rtol=0, atol=0)
 

@@ -61,8 +61,13 @@ def steps(use: Use, dtype: torch.dtype) -> tuple[float, ...]:
 
 def both_sides(function: VectorFunction, x: Vector, v: Vector, h: float) -> tuple[Vector, Vector]:
     """f(x + h v) and f(x - h v)."""
-    above, below = (function([p + s * d for p, d in zip(x, v, strict=True)]) for s in (h, -h))
+    above, below = (function(shifted(x, v, step)) for step in (h, -h))
     return above, below
+
+
+def shifted(x: Vector, v: Vector, h: float) -> Vector:
+    """x + h v."""
+    return [p + h * d for p, d in zip(x, v, strict=True)]
 
 
 def difference_quotient(above: Sequence[Tensor], below: Sequence[Tensor], h: float) -> Vector:

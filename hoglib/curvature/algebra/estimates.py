@@ -122,13 +122,16 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     w = torch.randn(count, size, generator=random, dtype=torch.float32, device=device)
     w = w.to(operator.device, wide)
     w *= size**0.5 / w.norm(dim=1, keepdim=True)
-    Q, R, Z = _basis_of_products(operator, w)
+    Q, R = _basis_of_products(operator, w)
+    W = Q.T @ w.T
+    del w  # products with Q then take the memory of w
+    Z = _products(operator, Q)
     if R is None:
         return exact_estimate((Q * Z).double().sum().to(operator.dtype))
     # From here on small matrices are in float64, in a unit that keeps squares of float32 in range.
     unit = R.abs().max()
     Z.div_(unit)
-    W, R, H, ZZ = (x.double() for x in (Q.T @ w.T, R / unit, Q.T @ Z, Z.T @ Z))
+    W, R, H, ZZ = (x.double() for x in (W, R / unit, Q.T @ Z, Z.T @ Z))
     S = _left_out_directions(R)
     H = (H + H.T) / 2
 
@@ -161,8 +164,8 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     return Estimate(*(part.to(operator.dtype) for part in own))
 
 
-def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Q, R and A Q, for the products A w^T = Q R, with orthonormal columns of Q.
+def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Q and R, for the products A w^T = Q R, with orthonormal columns of Q.
 
     R is None if the rank of A is below the number of products. Q then spans the range of A, and
     nothing is left to estimate.
@@ -174,7 +177,12 @@ def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tens
         U, lengths, _ = torch.linalg.svd(Y.T, full_matrices=False)
         rank = int((lengths > Y.shape[1] * torch.finfo(Y.dtype).eps * lengths.max()).sum())
         Q, R = U[:, :rank], None
-    return Q, R, matrix.apply(Q.T.contiguous().to(matrix.dtype)).to(w.dtype).T
+    return Q, R
+
+
+def _products(matrix: SymmetricMatrix, Q: Tensor) -> Tensor:
+    """A Q"""
+    return matrix.apply(Q.T.contiguous().to(matrix.dtype)).to(Q.dtype).T
 
 
 def _left_out_directions(R: Tensor) -> Tensor:
@@ -195,7 +203,8 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
         return exact_estimate(operator.to_dense().diagonal().clone())
     wide = torch.promote_types(operator.dtype, torch.float32)
     w = random_signs(operator.space, count, generator).to(wide)
-    Q, R, Z = _basis_of_products(operator, w)
+    Q, R = _basis_of_products(operator, w)
+    Z = _products(operator, Q)
     if R is None:
         return exact_estimate((Q * Z).sum(1).to(operator.dtype))
     S = _left_out_directions(R)
@@ -209,7 +218,7 @@ def xdiag(operator: SymmetricMatrix, num_samples: int, generator: Generator | No
 def trace(operator: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
     """`xtrace` with at least four products, if its vectors take at most 1 GiB and are not sharded;
     else `hutchinson_trace`."""
-    vectors = 1.5 * num_samples * operator.shape[0] * operator.dtype.itemsize
+    vectors = 2 * num_samples * operator.shape[0] * operator.dtype.itemsize
     many = num_samples >= 4 and vectors <= BASES_AT_ONCE
     sharded = operator.space.placement.is_sharded
     return (xtrace if many and not sharded else hutchinson_trace)(operator, num_samples, generator)

@@ -696,7 +696,7 @@ class LinearOperator(RectangularOperator):
         - "xtrace" has a far smaller error if the eigenvalues decay fast or a few are large, as in
           trained networks; if all are alike, the error of "hutchinson" with half the products. It is
           exact for a rank below num_samples / 2, and from num_samples = P on, where the matrix is made
-          dense. It holds 1.5 num_samples vectors in memory.
+          dense. It holds 2 num_samples vectors in memory.
         - "hutchinson" is exact for diagonal matrices.
 
         Args:
