@@ -30,6 +30,8 @@ from hoglib.curvature import (
     laplacian,
     partial_derivative,
     per_example_gradients,
+    sparse_hessian,
+    sparse_jacobian,
 )
 from hoglib.drawing import Graph, graph
 from hoglib.functional import functional_loss, trainable_params
@@ -101,6 +103,8 @@ __all__ = [
     "penalties",
     "per_example_gradients",
     "second_order",
+    "sparse_hessian",
+    "sparse_jacobian",
     "testing",
     "trainable_params",
     "verify",

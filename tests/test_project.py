@@ -57,6 +57,7 @@ RECORDS = {
     "ops._stand_in.TABLE": "what stands in for torch registers itself, as ops are imported",
     "penalties.distributed._CREATION_ORDER": "processes compare their wrappers in one order",
     "penalties.distributed._WRAPPERS": "which DDP module is around a critic: a module does not know",
+    "penalties.distributed._ON_CPU": "a group of gloo is made once beside the default one",
     "penalties.distributed._HELD": "how many penalties keep a module's parameters gathered",
     "penalties.module.KINDS": "each penalty registers itself where it is defined",
     "verification.entry_points._MUTATING": "which Functions have to be watched each time",

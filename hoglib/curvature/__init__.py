@@ -13,6 +13,7 @@
 Each sub-package imports only those above it in this list.
 """
 
+from hoglib._core.numerics.sparsity import Band, DiagonalBlocks
 from hoglib.curvature.algebra.linear_operator import (
     LinearOperator,
     LowRankOperator,
@@ -37,6 +38,7 @@ from hoglib.curvature.operators.operators import (
     Spectrum,
     hessian_spectrum,
 )
+from hoglib.curvature.operators.sparse_matrices import sparse_hessian, sparse_jacobian
 from hoglib.curvature.points.point_derivatives import (
     bilaplacian,
     directional,
@@ -49,8 +51,10 @@ from hoglib.curvature.training.sharpness import CriticalSharpness, critical_shar
 
 __all__ = [
     "KFAC",
+    "Band",
     "CriticalSharpness",
     "DataOptions",
+    "DiagonalBlocks",
     "FisherOperator",
     "GGNOperator",
     "HessianOperator",
@@ -83,4 +87,6 @@ __all__ = [
     "per_example_gradient_norms",
     "per_example_gradient_products",
     "per_example_gradients",
+    "sparse_hessian",
+    "sparse_jacobian",
 ]

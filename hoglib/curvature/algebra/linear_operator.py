@@ -26,6 +26,7 @@ from hoglib._core.messages import validation
 from hoglib._core.messages.communication import tell_sharers
 from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.numerics.factorizations import symmetric_eigen
+from hoglib._core.numerics.sparsity import read_sparse
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.substrate.autograd import grad_enabled, outside_inference_mode
 from hoglib._core.torch_api.torch_modes import own_algebra, users_autocast
@@ -256,6 +257,37 @@ class RectangularOperator(ABC):
         with self._algorithm("to_dense", len(eye)):
             found = torch.cat([A.apply(vectors) for vectors in eye.split(chunk_size or len(eye))])
         return found if by_rows else found.T
+
+    def to_sparse(self, sparsity: object = None, *, chunk_size: int | None = None) -> Tensor:
+        """The matrix [M, P] as a sparse CSR tensor, by a few products.
+
+        Columns that share no row are multiplied at once, and rows with many entries by transposed
+        products. Without a pattern, some products with random vectors find it: about 4 for each entry
+        of the longest of the other rows, for each factor of 4 in P.
+
+        Args:
+            sparsity: The pattern: a tensor [M, P] in any layout, such as an earlier result, with an
+                entry wherever the matrix may have one; `Band(width)`; `DiagonalBlocks(size)`. None
+                finds it, and remembers it for this operator.
+            chunk_size: Products in one pass over the data. Default: all.
+        Returns:
+            A `torch.sparse_csr` tensor without gradients. It was compared with one more product.
+        Raises:
+            ArgumentTypeError, ArgumentValueError: for a sparsity that is no pattern of this shape, and
+                where the matrix has an entry outside of it.
+            UnsupportedError: for parameters that several processes share.
+        References:
+            Curtis, Powell and Reid, On the Estimation of Sparse Jacobian Matrices, 1974. Griewank and
+            Mitev, Detecting Jacobian Sparsity Patterns by Bayesian Probing, 2002.
+        Example:
+            >>> f = lambda p, x: (x * p**3).sum()
+            >>> H = hog.HessianOperator(f, torch.ones(3), torch.arange(3.0))
+            >>> H.to_sparse().values()
+            tensor([ 6., 12.])
+        """
+        self.space.refuse_sharded("to_sparse")
+        with self._algorithm("to_sparse"):
+            return read_sparse(self, sparsity, self, "to_sparse", chunk_size)
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` on the CPU; needs SciPy.

@@ -145,7 +145,7 @@ class JacobianOperator(RectangularOperator):
             if transposed:
                 self.space.add_rows_of(total, products, 1.0, first=start == 0)
             else:
-                total[:, start:stop] = torch.cat([y.flatten(1) for y in products], 1)
+                total[:, start:stop] = torch.cat([y.reshape(len(rows), -1) for y in products], 1)
             term.advance(len(rows))
             start = stop
             return point.value

@@ -34,6 +34,7 @@ from hoglib.curvature.points.input_derivatives import (
     point_gradients,
     point_values,
 )
+from hoglib.curvature.points.sparse_points import coloured_directions
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.taylor.jet import TaylorMode, TaylorOptions, as_returned, by_taylor
 from hoglib.taylor.nested import along_path, nested
@@ -91,6 +92,7 @@ def laplacian(
     *args: Any,
     coefficients: object = None,
     num_projections: int | None = None,
+    sparsity: object = None,
     generator: torch.Generator | None = None,
     return_gradient: Literal[False] = False,
     mode: PointMode = "auto",
@@ -104,6 +106,7 @@ def laplacian(
     *args: Any,
     coefficients: object = None,
     num_projections: int | None = None,
+    sparsity: object = None,
     generator: torch.Generator | None = None,
     return_gradient: Literal[True],
     mode: PointMode = "auto",
@@ -117,6 +120,7 @@ def laplacian(
     *args: Any,
     coefficients: object = None,
     num_projections: int | None = None,
+    sparsity: object = None,
     generator: torch.Generator | None = None,
     return_gradient: bool = False,
     mode: PointMode = "auto",
@@ -156,6 +160,11 @@ def laplacian(
             which the symmetric part counts; for one point [D] or [D, D]. Or a function of x that
             returns a. It may require grad. Default: ones, the Laplacian.
         num_projections: k random vectors instead of all elements of a point; None is exact.
+        sparsity: The pattern of the Hessian of each point by its D elements: "auto" finds it, and
+            `hoglib.sparse_hessian` describes the others. Elements without a common entry share a
+            direction: the Laplacian of particles that do not act on each other takes as many directions
+            as one particle. The Hessian of these points is compared with the pattern, and the pattern
+            found again, at calls 1, 2, 4, 8, ... of func; not inside torch.func transforms.
         generator: Draws these vectors; None is torch's global generator.
         return_gradient: Also return the gradient of each output by its point.
         mode: "collapsed", which raises if an operation has no Taylor rule; "nested"; or "auto".
@@ -193,7 +202,14 @@ def laplacian(
     given = TaylorOptions.of("laplacian", func, PointMode, mode, create_graph, options)
     validation.real("x", x)
     validation.boolean("return_gradient", return_gradient)
-    signs = _draw_directions(x, num_projections, generator, signs=True)
+    directions = _draw_directions(x, num_projections, generator, signs=True)
+    if sparsity is not None:
+        if coefficients is not None or num_projections is not None:
+            raise ArgumentValueError(
+                "sparsity: expected neither coefficients nor num_projections beside it, which have "
+                "directions of their own; leave them out."
+            )
+        directions = coloured_directions(given, func, x, args, sparsity)
     of_x = coefficients if callable(coefficients) else None
 
     def body(x: Tensor, args: Any, coefficients: Any, signs: Tensor | None) -> tuple[Any, ...]:
@@ -201,6 +217,8 @@ def laplacian(
 
         @cache
         def chosen(batched: bool) -> Directions:
+            if sparsity is not None:
+                return Directions(signs, 1.0, False)
             return directions_of(x, batched, of_x or coefficients, signs)
 
         # Nested derivatives if they are faster, else Taylor mode, else nested if that has no rule.
@@ -215,7 +233,8 @@ def laplacian(
 
     # A tensor is an input of a compiled graph, a function a part of its key.
     coefficients = None if of_x else coefficients
-    return given.evaluate(func, body, (return_gradient, of_x), x, args, coefficients, signs)
+    key = return_gradient, of_x, sparsity is not None
+    return given.evaluate(func, body, key, x, args, coefficients, directions)
 
 
 def _of_few_directions(
