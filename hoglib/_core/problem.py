@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hoglib._core.messages import validation
 from hoglib._core.messages.closures import STATE, ClosureWalker
+from hoglib._core.messages.communication import is_sharded
 from hoglib._core.numerics.finite_differences import to_double
 from hoglib._core.remat.blocks import Remat, check_remat, find_blocks
 from hoglib._core.runtime.source_location import entry_keywords, warn_once
@@ -26,7 +27,6 @@ from hoglib._core.substrate.placement import (
     Placement,
     Sharding,
     full_tensor,
-    is_sharded,
     placement_of,
 )
 from hoglib._core.torch_api import pytree

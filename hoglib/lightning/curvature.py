@@ -16,9 +16,9 @@ from torch import Tensor, distributed
 
 from hoglib import errors, plotting
 from hoglib._core.messages import validation
+from hoglib._core.messages.communication import is_sharded
 from hoglib._core.modules.swap import restore_buffers
 from hoglib._core.runtime.source_location import warn
-from hoglib._core.substrate.placement import is_sharded
 from hoglib._core.torch_api import pytree
 from hoglib.curvature import Spectrum, critical_sharpness, hessian_spectrum
 from hoglib.curvature.algebra.estimates import SpectralDensity

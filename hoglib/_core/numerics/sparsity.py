@@ -244,7 +244,7 @@ def _find_entries(A: Products, shape: Shape, device: torch.device) -> Tensor:
     colours = torch.arange(blocks, device=device)
     row = torch.arange(height, device=device).repeat_interleave(blocks)
     block = colours.repeat(height)
-    found = []
+    found: list[Tensor] = []
     while True:
         products = A(indicators(colours)[:, column // width] * noise)
         hit = products[colours[block], row] != 0

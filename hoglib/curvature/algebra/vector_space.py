@@ -14,10 +14,10 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib._core.messages import validation
+from hoglib._core.messages.communication import is_sharded
 from hoglib._core.substrate.fingerprint import checksum_of_call
 from hoglib._core.substrate.placement import (
     Sharding,
-    is_sharded,
     placement_of,
     refuse_sharded,
 )

@@ -77,10 +77,11 @@ def by_reverse(
                 # four outputs on.
                 together = outputs > (1 if keep else 3) and y.dtype == x.dtype
                 together = together and not torch_internals.tracing()
-                result = _of_all_outputs(y, own, probes, keep) if together else None
-                if result is None:
+                of_all = _of_all_outputs(y, own, probes, keep) if together else None
+                if of_all is None:
                     found = [_of_one_output(f, own, probes, keep) for f in y.unbind(1)]
-                    result = torch.stack(found, 1) if found else torch.zeros_like(y)
+                    of_all = torch.stack(found, 1) if found else torch.zeros_like(y)
+                result = of_all
             result = result.reshape(value.shape)
     warn_if_not_finite(CALLER, value, [result], lambda z: func(z).sum(), [x], preserve_random_state)
     with without_stand_ins():

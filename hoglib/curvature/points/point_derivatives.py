@@ -217,7 +217,7 @@ def laplacian(
 
         @cache
         def chosen(batched: bool) -> Directions:
-            if sparsity is not None:
+            if sparsity is not None and signs is not None:
                 return Directions(signs, 1.0, False)
             return directions_of(x, batched, of_x or coefficients, signs)
 
