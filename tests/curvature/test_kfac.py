@@ -857,11 +857,12 @@ def test_terms_of_positions_are_apart():
     assert_close(K.trace(), G.to_dense().trace())  # the diagonal in a basis has the trace
 
 
-def test_state_can_be_saved():
+@pytest.mark.parametrize("blocks", [dict, lambda blocks: [*blocks.values()]], ids=["", "a list"])
+def test_state_can_be_saved(blocks):
     loss, params, batch, _ = problem("an embedding")
     K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
-    stored = io.BytesIO()
-    torch.save(K.state_dict(), stored)
+    stored, state = io.BytesIO(), K.state_dict()
+    torch.save(state | {"blocks": blocks(state["blocks"])}, stored)  # before, a state had a list
     stored.seek(0)
     other = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
     other.load_state_dict(torch.load(stored, weights_only=True))
