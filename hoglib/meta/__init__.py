@@ -7,7 +7,19 @@ from hoglib.meta.inner_loop import adapt, inner_step
 from hoglib.meta.learner import Learner
 from hoglib.meta.learners import IMAML, MAML, Reptile, multi_step_weights
 from hoglib.meta.module_loop import LearnerOptions
-from hoglib.meta.optimizers import RULES, adam, adamw, momentum, rmsprop, scheduled, sgd
+from hoglib.meta.optimizers import (
+    RULES,
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
+    adamw,
+    momentum,
+    radam,
+    rmsprop,
+    scheduled,
+    sgd,
+)
 from hoglib.meta.tasks import Shard, shard
 from hoglib.meta.training import TrainingOptions
 
@@ -24,7 +36,10 @@ __all__ = [
     "Residual",
     "Shard",
     "TrainingOptions",
+    "adadelta",
+    "adagrad",
     "adam",
+    "adamax",
     "adamw",
     "adapt",
     "fixed_point",
@@ -33,6 +48,7 @@ __all__ = [
     "leave_k_out",
     "momentum",
     "multi_step_weights",
+    "radam",
     "rmsprop",
     "root",
     "scheduled",

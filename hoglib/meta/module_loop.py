@@ -46,9 +46,10 @@ class LearnerOptions(EvaluationOptions, total=False):
     Args:
         inner_lr: The learning rate of the inner loop; with learn_lr, the initial value of the learned
             rates. Default: 0.01.
-        rule: The update rule: "sgd", "momentum", "adam", "adamw" or "rmsprop"; a function from a
-            learning rate to a `hoglib.meta.GradientTransformation`; or an object with ``init`` and
-            ``update``; MAML learns its parameters if it is a module. Default: "sgd".
+        rule: The update rule: "sgd", "momentum", "adam", "adamw", "rmsprop", "adagrad", "adadelta",
+            "adamax" or "radam"; a function from a learning rate to a
+            `hoglib.meta.GradientTransformation`; or an object with ``init`` and ``update``; MAML learns
+            its parameters if it is a module. Default: "sgd".
         rule_options: Keyword arguments for a rule given by name.
         inner_loss: The criterion of the inner loop; MAML and IMAML learn it if it is a module with
             parameters. Default: criterion.

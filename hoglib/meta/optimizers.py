@@ -334,6 +334,259 @@ def rmsprop(
     return transformation(at, slots, lr, weight_decay)
 
 
+def adagrad(
+    lr: object,
+    *,
+    lr_decay: Option = 0.0,
+    weight_decay: object = 0.0,
+    initial_accumulator_value: Option = 0.0,
+    eps: Option = 1e-10,
+) -> GradientTransformation:
+    r"""Gradient descent, scaled by the root of the sum of squared gradients.
+
+        g <- g + lambda theta        v' = v + g^2
+        theta' = theta - lr / (1 + (t - 1) c) g / (sqrt(v' + v_0) + eps)
+
+    The square root has derivative 0 at 0, as in `adam`.
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
+        lr_decay: The factor c, by which the rate falls with the step t.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
+        initial_accumulator_value: The number v_0.
+        eps: The number added to the square root.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options other than described here; and in update, for
+            trees without the structure of params.
+
+    References:
+        torch.optim.Adagrad; Duchi, Hazan and Singer, Adaptive subgradient methods for online learning
+        and stochastic optimization, 2011.
+
+    Example:
+        >>> rule = hog.meta.adagrad(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9000, 1.9000])
+    """
+    decay, epsilon = check_number("lr_decay", lr_decay), check_number("eps", eps)
+    start = check_number("initial_accumulator_value", initial_accumulator_value)
+
+    def at(step: int) -> Direction:
+        factor = 1 / (1 + (step - 1) * without_dims(decay))
+        v_0, eps_ = without_dims(start), without_dims(epsilon)
+
+        def direction(g: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor]]:
+            v = torch.addcmul(v, g, g)
+            u = g / (root(v + to_leaf(v_0, g)) + to_leaf(eps_, g))
+            return u * to_leaf(factor, g), (v,)
+
+        return direction
+
+    return transformation(at, ("squares",), lr, weight_decay)
+
+
+def adadelta(
+    lr: object,
+    *,
+    rho: Option = 0.9,
+    eps: Option = 1e-6,
+    weight_decay: object = 0.0,
+) -> GradientTransformation:
+    r"""Gradient descent, scaled by the ratio of the root mean squares of steps and gradients.
+
+        g <- g + lambda theta        v' = rho v + (1 - rho) g^2
+        u = sqrt(d + eps) / sqrt(v' + eps) g        d' = rho d + (1 - rho) u^2
+        theta' = theta - lr u
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
+        rho: The factor of the running averages, in [0, 1).
+        eps: The number added inside the square roots.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options other than described here; and in update, for
+            trees without the structure of params.
+
+    References:
+        torch.optim.Adadelta; Zeiler, ADADELTA: An adaptive learning rate method, 2012.
+
+    Example:
+        >>> rule = hog.meta.adadelta(1.0)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9968, 1.9968])
+    """
+    average, epsilon = check_number("rho", rho, below=1), check_number("eps", eps)
+
+    def at(step: int) -> Direction:
+        weight, eps_ = 1 - without_dims(average), without_dims(epsilon)
+
+        def direction(g: Tensor, v: Tensor, d: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            w, e = to_leaf(weight, g), to_leaf(eps_, g)
+            v = torch.lerp(v, g * g, w)
+            u = root(d + e) / root(v + e) * g
+            return u, (v, torch.lerp(d, u * u, w))
+
+        return direction
+
+    return transformation(at, ("square", "step_square"), lr, weight_decay)
+
+
+def adamax(
+    lr: object,
+    *,
+    betas: object = (0.9, 0.999),
+    eps: Option = 1e-8,
+    weight_decay: object = 0.0,
+) -> GradientTransformation:
+    r"""Adam with the largest gradient, which decays, in place of the root mean square.
+
+        g <- g + lambda theta        m' = b_1 m + (1 - b_1) g
+        v' = max(b_2 v, |g| + eps)        theta' = theta - lr / (1 - b_1^t) m' / v'
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
+        betas: The factors b_1 of the running average and b_2 of the maximum, in [0, 1).
+        eps: The number added to the magnitude of the gradient.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options other than described here; and in update, for
+            trees without the structure of params.
+
+    References:
+        torch.optim.Adamax; Kingma and Ba, Adam: A method for stochastic optimization, 2015,
+        section 7.1.
+
+    Example:
+        >>> rule = hog.meta.adamax(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9000, 1.9000])
+    """
+    beta1, beta2 = check_pair("betas", betas, below=1)
+    epsilon = check_number("eps", eps)
+
+    def at(step: int) -> Direction:
+        b1, b2, eps_ = without_dims(beta1), without_dims(beta2), without_dims(epsilon)
+        factor = 1 / (1 - b1**step)
+
+        def direction(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            m = torch.lerp(m, g, to_leaf(1 - b1, g))
+            v = torch.maximum(v * to_leaf(b2, g), g.abs() + to_leaf(eps_, g))
+            return m / v * to_leaf(factor, g), (m, v)
+
+        return direction
+
+    return transformation(at, ("mean", "largest"), lr, weight_decay)
+
+
+def radam(
+    lr: object,
+    *,
+    betas: object = (0.9, 0.999),
+    eps: Option = 1e-8,
+    weight_decay: object = 0.0,
+    decoupled_weight_decay: bool = False,
+) -> GradientTransformation:
+    r"""Adam, whose first steps are not scaled, until the variance of the scale is finite.
+
+        g <- g + lambda theta
+        m' = b_1 m + (1 - b_1) g        v' = b_2 v + (1 - b_2) g^2
+        r = 2 / (1 - b_2) - 1        r_t = r - 2 t b_2^t / (1 - b_2^t)
+        s = sqrt((r_t - 4) (r_t - 2) r / ((r - 4) (r - 2) r_t))
+        where r_t > 5    u = m' / (1 - b_1^t) s sqrt(1 - b_2^t) / (sqrt(v') + eps)
+        else             u = m' / (1 - b_1^t)
+        theta' = theta - lr u
+
+    The square root has derivative 0 at 0, as in `adam`.
+
+    Args:
+        lr: The learning rate: a positive number, a tensor with one number, or a tree of numbers or
+            tensors like params, each broadcast to its leaf; or a function of the step, from 0, that
+            returns such a rate (`scheduled`). Tensors may be learned.
+        betas: The factors b_1 and b_2 of the running averages, in [0, 1).
+        eps: The number added to the square root.
+        weight_decay: The factor lambda, 0 or more, in any form of lr.
+        decoupled_weight_decay: Subtract the decay from theta, as in `adamw`.
+
+    Returns:
+        The rule, a `GradientTransformation`.
+
+    Raises:
+        ArgumentTypeError, ArgumentValueError: for options other than described here; and in update, for
+            trees without the structure of params.
+
+    References:
+        torch.optim.RAdam; Liu et al., On the variance of the adaptive learning rate and beyond, 2020.
+
+    Example:
+        >>> rule = hog.meta.radam(0.1)
+        >>> params = {"w": torch.tensor([1.0, 2.0])}
+        >>> params, state = rule.update(params, {"w": torch.ones(2)}, rule.init(params))
+        >>> params["w"]
+        tensor([0.9000, 1.9000])
+    """
+    beta1, beta2 = check_pair("betas", betas, below=1)
+    epsilon = check_number("eps", eps)
+    validation.boolean("decoupled_weight_decay", decoupled_weight_decay)
+
+    def at(step: int) -> Direction:
+        b1, b2, eps_ = without_dims(beta1), without_dims(beta2), without_dims(epsilon)
+        scale, plain = _rectification(b2, step), 1 / (1 - b1**step)
+
+        def direction(g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            m = torch.lerp(m, g, to_leaf(1 - b1, g))
+            v = torch.lerp(v, g * g, to_leaf(1 - b2, g))
+            s = to_leaf(scale, g)
+            factor = s / (root(v) + to_leaf(eps_, g))
+            if isinstance(s, Tensor):
+                factor = torch.where(s > 0, factor, 1)
+            elif not s:
+                factor = torch.ones_like(g)
+            return m * to_leaf(plain, g) * factor, (m, v)
+
+        return direction
+
+    slots = ("mean", "square")
+    return transformation(at, slots, lr, weight_decay, decoupled=decoupled_weight_decay)
+
+
+def _rectification(b2: Option, step: Any) -> Any:
+    """s sqrt(1 - b_2^t) of `radam`; 0 where r_t <= 5."""
+    rest, r = 1 - b2**step, 2 / (1 - b2) - 1
+    r_t = r - 2 * step * (1 - rest) / rest
+    known = r_t > 5
+    if isinstance(known, Tensor):
+        # the branch that is not taken would have NaN as its derivative
+        r, r_t = torch.where(known, r, 6.0), torch.where(known, r_t, 6.0)
+    elif not known:
+        return 0.0
+    squared = (r_t - 4) * (r_t - 2) * r / ((r - 4) * (r - 2) * r_t) * rest
+    return torch.where(known, squared.sqrt(), 0) if isinstance(known, Tensor) else squared**0.5
+
+
 def scheduled(lr: object, scheduler: Callable[[Any], Any], *, steps: int) -> Callable[[int], Any]:
     r"""The learning rates set by a scheduler of torch.optim, as a function of the step.
 
@@ -396,7 +649,8 @@ def scheduled(lr: object, scheduler: Callable[[Any], Any], *, steps: int) -> Cal
 
 
 RULES: dict[str, Callable[..., GradientTransformation]] = {
-    rule.__name__: rule for rule in (sgd, momentum, adam, adamw, rmsprop)
+    rule.__name__: rule
+    for rule in (sgd, momentum, adam, adamw, rmsprop, adagrad, adadelta, adamax, radam)
 }
 
 

@@ -17,6 +17,10 @@ OPTIMIZERS = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "radam": torch.optim.RAdam,
 }
 # by a name: the rule, its options, and, where torch's differ, torch's
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -41,6 +45,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "rmsprop, momentum": ("rmsprop", {"momentum": 0.9}, {}),
     "rmsprop, centered": ("rmsprop", {"centered": True, "alpha": 0.9}, {}),
     "rmsprop, all": ("rmsprop", {"centered": True, "alpha": 0.9, "momentum": 0.5, "weight_decay": 0.1}, {}),
+    "adagrad": ("adagrad", {}, {}),
+    "adagrad, all": ("adagrad", {"lr_decay": 0.3, "initial_accumulator_value": 0.2, "eps": 1e-3, "weight_decay": 0.1}, {}),
+    "adadelta": ("adadelta", {}, {}),
+    "adadelta, all": ("adadelta", {"rho": 0.5, "eps": 1e-3, "weight_decay": 0.1}, {}),
+    "adamax": ("adamax", {}, {}),
+    "adamax, all": ("adamax", {"betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.1}, {}),
+    "radam": ("radam", {}, {}),
+    "radam, scaled at once": ("radam", {"betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.1}, {}),
+    "radam, decoupled": ("radam", {"betas": (0.5, 0.7), "weight_decay": 0.1, "decoupled_weight_decay": True}, {}),
 }  # fmt: skip
 
 

@@ -608,7 +608,7 @@ NO_ENTRY_POINTS = {
         "functional_loss", "language_model_loss", "trainable_params", "second_order_problems", "MetaAnnealing",
         "RNGState", "leave_k_out", "shard", "multi_step_weights", "Learner", "Compiled", "CompiledLoss",
     },
-    "an update rule, differentiated in the inner loop": {"RULES", "GradientTransformation", "adam", "adamw", "momentum", "rmsprop", "scheduled", "sgd"},
+    "an update rule, differentiated in the inner loop": {"RULES", "GradientTransformation", "adadelta", "adagrad", "adam", "adamax", "adamw", "momentum", "radam", "rmsprop", "scheduled", "sgd"},
     "holds numbers or options": {
         "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
         "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "DataOptions", "OperatorOptions", "LearnerOptions", "TrainingOptions", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
