@@ -88,6 +88,11 @@ def raise_error():
     raise ValueError("a wrong label")
 
 
+def raise_time_out():
+    """As a DataLoader does, which is no error of the communication."""
+    raise RuntimeError("DataLoader timed out after 1 seconds")
+
+
 def end():
     os._exit(0)  # as a kill does, without a word to the others
 
@@ -200,7 +205,7 @@ ENDS = {
     },
     PARAMETERS: {
         "no batches": (scores_of, {"train": []}, NONE),
-        "an error": (product_with, {"act": raise_error}, "in process 1: ValueError: a wrong label"),
+        "an error": (product_with, {"act": raise_time_out}, "in process 1: RuntimeError: DataLoader timed out"),
         "an interrupt": (product_with, {"act": sends(signal.SIGINT)}, "in process 1: KeyboardInterrupt"),
         "killed": (product_with, {"act": sends(signal.SIGKILL)}, "expected all 3 processes to make the same calls"),
     },

@@ -39,6 +39,9 @@ AMBIENT = {
 RECORDS = {
     "_core.torch_api.torch_library._FUNCTIONS": "an operator has one Function, by which verdicts are kept",
     "_core.torch_api.torch_library._BY_LIBRARY": "the Function of an operator is found by a call, once",
+    "_core.messages.communication._FAILURES": "processes end failed calls together before the next one",
+    "_core.messages.communication._FAILED": "failed calls are numbered; a store may outlive a group",
+    "_core.messages.communication._RUNNING": "messages inside a call belong to it",
     "_core.runtime.device_reads._READS": "a check reads a device's values one call later",
     "_core.runtime.provided._PROVIDED": "what stands above registers itself, since imports run downward",
     "_core.runtime.source_location._WARNED": "a warning is given once",

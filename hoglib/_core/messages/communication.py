@@ -12,100 +12,104 @@ An exception that leaves such a call ends it in one process; the others still wa
 """
 
 import sys
-import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
-from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import DistributedError, HoglibError
 
-# what backends of torch.distributed say where a process does not take part
-COMMUNICATION = (
-    "Connection closed", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout",
-    "gloo", "NCCL", "ncclUnhandled",
-)  # fmt: skip
-LONGEST = 500  # of the words of an error that other processes quote
+LONGEST = 500  # characters of an error that other processes quote
 ANEW = "start all of them again, or destroy_process_group() and init_process_group() in each"
-_default_store = private("torch.distributed.distributed_c10d._get_default_store", None)
+LOST = "!"  # before the words of a process that sends no further message
 
 Ranks = tuple[int, ...]
-# how a call ended, in the order in which the words are quoted
-OWN, OF_ANOTHER, LOST = "0", "1", "2"
 
 
 @final
-class _Calls:
-    """The calls of this process that ended by an error.
+@dataclass
+class _Failures:
+    """Calls of this process that ended by an error, in one default group.
 
-    inside: whether a call is running. lost: why no message is sent any more. failed: how many calls of
-    each set of processes have failed in this one; over all groups, because a store may outlive a group.
-    waiting: the sets whose last call has perhaps not ended in all.
+    open: the sets of processes, some of which may not have ended their last failed call.
+    lost: why no message is sent any more; empty while messages are sent.
     """
 
-    def __init__(self) -> None:
-        self.inside, self.lost = False, ""
-        self.failed: dict[Ranks, int] = {}
-        self.waiting: set[Ranks] = set()
-        self._group: Any = lambda: None
-
-    def check(self, caller: str) -> None:
-        """Raise where a call that failed here may not have ended in the others."""
-        if self._group() is not dist.group.WORLD:  # another one since
-            self.waiting.clear()
-            self.lost = ""
-        while self.waiting and not self.lost:
-            self._wait(self.waiting.pop())
-        if self.lost:
-            raise DistributedError(
-                f"{caller}: expected processes that make the same calls, got an earlier call that "
-                f"failed: {self.lost.rstrip('.')}; {ANEW}."
-            )
-
-    def _wait(self, ranks: Ranks) -> None:
-        keys = [_key(ranks, self.failed[ranks], rank) for rank in ranks]
-        if _default_store is None:
-            return
-        try:
-            _default_store().wait(keys)  # as long as a message would
-            ended = [_default_store().get(key).decode() for key in keys]
-        except RuntimeError:
-            self.lost = "the others did not end the call that ended here by an error"
-            return
-        self.lost = next((words[1:] for words in ended if words[0] == LOST), "")
-
-    def tell(self, error: BaseException, ranks: Ranks, how: str, words: str) -> None:
-        """Write into the store that the call of these processes ended here, and why."""
-        error.__hoglib_told__ = True  # type: ignore[attr-defined]
-        self._group = weakref.ref(dist.group.WORLD)
-        self.failed[ranks] = self.failed.get(ranks, 0) + 1
-        self.waiting.add(ranks)
-        if how == LOST:
-            self.lost = words
-        with suppress(Exception):  # of a store whose process has ended
-            _default_store().set(_key(ranks, self.failed[ranks], dist.get_rank()), how + words)
-
-    def words(self, ranks: Ranks) -> str:
-        """What another process wrote, whose present call has ended: the cause first."""
-        found = []
-        with suppress(Exception):
-            for rank in ranks:
-                key = _key(ranks, self.failed.get(ranks, 0) + 1, rank)
-                if rank != dist.get_rank() and _default_store().check([key]):
-                    how, words = (text := _default_store().get(key).decode())[0], text[1:]
-                    found += [(how, words if how == LOST else f"process {rank}: {words}")]
-        return min(found, default=("", ""))[1]
+    open: set[Ranks] = field(default_factory=set)
+    lost: str = ""
 
 
-_CALLS = _Calls()
+_FAILURES: WeakKeyDictionary[Any, _Failures] = WeakKeyDictionary()  # of default groups
+# How many calls of each set of processes have failed here: over all groups, because torchrun's store
+# outlives a group.
+_FAILED: Counter[Ranks] = Counter()
+# The running call, in any thread: messages of two threads would meet the wrong ones in any case.
+_RUNNING: list[str] = []
+
+
+def _store() -> Any:
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
 
 
 def _key(ranks: Ranks, number: int, rank: int) -> str:
     return f"hoglib/{','.join(map(str, ranks))}/{number}/{rank}"
+
+
+def _check(caller: str) -> None:
+    """Raise if a call that failed here has not ended in the others."""
+    failures = _FAILURES.get(dist.group.WORLD) if shares_messages() else None
+    if failures is None:  # no failure since the group was made
+        return
+    while failures.open and not failures.lost:
+        failures.lost = _wait(failures.open.pop())
+    if failures.lost:
+        raise DistributedError(
+            f"{caller}: expected processes that make the same calls, got an earlier call that "
+            f"failed: {failures.lost.rstrip('.')}; {ANEW}."
+        )
+
+
+def _wait(ranks: Ranks) -> str:
+    """Wait until processes have ended their failed call; return why no message can follow."""
+    keys = [_key(ranks, _FAILED[ranks], rank) for rank in ranks]
+    try:
+        _store().wait(keys)  # as long as a message would
+        ended = [_store().get(key).decode() for key in keys]
+    except RuntimeError:
+        return "the others did not end the call that ended here by an error"
+    return next((words.removeprefix(LOST) for words in ended if words.startswith(LOST)), "")
+
+
+def _end(error: BaseException, ranks: Ranks, words: str) -> None:
+    """Write into the store that the call of these processes ended here, and why."""
+    error.__hoglib_told__ = True  # type: ignore[attr-defined]
+    failures = _FAILURES.setdefault(dist.group.WORLD, _Failures())
+    failures.open.add(ranks)
+    if words.startswith(LOST):
+        failures.lost = words.removeprefix(LOST)
+    _FAILED[ranks] += 1
+    with suppress(Exception):  # the process that holds the store may have ended
+        _store().set(_key(ranks, _FAILED[ranks], dist.get_rank()), words)
+
+
+def _words(ranks: Ranks) -> str:
+    """The error by which another process has ended the present call; empty if none has."""
+    with suppress(Exception):
+        for rank in ranks:
+            key = _key(ranks, _FAILED[ranks] + 1, rank)
+            if rank != dist.get_rank() and _store().check([key]):
+                words = _store().get(key).decode()
+                if words.startswith(LOST):
+                    return words.removeprefix(LOST)
+                if words:
+                    return f"process {rank}: {words}"
+    return ""
 
 
 def _ranks(mesh: Any) -> Ranks:
@@ -131,37 +135,37 @@ def mesh_of(tensors: Iterable[Any]) -> Any:
 
 
 def timeout() -> Any:
-    """How long a message of the default group is waited for; None where torch does not tell."""
-    return _default_store and _default_store().timeout
+    """How long a message of the default group is waited for."""
+    return _store().timeout
 
 
 @contextmanager
 def together(caller: str, mesh: Any = None) -> Iterator[None]:
     """Inside, the processes of a mesh, by default all, make one call together. Within another one it
     does nothing."""
-    if _CALLS.inside:
+    if _RUNNING:
         yield
         return
-    if _CALLS.failed:
-        _CALLS.check(caller)
-    _CALLS.inside = True
+    if _FAILED:
+        _check(caller)
+    _RUNNING.append(caller)
     try:
         yield
     except BaseException as error:
-        _CALLS.inside = False  # before what is done with the error
+        _RUNNING.clear()  # before the error is handled
         translate(caller, error, mesh)
         tell(error, mesh)
         raise
     finally:
-        _CALLS.inside = False
+        _RUNNING.clear()
 
 
 def tell(error: BaseException, mesh: Any = None) -> None:
     """Let the other processes of a mesh read an error that ends a call that they make together."""
     if shares_messages() and not (hasattr(error, "__hoglib_told__") or _is_of_backend(error)):
-        how = OF_ANOTHER if isinstance(error, DistributedError) else OWN
         words = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")[:LONGEST]
-        _CALLS.tell(error, _ranks(mesh), how, words)
+        # a DistributedError is raised in all, or says what another process wrote
+        _end(error, _ranks(mesh), "" if isinstance(error, DistributedError) else words)
 
 
 def tell_sharers(error: BaseException, arguments: Tree, processes: object = None) -> None:
@@ -174,14 +178,15 @@ def tell_sharers(error: BaseException, arguments: Tree, processes: object = None
 
 def words_of_others(mesh: Any = None) -> str:
     """Which of the other processes ended the call, and by what error; else where to look."""
-    return _CALLS.words(_ranks(mesh)) or "one of them: look at its own output"
+    return _words(_ranks(mesh)) or "one of them: look at its own output"
 
 
 def _is_of_backend(error: BaseException) -> bool:
-    if not isinstance(error, RuntimeError) or isinstance(error, HoglibError):
-        return False
-    text, known = str(error), getattr(dist, "DistError", ())
-    return isinstance(error, known) or any(word in text for word in COMMUNICATION)
+    if isinstance(error, getattr(dist, "DistError", ())):
+        return True
+    plain = isinstance(error, RuntimeError) and not isinstance(error, HoglibError)
+    # gloo's messages begin with its file; other time-outs are the user's, as those of a DataLoader
+    return plain and any(name in str(error).lower() for name in ("gloo", "nccl"))
 
 
 def translate(caller: str, error: BaseException, mesh: Any = None) -> None:
@@ -190,7 +195,7 @@ def translate(caller: str, error: BaseException, mesh: Any = None) -> None:
         return
     text = str(error)
     ranks, (first, *_) = _ranks(mesh), text.splitlines()
-    words, ended = _CALLS.words(ranks), ""
+    words, ended = _words(ranks), ""
     if words:
         got = f"an error in {words.rstrip('.')}. Correct it there, and {ANEW}"
     elif "imed out" in text or "imeout" in text:
@@ -209,5 +214,5 @@ def translate(caller: str, error: BaseException, mesh: Any = None) -> None:
         f"{caller}: expected all {len(ranks)} processes to make the same calls, got {got}. "
         f"(torch says: {first[:200]})"
     )
-    _CALLS.tell(said, ranks, LOST, words or f"process {dist.get_rank()}: {caller} {ended}")
+    _end(said, ranks, LOST + (words or f"process {dist.get_rank()}: {caller} {ended}"))
     raise said from error

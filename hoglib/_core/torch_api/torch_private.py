@@ -406,7 +406,6 @@ _ROWS = (
       lambda m: type(m._orig_mod) is nn.Linear),
     R("Compiled._torchdynamo_orig_callable", "the function that was compiled", COMPILED,
       lambda f: f._torchdynamo_orig_callable is _identity),
-    R("torch.distributed.distributed_c10d._get_default_store", "errors of other processes", NOTHING),
     # Gradient averaging of DDP, and parameter groups of fully_shard: read from the classes, without
     # processes.
     R("DDP._comm_hooks", "hooks of the user's", SHARDED, _uses("_comm_hooks")),
