@@ -173,9 +173,8 @@ class GradientPenalty(nn.Module):
             The penalty, a scalar.
         """
         self._check_returns_scalar(options)
-        before = self.calls
         factor = self.factor()
-        if self.every > 1 and self.calls > before:
+        if self.every > 1 and self.training and torch.is_grad_enabled():  # the call was counted
             check_schedule(self.calls, self.every, critic)
         if not factor and self.weight:
             # backward of this zero must work; it reaches no parameter
