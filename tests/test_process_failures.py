@@ -212,6 +212,10 @@ ENDS = {
 }  # fmt: skip
 
 
+# no message follows: another process may still wait for one of the first call
+LOST = "an interrupt", "late", "killed"
+
+
 def ended(*call, **options):
     """What a call returned, or the class and the message of what it raised, and how long it took."""
     start = time.monotonic()
@@ -254,6 +258,8 @@ def test_no_process_goes_on_with_a_call_that_ended_otherwise_in_another(shared, 
                 assert len(text.splitlines()) == 1
                 assert seconds < 3 * SECONDS, (name, rank, seconds)
             for later in then:
+                if name in LOST:
+                    assert "an earlier call that failed" in later[1], (name, rank, later)
                 assert later[0] == "DistributedError" or torch.allclose(
                     torch.tensor(later), torch.tensor(of_all), rtol=1e-6
                 ), (name, rank, later, of_all)

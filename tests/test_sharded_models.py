@@ -1,5 +1,6 @@
 """Models whose parameters several processes share: products and penalties equal those of one process."""
 
+import warnings
 from functools import partial
 
 import pytest
@@ -228,6 +229,9 @@ def products(rank, folder, found):
         found[f"DistributedDataParallel: {name}"] = error_of(product, *wrapped)
     found["mixed precision"] = mixed_precision(rank, world)
     found["penalties"] = penalties(rank, world)
+    found["warned"] = [
+        warned_of(rows) for rows in (part(rank, world), slice(2, None) if rank else slice(2))
+    ]
     found["refused"] = refused(rank, world)
     found["messages"] = messages(rank, world)
     found["after"] = its_own_backward(rank, world)
@@ -291,6 +295,14 @@ def penalties(rank, world):
             for optimizer in optimizers:
                 optimizer.step()
     return max(errors)
+
+
+def warned_of(rows):
+    """Warnings of a penalty of these rows in this process."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        hog.penalties.r1(shard(Critic().double()), data()[0][rows])
+    return [str(one.message) for one in given]
 
 
 def refused(rank, world):
@@ -434,6 +446,9 @@ def test_processes_equal_one(count, tmp_path):
                     assert "a wrong label" in got[1] or "shapes" in got[1], (name, got)
                     assert (IN_ONE in got[1]) == (rank > 0), (rank, name, got)
             assert_raised(raised | {"ended": found.pop("ended")}, REFUSED, rank)
+            even, (uneven,) = found.pop("warned")
+            assert not even
+            assert f"got 2 to {len(data()[0]) - 2}: fully_shard averages" in uneven
             assert 1e-4 < found.pop("mixed precision") < 5e-2, rank
             assert found.pop("messages") == [[2, 2], [2, 1], [2, 2]]
         for name, error in found.items():

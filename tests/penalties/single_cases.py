@@ -243,6 +243,21 @@ def message(part, **options):
     return "said" if part in str(error) else str(error)
 
 
+def out_of_step(lazily, otherwise):
+    """Calls of a lazy penalty, of which the second process makes one more before, or less often."""
+    _, ddp = wrapped()
+    x, later = shard(data(0))[0], dist.get_rank() == 1
+    penalty = penalties.GradientPenalty(
+        "r1", every=3 if later and otherwise == "less often" else lazily
+    )
+    if later and otherwise == "once more":
+        penalty.set_extra_state(1)
+    error = raised(lambda: penalty(ddp, x).backward())
+    again = penalties.r1(ddp, x)  # the error was raised in both before any message of the penalty
+    again.backward()
+    return "nothing was raised" if error is None else str(error)[:70]
+
+
 def silent(*cell):
     found = train(*cell, gp=by_hand)
     return "silent" if found.startswith("step 0: processes differ") else found
@@ -266,6 +281,11 @@ CASES = {
     "parameter_gradient": ("mean", of_parameters, False),
     "parameter_gradient around ddp": ("refused", of_parameters, True),
     "no wrapper around the critic": ("the same", not_wrapped),
+    "a lazy penalty that one process called before": (
+        "GradientPenalty(every=2): expected the same calls in all 2 processes, ", out_of_step, 2, "once more"),
+    "a lazy penalty that one process takes less often": (
+        "GradientPenalty(every=", out_of_step, 2, "less often"),
+    "a lazy penalty in step": ("nothing was raised", out_of_step, 2, "nothing"),
     "the error names the parameters": ("said", message, "got different ones of 0.weight"),
     "the error says how to call": ("said", message, "not as its `.module`"),
     "torch alone: penalty alone": ("silent", silent, "penalty alone", "ddp", "plain"),
