@@ -144,6 +144,63 @@ def test_another_point_may_have_another_pattern():
         torch.testing.assert_close(found, hog.hessian(lambda x, _: relus(x), x, ()))
 
 
+# function of x and c, size, dtype: the entries that c = 0 hides are small beside others
+HIDDEN = {
+    "small rows beside a huge one": (
+        lambda x, c: x**2 * F.pad(x.new_full((1,), 1e12), (0, 29), value=1e-6) + 1e-6 * c * x.roll(1),
+        30, torch.float64,
+    ),
+    "small entries beside large ones": (lambda x, c: 1e4 * x**2 + c * x.roll(1), 30, torch.float32),
+    "an entry 710 columns further": (lambda x, c: x[100 + 710 * c].view(1), 900, torch.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_remembered_pattern_is_not_trusted(name):
+    f, size, dtype = HIDDEN[name]
+    x = point(size).to(dtype)
+    narrow = hog.sparse_jacobian(f, x, 0)
+    dense = torch.autograd.functional.jacobian(lambda x: f(x, 1), x)
+    torch.testing.assert_close(hog.sparse_jacobian(f, x, 1).to_dense(), dense, rtol=1e-4, atol=0)
+    with pytest.raises(ValueError, match="pattern with all entries"):
+        hog.sparse_jacobian(f, x, 1, sparsity=narrow)
+
+
+def weighted(x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return (x.view(-1, 3) @ x.new_tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]).sin()).sin().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.diff().square().sum(),  # equal and opposite entries
+        lambda x: (50 * x.view(-1, 3)).softmax(1).square().sum(),  # entries of rounding alone
+        lambda x: (30 * x.view(-1, 3)).logsumexp(1).sum(),
+        weighted,
+    ],
+)
+def test_rounding_is_no_wrong_pattern(f, dtype):
+    for seed in range(4):
+        x = point(300).roll(seed).to(dtype)
+        dense = hog.hessian(lambda x, _: f(x), x, ())
+        atol = 100 * torch.finfo(dtype).eps * float(dense.abs().max())
+        atol = 0.05 * float(dense.abs().max()) if f is weighted else atol
+        for given in (None, Band(2)):
+            found = hog.sparse_hessian(f, x, sparsity=given)
+            torch.testing.assert_close(found.to_dense(), dense, rtol=0.05, atol=atol)
+
+
+def test_patterns_of_other_kinds_of_tensors():
+    with torch.inference_mode():
+        made = torch.ones(9, 9)
+    rows = torch.ones(9, 9).to_sparse(1)
+    for sparsity in (made, rows):
+        found = hog.sparse_hessian(chain, point(9), sparsity=sparsity)
+        assert torch.equal(found.to_dense(), hog.sparse_hessian(chain, point(9)).to_dense())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_given_patterns_hold_more_than_the_matrix(dtype):
     x = point(9).to(dtype)
@@ -242,3 +299,58 @@ def test_a_laplacian_of_one_point():
     x = point(9)
     found = hog.laplacian(chain, x, sparsity=Band(1))
     torch.testing.assert_close(found, hog.laplacian(chain, x))
+
+
+class Rolled(nn.Module):
+    def forward(self, x, by=0):
+        return (x * x.roll(by, 1)).sin().sum(1)
+
+    def other(self, x):
+        return self(x, 1)
+
+
+def rolled(by):
+    return lambda x: Rolled()(x, by)
+
+
+# what is called before, what is called then
+CHANGES = {
+    "a closure": lambda f: (rolled(0), rolled(1), ()),
+    "a method": lambda f: (f.forward, f.other, ()),
+    "a number in args": lambda f: (f, f, (1,)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_laplacian_of_another_function_has_another_pattern(name):
+    first, second, args = CHANGES[name](Rolled())
+    x = point(60).view(5, 12)
+    for _ in range(2):
+        hog.laplacian(first, x, sparsity="auto")
+    found = hog.laplacian(second, x, *args, sparsity="auto")
+    torch.testing.assert_close(found, hog.laplacian(second, x, *args))
+
+
+def test_a_laplacian_with_a_pattern_that_holds_no_more_is_an_estimate():
+    def f(x, t):
+        return x.pow(3).sum(1) + t * (x[:, :-1] * x[:, 1:]).sin().sum(1)
+
+    x, zero, one = point(12).expand(4000, 12), torch.zeros(()), torch.ones(())
+    for _ in range(2):
+        hog.laplacian(f, x, zero, sparsity="auto")
+    _, found = hog.laplacian(f, x, one, sparsity="auto")
+    _, expected = hog.laplacian(f, x, one)
+    assert 0 < float(found.std()) < 10
+    torch.testing.assert_close(found.mean(), expected.mean(), rtol=0, atol=0.5)
+    torch.testing.assert_close(hog.laplacian(f, x, one, sparsity="auto")[1], expected)
+
+
+def test_a_laplacian_draws_random_numbers_as_without_a_pattern():
+    def f(x):
+        return F.dropout(x, 0.5).pow(3).sum(1)
+
+    found = []
+    for sparsity in (None, "auto"):
+        torch.manual_seed(0)
+        found.append(hog.laplacian(f, point(60).view(5, 12), sparsity=sparsity))
+    torch.testing.assert_close(*found)

@@ -14,7 +14,7 @@ A v != 0 there for a random v on its columns; blocks that share no row are tried
 
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from warnings import catch_warnings
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.messages import validation
-from hoglib._core.numerics.trust import DIGITS, found_once
+from hoglib._core.numerics.trust import DIGITS, agree, found_once
+from hoglib._core.torch_api.mixed_precision import autocast_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 
 Shape = tuple[int, int]
@@ -93,15 +94,17 @@ class Products(NamedTuple):
 
     A: The operator.
     at_once: How many vectors are multiplied in one pass; None for all.
+    caller: For messages.
     """
 
     A: Any
     at_once: int | None
+    caller: str
 
     @property
     def T(self) -> "Products":
         """The products of the transpose."""
-        return Products(self.A.T, self.at_once)
+        return self._replace(A=self.A.T)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """The products with rows [k, P], as rows [k, M]."""
@@ -135,25 +138,24 @@ class Compression(NamedTuple):
             key=lambda found: len(found.full) + _count(found.colours),
         )
 
-    def read(self, A: Products) -> tuple[Tensor, int | None]:
-        """The matrix as a sparse CSR tensor; a row of it (a column, if transposed) that has entries
-        outside of the pattern, or None."""
+    def read(self, A: Products) -> tuple[Tensor, list[int] | None]:
+        """The matrix as a sparse CSR tensor; row and column of an entry outside of the pattern, or
+        None."""
         A = A.T if self.transposed else A
         rows, columns = self.entries
         by_colour = A(indicators(self.colours))
         by_row = A.T(_units(self.full, self.shape[0]))
-        place = rows.new_full(self.shape[:1], -1)  # of a row among the full ones
-        place[self.full] = torch.arange(len(self.full), device=rows.device)
-        place = place[rows]
+        place = _places(self.full, self.shape[0])[rows]
         full = place >= 0
         values = by_colour.new_empty(rows.shape)
         values[full] = by_row[place[full], columns[full]]
         values[~full] = by_colour[self.colours[columns[~full]], rows[~full]]
-        wrong = _wrong_row(A, self.entries, values, self.shape)
+        outside = _outside(A, self, values)
         if not self.transposed:
-            return _to_csr(self.entries, values, self.shape), wrong
+            return _to_csr(self.entries, values, self.shape), outside
         order = columns.argsort(stable=True)
-        return _to_csr(self.entries.flip(0)[:, order], values[order], self.shape[::-1]), wrong
+        matrix = _to_csr(self.entries.flip(0)[:, order], values[order], self.shape[::-1])
+        return matrix, outside and outside[::-1]
 
 
 def read_sparse(
@@ -163,39 +165,33 @@ def read_sparse(
 
     owner: A pattern that is found is tried again at later calls, while this object lives.
     """
-    products = Products(A, validation.none_or_at_least("chunk_size", chunk_size, 1))
-    shape = A.shape
-
-    def known_compression() -> Compression:
-        return Compression.of(_given_entries(sparsity, shape, A.device), shape)
-
+    chunk_size = validation.none_or_at_least("chunk_size", chunk_size, 1)
+    products = Products(A, chunk_size, caller)
+    shape, device = A.shape, A.device
     if sparsity is not None:
-        # an in-place write may change the pattern
-        key = caller, shape, A.device, getattr(sparsity, "_version", 0)
-        compression: Any = found_once(sparsity, key, known_compression)
-        matrix, wrong = compression.read(products)
-        if wrong is not None:
+        matrix, outside = _given_compression(sparsity, owner, shape, device).read(products)
+        if outside is not None:
             raise ArgumentValueError(
-                f"sparsity: expected a pattern with all entries of the matrix, got one without some of "
-                f"{'column' if compression.transposed else 'row'} {wrong}; leave sparsity out, so that "
-                "the pattern is found."
+                "sparsity: expected a pattern with all entries of the matrix, got one without row "
+                "{}, column {}; leave sparsity out, so that the pattern is found.".format(*outside)
             )
         return matrix
-    # a list, because another point may have another pattern
-    remembered: Any = found_once(owner, (caller, shape, A.device), list)
-    for compression in reversed(remembered):
-        matrix, wrong = compression.read(products)
-        if wrong is None:
+    # one or none: the pattern at the last point, which another point may not have
+    remembered: Any = found_once(owner, (caller, shape, device), list)
+    for compression in remembered:
+        matrix, outside = compression.read(products)
+        if outside is None:
             return matrix
-    compression = Compression.of(_find_entries(products, shape, A.device), shape)
-    matrix, wrong = compression.read(products)
-    if wrong is not None:
-        raise NondeterministicError(
-            f"{caller}: expected one matrix in all products, got different ones; look for random "
-            "numbers in the function, or for data that changes."
-        )
+    # entries of a row cancel with probability eps, so that half precision takes several draws
+    least = 4 if torch.finfo(A.dtype).eps > 1e-4 else 1
+    for draws in (least, least + 1):
+        found = [_find_entries(products, shape, device, seed) for seed in range(draws)]
+        compression = Compression.of(_ordered(torch.cat(found, 1), shape), shape)
+        matrix, outside = compression.read(products)
+        if outside is None:
+            break
     remembered[:] = [compression]
-    return matrix
+    return matrix  # entries that two draws have missed are rounding
 
 
 def neighbours_apart(matrix: Tensor) -> Tensor:
@@ -206,6 +202,21 @@ def neighbours_apart(matrix: Tensor) -> Tensor:
     edges = torch.arange(len(rows), device=rows.device).repeat(2)
     colours = _colour(edges, torch.cat([rows, columns]), (len(rows), matrix.shape[1]))
     return torch.tensor(colours, device=rows.device, dtype=torch.long)
+
+
+def _given_compression(
+    sparsity: object, owner: object, shape: Shape, device: torch.device
+) -> Compression:
+    """The compression for a pattern that a user gives; known from an earlier call, if there was one."""
+
+    def find() -> Compression:
+        return Compression.of(_given_entries(sparsity, shape, device), shape)
+
+    if not isinstance(sparsity, Tensor):
+        return cast(Compression, found_once(owner, (shape, device, repr(sparsity)), find))
+    if sparsity.is_inference():  # has no version, so that an in-place write would not be seen
+        return find()
+    return cast(Compression, found_once(sparsity, (shape, device, sparsity._version), find))
 
 
 def _given_entries(sparsity: object, shape: Shape, device: torch.device) -> Tensor:
@@ -223,20 +234,18 @@ def _given_entries(sparsity: object, shape: Shape, device: torch.device) -> Tens
             f"sparsity: expected a pattern of the matrix's shape {list(shape)}, got "
             f"{list(sparsity.shape)}."
         )
-    if sparsity.layout == torch.strided:
-        entries = sparsity.nonzero().T
+    if sparsity.layout == torch.strided or sparsity.dense_dim():
+        entries = sparsity.to_dense().nonzero().T
     else:  # stored zeros belong to the pattern
         entries = sparsity.detach().to_sparse_coo().coalesce().indices()
     return _ordered(entries.to(device), shape)
 
 
-def _find_entries(A: Products, shape: Shape, device: torch.device) -> Tensor:
+def _find_entries(A: Products, shape: Shape, device: torch.device, seed: int) -> Tensor:
     """The rows and columns of the entries that are not zero."""
     height, length = shape
     column = torch.arange(length, device=device)
-    draws = torch.Generator(device).manual_seed(0)
-    # random, so that the entries of a row in a block cancel with probability zero
-    noise = torch.rand(length, generator=draws, device=device, dtype=torch.float64) + 0.5
+    noise = random_factors(length, device, seed)
     width = 1
     while FIRST * width < length:
         width *= PARTS
@@ -250,7 +259,7 @@ def _find_entries(A: Products, shape: Shape, device: torch.device) -> Tensor:
         hit = products[colours[block], row] != 0
         entries = torch.stack([row[hit], block[hit]])
         if width == 1:
-            return _ordered(torch.cat([*found, entries], 1), shape)
+            return torch.cat([*found, entries], 1)
         full, colours = _compress(entries, (height, blocks), PARTS)
         at, full_column = A.T(_units(full, height)).nonzero().T
         found.append(torch.stack([full[at], full_column]))
@@ -263,25 +272,60 @@ def _find_entries(A: Products, shape: Shape, device: torch.device) -> Tensor:
         row, block = row[block < blocks], block[block < blocks]
 
 
-def _wrong_row(A: Products, entries: Tensor, values: Tensor, shape: Shape) -> int | None:
-    """A row in which the sparse matrix is not A, by one product; None if there is none.
+def _outside(A: Products, known: Compression, values: Tensor) -> list[int] | None:
+    """Row and column of an entry outside of the pattern, seen by one product; None if there is none.
 
-    Each row has its own tolerance, so that a small row is not lost beside a large one.
+    Each row has its own tolerance, so that a small row is not lost beside a large one. If a row differs
+    by more than sums of its entries do, products with parts of w measure the rounding of A there, and
+    A^T e_i shows the rows that differ by more:
+
+        |A w - sum_c A w_c|        w_c the part of w on the columns of colour c
     """
-    if not shape[0]:
-        return None
-    # neither equal nor of one sign, so that entries outside of the pattern show
-    w = torch.arange(1.0, shape[1] + 1, device=values.device, dtype=torch.float64).cos()
+    (rows, columns), shape = known.entries, known.shape
+    w = random_factors(shape[1], values.device, 100)  # others than those that found the pattern
     expected = A(w[None])[0].double()
-    terms = values.double() * w[entries[1]]
-    total, size = (
-        expected.new_zeros(shape[0]).index_add(0, entries[0], x) for x in (terms, terms.abs())
-    )
-    r = DIGITS.of(values.dtype)
-    size = torch.maximum(size, r * expected.abs().max())
-    off = (expected - total).abs() - r * size
-    worst = int(off.argmax())
-    return worst if off[worst] > 0 else None
+    terms = values.double() * w[columns]
+    total, size = (expected.new_zeros(shape[0]).index_add(0, rows, x) for x in (terms, terms.abs()))
+    off, size = (expected - total).abs(), torch.maximum(size, expected.abs())
+    device = values.device.type
+    dtype = torch.get_autocast_dtype(device) if autocast_on(device) else values.dtype
+    most = DIGITS.of(dtype)
+    r = torch.full_like(size, min(most, 64 * torch.finfo(dtype).eps))
+    if not bool((off > r * size).any()):
+        return None
+    if not agree(A(w[None])[0].double(), expected, DIGITS, dtype=dtype):
+        raise NondeterministicError(
+            f"{A.caller}: expected one matrix in all products, got different ones; look for random "
+            "numbers in the function, or for data that changes."
+        )
+    of_colours = A(indicators(known.colours) * w).double()
+    part = w * (w > 1)
+    halves = A(torch.stack([part, w - part])).double()
+    rounding = sum((x.sum(0) - expected).abs() for x in (of_colours, halves))
+    r[known.full] = most  # which products with A^T have read
+    excess = off - r * size - 30 * rounding
+    worst = (excess / off).nan_to_num(-1).topk(min(32, shape[0])).indices
+    worst = worst[excess[worst] > 0]
+    others = A.T(_units(worst, shape[0])).double().abs()
+    place = _places(worst, shape[0])[rows]
+    others[place[place >= 0], columns[place >= 0]] = 0
+    for row, entries in zip(worst, others, strict=True):
+        if bool(2 * entries.sum() > off[row]):  # else it is rounding that parts of w do not have
+            return [int(row), int(entries.argmax())]
+    return None
+
+
+def _places(indices: Tensor, length: int) -> Tensor:
+    """The place of each of 0, ..., length - 1 among the indices; -1 if it is not among them."""
+    places = indices.new_full((length,), -1)
+    places[indices] = torch.arange(len(indices), device=indices.device)
+    return places
+
+
+def random_factors(length: int, device: torch.device, seed: int) -> Tensor:
+    """Numbers with which the entries of a row cancel with probability zero."""
+    draws = torch.Generator(device).manual_seed(seed)
+    return torch.rand(length, generator=draws, device=device, dtype=torch.float64) + 0.5
 
 
 def _compress(entries: Tensor, shape: Shape, cost: int = 1) -> tuple[Tensor, Tensor]:

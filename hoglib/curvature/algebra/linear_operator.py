@@ -258,6 +258,7 @@ class RectangularOperator(ABC):
             found = torch.cat([A.apply(vectors) for vectors in eye.split(chunk_size or len(eye))])
         return found if by_rows else found.T
 
+    @when_compiled(run_uncompiled)
     def to_sparse(self, sparsity: object = None, *, chunk_size: int | None = None) -> Tensor:
         """The matrix [M, P] as a sparse CSR tensor, by a few products.
 

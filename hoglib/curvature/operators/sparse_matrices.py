@@ -9,10 +9,12 @@ from hoglib._core.messages import validation
 from hoglib._core.messages.closures import owner_of
 from hoglib._core.numerics.sparsity import read_sparse
 from hoglib._core.substrate.placement import refuse_sharded
+from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.operators.jacobian_operator import JacobianOperator
 from hoglib.curvature.operators.operators import HessianOperator
 
 
+@when_compiled(run_uncompiled)
 def sparse_hessian(
     func: Callable[..., Tensor],
     x: Tensor,
@@ -63,6 +65,7 @@ def sparse_hessian(
     return read_sparse(H, sparsity, owner_of(func), "sparse_hessian", chunk_size)
 
 
+@when_compiled(run_uncompiled)
 def sparse_jacobian(
     func: Callable[..., Tensor],
     x: Tensor,

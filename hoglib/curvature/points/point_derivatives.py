@@ -163,8 +163,10 @@ def laplacian(
         sparsity: The pattern of the Hessian of each point by its D elements: "auto" finds it, and
             `hoglib.sparse_hessian` describes the others. Elements without a common entry share a
             direction: the Laplacian of particles that do not act on each other takes as many directions
-            as one particle. The Hessian of these points is compared with the pattern, and the pattern
-            found again, at calls 1, 2, 4, 8, ... of func; not inside torch.func transforms.
+            as one particle. The Hessian is compared with the pattern at calls 1, 2, 4, 8, ... of one
+            func object with equal numbers in args; "auto" then finds the new one. In between, a pattern
+            that holds no more gives an unbiased estimate: the directions have random signs. Not inside
+            torch.func transforms.
         generator: Draws these vectors; None is torch's global generator.
         return_gradient: Also return the gradient of each output by its point.
         mode: "collapsed", which raises if an operation has no Taylor rule; "nested"; or "auto".

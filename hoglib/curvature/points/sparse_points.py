@@ -14,12 +14,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from hoglib._core.messages.closures import owner_of
+from hoglib._core.messages.closures import is_plain, owner_of
 from hoglib._core.numerics.finite_differences import fixed_random_numbers
-from hoglib._core.numerics.sparsity import indicators, neighbours_apart, read_sparse
+from hoglib._core.numerics.sparsity import (
+    indicators,
+    neighbours_apart,
+    random_factors,
+    read_sparse,
+)
 from hoglib._core.numerics.trust import found_once
 from hoglib._core.substrate.autograd import fresh_leaves, materialize_grads, vjp
-from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api import pytree, torch_internals
 from hoglib.curvature.points.input_derivatives import CALLER, point_values
 from hoglib.errors import UnsupportedError
 from hoglib.taylor.jet import TaylorOptions
@@ -32,12 +37,12 @@ class _Known:
     """What earlier calls of a function have found.
 
     calls: How many there were with this pattern.
-    sparsity: The pattern that was given, or "auto".
-    vectors: The directions, [colours, *x.shape].
+    given: The pattern that was given, or "auto", and the plain values in args.
+    vectors: The directions without signs, [colours, *x.shape].
     """
 
     calls: int = 0
-    sparsity: object = None
+    given: tuple[Any, ...] = ()
     vectors: Tensor | None = None
 
 
@@ -46,27 +51,32 @@ def coloured_directions(
 ) -> Tensor:
     """The directions [colours, *x.shape] for a pattern that is given, or found with "auto".
 
-    The Hessian of the points' sum is compared with the pattern at calls 1, 2, 4, 8, ... of a function.
+    The Hessian of the points' sum is compared with the pattern at calls 1, 2, 4, 8, ... of a function
+    with these plain values in args. In between, random signs make the result for a pattern that holds
+    no more an unbiased estimate.
     """
     if torch_internals.transforms_active() or torch_internals.tracing():
         raise UnsupportedError(
             "laplacian(sparsity=): expected a call outside of torch.func transforms and torch.compile, "
             "which hide the values; leave sparsity out there."
         )
-    known = found_once(owner_of(func), (CALLER, x.shape, x.dtype, x.device), _Known) or _Known()
-    same = known.sparsity is sparsity or (
-        not isinstance(sparsity, Tensor) and known.sparsity == sparsity
+    # functions of one code, with other values in their closures, may have other patterns
+    owner, method = getattr(func, "__self__", func), getattr(func, "__func__", None)
+    known = found_once(owner, (CALLER, method, x.shape, x.dtype, x.device), _Known) or _Known()
+    given = sparsity, *(value for value in pytree.leaves(args) if is_plain(value))
+    same = len(given) == len(known.given) and all(
+        a is b or (not isinstance(a, Tensor) and a == b)
+        for a, b in zip(given, known.given, strict=True)
     )
     known.calls = known.calls + 1 if same else 1
     if known.vectors is None or not known.calls & (known.calls - 1):
-        with fixed_random_numbers([x]):  # the Laplacian draws them again
-            H = _SummedHessian(options, func, x.detach(), args)
-            given = None if isinstance(sparsity, str) and sparsity == AUTO else sparsity
-            # "auto" looks at these points anew
-            matrix = read_sparse(H, given, H, "laplacian", None)
-        colours = neighbours_apart(matrix)
-        known.vectors, known.sparsity = H.like_points(indicators(colours).to(x)), sparsity
-    return known.vectors
+        H = _SummedHessian(options, func, x.detach(), args)
+        pattern = None if isinstance(sparsity, str) and sparsity == AUTO else sparsity
+        colours = neighbours_apart(read_sparse(H, pattern, owner_of(func), CALLER, None))
+        known.vectors, known.given = H.like_points(indicators(colours).to(x)), given
+    draws = torch.Generator(x.device).manual_seed(known.calls)
+    signs = torch.randint(2, x.shape, generator=draws, device=x.device) * 2 - 1
+    return known.vectors * signs
 
 
 @final
@@ -93,15 +103,13 @@ class _SummedHessian:
         return self
 
     def _run(self, body: Callable[..., Any], *more: Tensor) -> Any:
-        return self._options.evaluate(self._func, body, None, self._x, self._args, *more)
+        with fixed_random_numbers([self._x]):  # all products, and the Laplacian, draw equal ones
+            return self._options.evaluate(self._func, body, None, self._x, self._args, *more)
 
     def like_points(self, rows: Tensor) -> Tensor:
         """Vectors [k, D] as directions of all points, [k, *x.shape]."""
-        rows = rows.view(-1, *self._point)
-        return rows if rows.shape[1:] == self._x.shape else self._of_all_points(rows)
-
-    def _of_all_points(self, rows: Tensor) -> Tensor:
-        return rows.unsqueeze(1).expand(-1, *self._x.shape)
+        ones = [1] * (self._x.dim() - len(self._point))
+        return rows.view(len(rows), *ones, *self._point).expand(-1, *self._x.shape)
 
     def apply(self, rows: Tensor) -> Tensor:
         """The products with rows [k, D]."""
@@ -109,7 +117,7 @@ class _SummedHessian:
         def products(x: Tensor, args: Any, rows: Tensor) -> Tensor:
             (shift,) = fresh_leaves([x.new_zeros(self._point)], True)
             value = point_values(self._func, args)(x + shift).flatten()
-            weights = torch.arange(1.0, len(value) + 1, dtype=x.dtype, device=x.device).cos()
+            weights = random_factors(len(value), x.device, 0).to(x.dtype)
             (gradient,) = vjp([value], [shift], [weights], CALLER, create_graph=True)
             if gradient is None or not gradient.requires_grad:
                 return torch.zeros_like(rows)
