@@ -19,10 +19,10 @@ A lazy penalty (`every=`) runs the critic at some steps only, and all processes 
 So each call compares its number, by a message on the CPU, for which no device waits. The message has a
 group of its own, because it would meet a message of another size in a process that makes no call.
 
-fully_shard (FSDP2) frees the gathered parameters of a critic after a first backward, which the gradient
-inside a penalty is; the penalty's own backward still needs them (``setStorage ... storage of size 0``).
-With ``set_reshard_after_backward(False)`` they are kept, but then also after an optimizer step, so that
-the next forward silently uses the old ones. `GatheredParameters` keeps them for one backward.
+fully_shard (FSDP2) frees a critic's gathered parameters after the first backward, here the gradient
+inside the penalty; but the penalty's backward needs them (``setStorage ... storage of size 0``).
+``set_reshard_after_backward(False)`` keeps them also after an optimizer step, so that the next forward
+silently uses old values. `GatheredParameters` keeps them for one backward.
 """
 
 import functools
@@ -281,9 +281,9 @@ class GatheredParameters:
     """Keeps the parameters of FSDP2 modules gathered until a backward, or until it is deleted.
 
     Args:
-        modules: Those that ran in a forward; others than those of FSDP2 are left alone.
+        modules: The modules that ran in a forward; modules without FSDP2 are ignored.
     Attributes:
-        sharded: Whether there are some of FSDP2.
+        sharded: Whether one of the modules has FSDP2.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
