@@ -192,6 +192,11 @@ def test_rounding_is_no_wrong_pattern(f, dtype):
             torch.testing.assert_close(found.to_dense(), dense, rtol=0.05, atol=atol)
 
 
+def test_a_sparse_hessian_inside_torch_compile():
+    step = torch.compile(lambda x: hog.sparse_hessian(chain, x).to_dense() * 2, backend="eager")
+    torch.testing.assert_close(step(point(9)), 2 * hog.sparse_hessian(chain, point(9)).to_dense())
+
+
 def test_patterns_of_other_kinds_of_tensors():
     with torch.inference_mode():
         made = torch.ones(9, 9)
