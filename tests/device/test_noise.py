@@ -5,6 +5,7 @@ import warnings
 from functools import partial
 from inspect import isfunction
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import hoglib as hog
 from hoglib import curvature, meta, penalties
+from hoglib._core.numerics import sparsity
 from tests.device import simulation
 from tests.taylor.operations import CASES
 
@@ -172,6 +174,12 @@ def language_model():
     return hog.hvp(loss, params, params, (tokens, tokens))
 
 
+def entries(function, f):
+    """The values of a sparse matrix: the simulated device has no sparse tensors."""
+    with mock.patch.object(sparsity.SparseMatrix, "to_csr", lambda matrix: matrix.values):
+        return function(f, drawn(12))
+
+
 def signs():
     return torch.Generator().manual_seed(4)
 
@@ -193,6 +201,9 @@ ROWS = {
     "partial_derivative": lambda: hog.partial_derivative(lambda x: x.exp().prod(-1), drawn(3, 2), index=(0, 1)),
     "laplacian": lambda: field(hog.laplacian),
     "laplacian, draws of the CPU": lambda: field(hog.laplacian, num_projections=2, generator=signs()),
+    "sparse_hessian": lambda: entries(hog.sparse_hessian, lambda x: (x.diff() ** 3).sum() + x.exp().sum()),
+    "sparse_jacobian": lambda: entries(hog.sparse_jacobian, lambda x: x.diff() * x[:-1]),
+    "laplacian, sparse": lambda: hog.laplacian(lambda x: (x.diff(dim=1) ** 3).sum(1), drawn(3, 8), sparsity="auto"),
     "bilaplacian": lambda: hog.bilaplacian(lambda x: x.exp().prod(-1), drawn(3, 2)),
     "forces and their Hessian": lambda: field(penalties.forces, hessian=True),
     "forces, by structure": lambda: penalties.forces(by_structure, drawn(4, 3), batch=torch.tensor([0, 1, 1, 0], device=DEVICE[0]), hessian=True),

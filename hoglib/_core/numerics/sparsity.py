@@ -112,6 +112,28 @@ class Products(NamedTuple):
         return torch.cat([self.A.apply(part) for part in parts])
 
 
+class SparseMatrix(NamedTuple):
+    """A sparse matrix by its entries.
+
+    entries: Row and column of each entry, [2, n], row by row.
+    values: The value of each entry, [n].
+    shape: The shape of the matrix.
+    """
+
+    entries: Tensor
+    values: Tensor
+    shape: Shape
+
+    def to_csr(self) -> Tensor:
+        """The matrix as a `torch.sparse_csr` tensor."""
+        rows, columns = self.entries
+        starts = F.pad(torch.bincount(rows, minlength=self.shape[0]).cumsum(0), (1, 0))
+        with catch_warnings(action="ignore"):  # of torch: sparse tensors are beta
+            return torch.sparse_csr_tensor(
+                starts, columns, self.values, self.shape, check_invariants=False
+            )
+
+
 class Compression(NamedTuple):
     """How a matrix with a known pattern is read from few products.
 
@@ -138,8 +160,8 @@ class Compression(NamedTuple):
             key=lambda found: len(found.full) + _count(found.colours),
         )
 
-    def read(self, A: Products) -> tuple[Tensor, list[int] | None]:
-        """The matrix as a sparse CSR tensor; row and column of an entry outside of the pattern, or
+    def read(self, A: Products) -> tuple[SparseMatrix, list[int] | None]:
+        """The matrix; row and column of an entry outside of the pattern, or
         None."""
         A = A.T if self.transposed else A
         rows, columns = self.entries
@@ -152,16 +174,16 @@ class Compression(NamedTuple):
         values[~full] = by_colour[self.colours[columns[~full]], rows[~full]]
         outside = _outside(A, self, values)
         if not self.transposed:
-            return _to_csr(self.entries, values, self.shape), outside
+            return SparseMatrix(self.entries, values, self.shape), outside
         order = columns.argsort(stable=True)
-        matrix = _to_csr(self.entries.flip(0)[:, order], values[order], self.shape[::-1])
+        matrix = SparseMatrix(self.entries.flip(0)[:, order], values[order], self.shape[::-1])
         return matrix, outside and outside[::-1]
 
 
 def read_sparse(
     A: Any, sparsity: object, owner: object, caller: str, chunk_size: int | None
-) -> Tensor:
-    """The matrix of an operator as a sparse CSR tensor.
+) -> SparseMatrix:
+    """The matrix of an operator.
 
     owner: A pattern that is found is tried again at later calls, while this object lives.
     """
@@ -194,10 +216,9 @@ def read_sparse(
     return matrix  # entries that two draws have missed are rounding
 
 
-def neighbours_apart(matrix: Tensor) -> Tensor:
+def neighbours_apart(matrix: SparseMatrix) -> Tensor:
     """A colour for each index, such that indices of one colour have no entry in common."""
-    entries = matrix.to_sparse_coo().coalesce().indices()
-    rows, columns = entries[:, entries[0] != entries[1]]
+    rows, columns = matrix.entries[:, matrix.entries[0] != matrix.entries[1]]
     # of a graph whose edges are the rows, each with the two columns that it joins
     edges = torch.arange(len(rows), device=rows.device).repeat(2)
     colours = _colour(edges, torch.cat([rows, columns]), (len(rows), matrix.shape[1]))
@@ -364,13 +385,6 @@ def _ordered(entries: Tensor, shape: Shape) -> Tensor:
     """The entries row by row, each once."""
     numbers = (entries[0] * shape[1] + entries[1]).unique()
     return torch.stack([numbers // max(shape[1], 1), numbers % max(shape[1], 1)])
-
-
-def _to_csr(entries: Tensor, values: Tensor, shape: Shape) -> Tensor:
-    ends = torch.bincount(entries[0], minlength=shape[0]).cumsum(0)
-    starts = F.pad(ends, (1, 0))
-    with catch_warnings(action="ignore"):  # of torch: sparse tensors are beta
-        return torch.sparse_csr_tensor(starts, entries[1], values, shape, check_invariants=False)
 
 
 def _count(colours: Tensor) -> int:

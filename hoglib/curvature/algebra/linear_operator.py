@@ -288,7 +288,7 @@ class RectangularOperator(ABC):
         """
         self.space.refuse_sharded("to_sparse")
         with self._algorithm("to_sparse"):
-            return read_sparse(self, sparsity, self, "to_sparse", chunk_size)
+            return read_sparse(self, sparsity, self, "to_sparse", chunk_size).to_csr()
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` on the CPU; needs SciPy.

@@ -62,7 +62,7 @@ def sparse_hessian(
     validation.function("func", func)
     refuse_sharded("sparse_hessian", [validation.real("x", x)], "x")
     H = HessianOperator(lambda x, args: func(x, *args), x.detach(), args, progress=progress)
-    return read_sparse(H, sparsity, owner_of(func), "sparse_hessian", chunk_size)
+    return read_sparse(H, sparsity, owner_of(func), "sparse_hessian", chunk_size).to_csr()
 
 
 @when_compiled(run_uncompiled)
@@ -109,4 +109,4 @@ def sparse_jacobian(
     validation.function("func", func)
     refuse_sharded("sparse_jacobian", [validation.real("x", x)], "x")
     J = JacobianOperator(lambda x, args: func(x, *args), x.detach(), args, progress=progress)
-    return read_sparse(J, sparsity, owner_of(func), "sparse_jacobian", chunk_size)
+    return read_sparse(J, sparsity, owner_of(func), "sparse_jacobian", chunk_size).to_csr()
