@@ -100,4 +100,4 @@ def test_there_may_be_a_third_part_to_choose_by():
     assert_close(without.train, data.train, rtol=0, atol=0)
     assert_close(without.held_out, tested, rtol=0, atol=0)
     assert_close([*without.val_dataloader()], [tested], rtol=0, atol=0)
-    assert (data.options["val"], without.options.get("val")) == (200, None)
+    assert (data.options["val"], without.options["val"]) == (200, 0)

@@ -102,10 +102,10 @@ def test_the_table_by_hand():
     other_data = row._replace(penalty="r2", data="other")
     truth = DigitsResult("real training digits", "", "MNIST", 0, 0.25, 1.0, 10, 1.0)
     lines = digits_table(row, [better, other_data], truth, torch.full((10,), 0.1), 7).splitlines()
-    first = [line.split("  ")[0] for line in lines[4:7]]
-    assert first == ["dragan", "r1, weight 1", "real training digits"]
+    first = [line.split("  ")[0] for line in lines[4:8]]
+    assert first == ["dragan", "r1, weight 1", "real training", "digits"]
     assert lines[5].split()[-6:] == ["10", "2.500", "50.0%", "9", "0.750", "<-"]
-    assert "9: 10.0%" in lines[9]
+    assert "9: 10.0%" in lines[10]
 
 
 # The data and the classifier
