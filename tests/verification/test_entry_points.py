@@ -166,6 +166,7 @@ ENTRY_POINTS = {
     "fisher_vp": with_loss(lambda loss, p, v, b: hog.fisher_vp(loss, p, v, b)),
     "hessian": with_loss(lambda loss, p, v, b: hog.hessian(loss, p, b)),
     "ggn": with_loss(lambda loss, p, v, b: curvature.ggn(loss, p, b)),
+    "sparse_hessian": lambda function: hog.sparse_hessian(lambda x: function(x).sum(), X),
     "laplacian": lambda function: hog.laplacian(lambda x: function(x).sum(1), X),
     "bilaplacian": lambda function: hog.bilaplacian(lambda x: function(x).sum(1), X),
     "jet": lambda function: hog.jet(lambda x: function(x).sum(1), X, [torch.ones_like(X), None]),
@@ -220,6 +221,7 @@ FIRST_ORDER = {
         lambda loss, p, v, b: hog.influence(loss, p, b, b, damping=1.0, solver="kfac")
     ),
     "JacobianOperator": with_loss(lambda loss, p, v, b: hog.JacobianOperator(loss, p, b) @ v),
+    "sparse_jacobian": lambda function: hog.sparse_jacobian(function, X),
     "MAML, first order": learner(hog.MAML, first_order=True),
     "Reptile": learner(meta.Reptile),
     "adapt, first order": with_loss(
@@ -394,7 +396,7 @@ LOOKING_HOOKS = {
 }
 # No backward runs, the first derivative alone is taken, or gradients are the user's own (see `adapt`).
 NO_HOOKS = (
-    "jvp", "jet", "directional", "adapt", "inner_step", "compile without check", "JacobianOperator",
+    "jvp", "jet", "directional", "adapt", "inner_step", "compile without check", "JacobianOperator", "sparse_jacobian",
     "MAML, first order", "Reptile", "adapt, first order",
 )  # fmt: skip
 
@@ -610,7 +612,7 @@ NO_ENTRY_POINTS = {
     },
     "an update rule, differentiated in the inner loop": {"RULES", "GradientTransformation", "adadelta", "adagrad", "adam", "adamax", "adamw", "momentum", "radam", "rmsprop", "scheduled", "sgd"},
     "holds numbers or options": {
-        "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
+        "Band", "DiagonalBlocks", "inductor_options", "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
         "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "DataOptions", "OperatorOptions", "LearnerOptions", "TrainingOptions", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },
