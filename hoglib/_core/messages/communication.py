@@ -1,14 +1,15 @@
-"""Calls that processes of torch.distributed make together, and how each learns that another one failed.
+"""Collective calls of torch.distributed: how every process learns that another process failed.
 
     with together("hvp", mesh):  # around every call that sends messages, and around every message
         ...
 
-An exception that leaves such a call ends it in one process; the others still wait for its messages.
+If an exception leaves such a call in one process, the other processes still wait for a message.
 
-- Its words are written into the store of the group. The others read them when their message fails.
-- The next call of that process waits until all others have ended theirs by an error as well. Where they
-  have not within the timeout of the group, it raises: messages of different calls are never paired.
-- What the backend raises becomes a DistributedError. After it no further message is sent.
+- The failed process writes the error into the group's store (`dist.Store`). The other processes read
+  the text when their own message fails.
+- The failed process waits, at its next call, until every other process has ended the failed call, too.
+  After the group's timeout it raises instead, so that messages of different calls are never paired.
+- An error of the backend (gloo, NCCL) becomes a DistributedError, after which no message is sent.
 """
 
 import sys
@@ -27,29 +28,30 @@ from hoglib.errors import DistributedError, HoglibError
 
 LONGEST = 500  # characters of an error that other processes quote
 ANEW = "start all of them again, or destroy_process_group() and init_process_group() in each"
-LOST = "!"  # before the words of a process that sends no further message
+LOST = "!"  # prefix of an error text: the writer sends no further message
 
-Ranks = tuple[int, ...]
+Ranks = tuple[int, ...]  # the processes that make a call together
 
 
 @final
 @dataclass
 class _Failures:
-    """Calls of this process that ended by an error, in one default group.
+    """The failed calls of this process in one default group.
 
-    open: the sets of processes, some of which may not have ended their last failed call.
-    lost: why no message is sent any more; empty while messages are sent.
+    open: Ranks of failed calls that another process may still be inside.
+    lost: Why this process sends no further message; empty while it sends messages.
     """
 
     open: set[Ranks] = field(default_factory=set)
     lost: str = ""
 
 
-_FAILURES: WeakKeyDictionary[Any, _Failures] = WeakKeyDictionary()  # of default groups
-# How many calls of each set of processes have failed here: over all groups, because torchrun's store
-# outlives a group.
+_FAILURES: WeakKeyDictionary[Any, _Failures] = WeakKeyDictionary()  # default group -> failures
+# Ranks -> number of failed calls in this process. It is not reset with a new group, because torchrun's
+# store outlives a group.
 _FAILED: Counter[Ranks] = Counter()
-# The running call, in any thread: messages of two threads would meet the wrong ones in any case.
+# The running call. One mark for all threads: collectives pair by order, so that messages of two threads
+# would be paired wrongly in any case.
 _RUNNING: list[str] = []
 
 
@@ -62,7 +64,7 @@ def _key(ranks: Ranks, number: int, rank: int) -> str:
 
 
 def _check(caller: str) -> None:
-    """Raise if a call that failed here has not ended in the others."""
+    """Raise if another process has not ended a call that failed here."""
     failures = _FAILURES.get(dist.group.WORLD) if shares_messages() else None
     if failures is None:  # no failure since the group was made
         return
@@ -76,7 +78,7 @@ def _check(caller: str) -> None:
 
 
 def _wait(ranks: Ranks) -> str:
-    """Wait until processes have ended their failed call; return why no message can follow."""
+    """Wait until all ranks have ended the failed call; return why no message can follow, or ""."""
     keys = [_key(ranks, _FAILED[ranks], rank) for rank in ranks]
     try:
         _store().wait(keys)  # as long as a message would
@@ -87,7 +89,7 @@ def _wait(ranks: Ranks) -> str:
 
 
 def _end(error: BaseException, ranks: Ranks, words: str) -> None:
-    """Write into the store that the call of these processes ended here, and why."""
+    """Write into the store that this process ended the call, and the error's text."""
     error.__hoglib_told__ = True  # type: ignore[attr-defined]
     failures = _FAILURES.setdefault(dist.group.WORLD, _Failures())
     failures.open.add(ranks)
@@ -99,7 +101,7 @@ def _end(error: BaseException, ranks: Ranks, words: str) -> None:
 
 
 def _words(ranks: Ranks) -> str:
-    """The error by which another process has ended the present call; empty if none has."""
+    """The error text of another process that ended the running call; empty if there is none."""
     with suppress(Exception):
         for rank in ranks:
             key = _key(ranks, _FAILED[ranks] + 1, rank)
@@ -113,7 +115,7 @@ def _words(ranks: Ranks) -> str:
 
 
 def _ranks(mesh: Any) -> Ranks:
-    """Those of a mesh; None is the default group."""
+    """The ranks of a mesh; of the default group for None."""
     return tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
 
 
@@ -123,26 +125,26 @@ def shares_messages() -> bool:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor, without importing the module that defines them."""
-    library: Any = sys.modules.get("torch.distributed.tensor")  # None where nothing imported it
+    """Whether a value is a DTensor, without importing torch.distributed.tensor."""
+    library: Any = sys.modules.get("torch.distributed.tensor")  # None before the first import
     return library is not None and isinstance(value, library.DTensor)
 
 
 def mesh_of(tensors: Iterable[Any]) -> Any:
-    """The processes that share tensors, of several meshes the largest; None without a DTensor."""
+    """The largest mesh of DTensors among the tensors; None without a DTensor."""
     meshes = (x.device_mesh for x in tensors if is_sharded(x))
     return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 
 def timeout() -> Any:
-    """How long a message of the default group is waited for."""
+    """The timeout of the default group."""
     return _store().timeout
 
 
 @contextmanager
 def together(caller: str, mesh: Any = None) -> Iterator[None]:
-    """Inside, the processes of a mesh, by default all, make one call together. Within another one it
-    does nothing."""
+    """Mark a call that all processes of a mesh (by default of the group) make. Does nothing inside
+    another `together`."""
     if _RUNNING:
         yield
         return
@@ -161,15 +163,15 @@ def together(caller: str, mesh: Any = None) -> Iterator[None]:
 
 
 def tell(error: BaseException, mesh: Any = None) -> None:
-    """Let the other processes of a mesh read an error that ends a call that they make together."""
+    """Write an error that ends a collective call into the store, for the other ranks of the mesh."""
     if shares_messages() and not (hasattr(error, "__hoglib_told__") or _is_of_backend(error)):
         words = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")[:LONGEST]
-        # a DistributedError is raised in all, or says what another process wrote
+        # every process raises this DistributedError, or it quotes another process
         _end(error, _ranks(mesh), "" if isinstance(error, DistributedError) else words)
 
 
 def tell_sharers(error: BaseException, arguments: Tree, processes: object = None) -> None:
-    """Let the processes that share parameters, or by `processes=` data, know of an error of a call."""
+    """`tell`, for a call with sharded parameters among its arguments, or with `processes=`."""
     if shares_messages():
         mesh = mesh_of(pytree.leaves(arguments))
         if mesh is not None or processes is not None:
@@ -177,7 +179,7 @@ def tell_sharers(error: BaseException, arguments: Tree, processes: object = None
 
 
 def words_of_others(mesh: Any = None) -> str:
-    """Which of the other processes ended the call, and by what error; else where to look."""
+    """For a message: the failed process and the error; without a text, where to look."""
     return _words(_ranks(mesh)) or "one of them: look at its own output"
 
 
@@ -185,12 +187,12 @@ def _is_of_backend(error: BaseException) -> bool:
     if isinstance(error, getattr(dist, "DistError", ())):
         return True
     plain = isinstance(error, RuntimeError) and not isinstance(error, HoglibError)
-    # gloo's messages begin with its file; other time-outs are the user's, as those of a DataLoader
+    # gloo's errors contain the path of a source file; "timed out" alone may be a DataLoader's error
     return plain and any(name in str(error).lower() for name in ("gloo", "nccl"))
 
 
 def translate(caller: str, error: BaseException, mesh: Any = None) -> None:
-    """Raise DistributedError for an error of the communication."""
+    """Raise a DistributedError for an error of the backend."""
     if not _is_of_backend(error) or not shares_messages():
         return
     text = str(error)

@@ -44,20 +44,6 @@ class Band(NamedTuple):
 
     width: int
 
-    def entries(self, shape: tuple[int, int]) -> Tensor:
-        """Row and column of each entry.
-
-        Args:
-            shape: The shape of the matrix.
-        Returns:
-            The indices [2, n].
-        """
-        width = validation.at_least("Band(width)", self.width, 0)
-        rows = torch.arange(shape[0]).repeat_interleave(2 * width + 1)
-        columns = rows + torch.arange(-width, width + 1).repeat(shape[0])
-        inside = (columns >= 0) & (columns < shape[1])
-        return torch.stack([rows[inside], columns[inside]])
-
 
 class DiagonalBlocks(NamedTuple):
     """The pattern of a block-diagonal matrix with square blocks of this size.
@@ -73,20 +59,6 @@ class DiagonalBlocks(NamedTuple):
     """
 
     size: int
-
-    def entries(self, shape: tuple[int, int]) -> Tensor:
-        """Row and column of each entry.
-
-        Args:
-            shape: The shape of the matrix.
-        Returns:
-            The indices [2, n].
-        """
-        size = validation.at_least("DiagonalBlocks(size)", self.size, 1)
-        rows = torch.arange(shape[0]).repeat_interleave(size)
-        columns = rows // size * size + torch.arange(size).repeat(shape[0])
-        inside = columns < shape[1]
-        return torch.stack([rows[inside], columns[inside]])
 
 
 class Products(NamedTuple):
@@ -161,8 +133,7 @@ class Compression(NamedTuple):
         )
 
     def read(self, A: Products) -> tuple[SparseMatrix, list[int] | None]:
-        """The matrix; row and column of an entry outside of the pattern, or
-        None."""
+        """The matrix; row and column of an entry outside of the pattern, or None."""
         A = A.T if self.transposed else A
         rows, columns = self.entries
         by_colour = A(indicators(self.colours))
@@ -243,7 +214,17 @@ def _given_compression(
 def _given_entries(sparsity: object, shape: Shape, device: torch.device) -> Tensor:
     """The entries of a pattern that a user gives."""
     if isinstance(sparsity, Band | DiagonalBlocks):
-        return sparsity.entries(shape).to(device)
+        # in each row a run of columns, from `first` on
+        first = torch.arange(shape[0], device=device)
+        if isinstance(sparsity, Band):
+            width = validation.at_least("Band(width)", sparsity.width, 0)
+            first, count = first - width, 2 * width + 1
+        else:
+            count = validation.at_least("DiagonalBlocks(size)", sparsity.size, 1)
+            first = first // count * count
+        columns = first[:, None] + torch.arange(count, device=device)
+        rows, places = ((columns >= 0) & (columns < shape[1])).nonzero().T
+        return torch.stack([rows, columns[rows, places]])
     if not isinstance(sparsity, Tensor):
         raise ArgumentTypeError(
             "sparsity: expected a tensor whose entries may differ from zero in the matrix, "

@@ -87,12 +87,8 @@ class _SummedHessian:
         self, options: TaylorOptions, func: Callable[..., Tensor], x: Tensor, args: Any
     ) -> None:
         policy = options.policy._replace(backend="")
-        self._options, self._func, self._x, self._args = (
-            options._replace(policy=policy),
-            func,
-            x,
-            args,
-        )
+        self._options = options._replace(policy=policy)
+        self._func, self._x, self._args = func, x, args
         value = self._run(lambda x, args: point_values(func, args)(x))
         self._point = x.shape[1:] if value.dim() else x.shape
         self.shape = self._point.numel(), self._point.numel()

@@ -2,7 +2,8 @@
 by the inverse of a Kronecker-factored matrix."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import inf, nan, sqrt
 from typing import Any, NamedTuple, final, get_args
 
@@ -101,6 +102,16 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 "number or shapes differ; load it beside the model that it was saved with."
             )
         super().load_state_dict(state_dict)
+
+    @contextmanager
+    def _step_of_all(self, name: str) -> Iterator[None]:
+        """Inside, a step; processes that share parameters or data learn of its error."""
+        try:
+            with examined_functions(name):
+                yield
+        except BaseException as error:
+            tell_sharers(error, self._params, self._options.get("processes"))
+            raise
 
     def _batch(self, closure: Any) -> Any:
         """The batch of a step, which is given as it is or by a function."""
@@ -304,12 +315,8 @@ class NewtonCG(BatchOptimizer):
         Returns:
             The loss before the step.
         """
-        try:
-            with examined_functions("NewtonCG"):
-                return self._step(self._batch(closure), curvature)
-        except BaseException as error:
-            tell_sharers(error, self._params, self._options.get("processes"))
-            raise
+        with self._step_of_all("NewtonCG"):
+            return self._step(self._batch(closure), curvature)
 
     def _step(self, batch: object, curvature: object) -> Tensor:
         group = self.param_groups[0]
@@ -576,12 +583,8 @@ class KFAC(BatchOptimizer):
         Returns:
             The loss before the step.
         """
-        try:
-            with examined_functions("KFAC"):
-                return self._step(self._batch(closure))
-        except BaseException as error:
-            tell_sharers(error, self._params, self._options.get("processes"))
-            raise
+        with self._step_of_all("KFAC"):
+            return self._step(self._batch(closure))
 
     def _step(self, batch: object) -> Tensor:
         group = self.param_groups[0]
