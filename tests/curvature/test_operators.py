@@ -593,22 +593,34 @@ class Counts(nn.Module):
         return self.model(x)
 
 
-def counted(**options):
-    """An operator, and its model, which counts its runs."""
+def counted(listed=False, **options):
+    """An operator, and its model, which counts its runs. listed: the batch is in a list of one."""
     loss, _, batch = problem("layers of hoglib")
     model = Counts(loss.model)
     loss, params = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model)
-    H = hog.HessianOperator(loss, params, batch, check_deterministic=False, **options)
+    data = [batch] if listed else batch
+    H = hog.HessianOperator(loss, params, data, check_deterministic=False, **options)
     return H, model
 
 
+def test_a_list_of_one_batch_that_grows():
+    loss, params, batch = problem("layers of hoglib")
+    data = [batch]
+    operator = hog.HessianOperator(loss, params, data)
+    operator @ draw(operator.shape[0])
+    data.append(batch)
+    with pytest.raises(ValueError, match="got 2 batches in it now"):
+        operator @ draw(operator.shape[0])
+
+
 def test_one_batch_is_run_once():
-    operator, model = counted()
-    v = draw(operator.shape[0])
-    first = operator @ v
-    for _ in range(3):
-        assert_close(operator @ v, first)
-    assert model.calls == 1
+    for listed in (False, True):
+        operator, model = counted(listed)
+        v = draw(operator.shape[0])
+        first = operator @ v
+        for _ in range(3):
+            assert_close(operator @ v, first)
+        assert model.calls == 1
     fresh, model = counted(memory_limit=0)
     for _ in range(3):
         assert_close(fresh @ v, first)
@@ -663,7 +675,7 @@ def test_a_kept_graph_is_dropped_when_something_changes(make, name, several):
     model = Counts(nn.Sequential(nn.Linear(3, 4), *inside, nn.Tanh(), nn.Linear(4, 3)).double())
     loss = hog.functional_loss(model, F.cross_entropy)
     params, batch = hog.trainable_params(model), (draw(6, 3), torch.arange(6) % 3)
-    given = [batch] if several else batch
+    given = [batch, batch] if several else batch
     operator = make(loss, params, given, check_deterministic=not (several and "data" in name))
     v = draw(operator.shape[0])
     before = operator @ v
@@ -881,7 +893,7 @@ REFUSED = {
     "a loader used up": (lambda loss, p: hog.HessianOperator(loss, p, iter(loader(BATCH))), TypeError, r"iterated again.*list\(\.\.\.\)"),
     "a dataset": (lambda loss, p: hog.HessianOperator(loss, p, TensorDataset(*BATCH)), TypeError, "DataLoader"),
     "a number": (lambda loss, p: hog.HessianOperator(loss, p, 3), TypeError, "expected a batch"),
-    "a batch of no size": (lambda loss, p: hog.HessianOperator(loss, p, [{"size": 3}]), TypeError, "batch_size="),
+    "a batch of no size": (lambda loss, p: hog.HessianOperator(loss, p, [{"size": 3}] * 2), TypeError, "batch_size="),
     "an unknown reduction": (lambda loss, p: hog.HessianOperator(loss, p, BATCH, reduction="none"), ValueError, "mean, sum"),
     "no micro-batch": (lambda loss, p: hog.HessianOperator(loss, p, BATCH, micro_batch=0), ValueError, "at least 1"),
     "complex parameters": (lambda loss, p: hog.HessianOperator(loss, {"w": draw(2).cfloat()}, BATCH), TypeError, "real"),

@@ -301,9 +301,11 @@ class Batches:
         mean: bool = True,
         sharded: bool = False,
     ) -> None:
-        self._one = is_batch(data)  # whether data is one batch
-        self.listed = isinstance(data, list) and self._one and all(map(torch.is_tensor, data))
-        self._data: Iterable[Any] = [data] if self._one else data
+        alone = is_batch(data)
+        self.listed = isinstance(data, list) and alone and all(map(torch.is_tensor, data))
+        self._data: Iterable[Any] = [data] if alone else data
+        # whether the data is one batch, by itself or in a list
+        self._one = alone or (type(data) is list and len(data) == 1 and processes.alone)
         self.processes, self.device, self.mean, self._sharded = processes, device, mean, sharded
         self._batch_size = leading_dimension if batch_size is None else batch_size
         self._micro_batch = micro_batch
@@ -329,7 +331,7 @@ class Batches:
         own, index, total = self.processes, 0, 0.0
         every, count = self._one or not own.splitting, max(len(self), 1)
         skips = self.mean and not self._sharded  # a mean with weight 0 is 0 / 0: skip it
-        for number, batch in enumerate(self._data):
+        for number, batch in enumerate(self.current() if self._one else self._data):
             if own.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if every or own.takes(number):
@@ -352,7 +354,13 @@ class Batches:
 
     def current(self) -> list[Any]:
         """The batches as they are now."""
-        return list(self._data)
+        batches = list(self._data)
+        if self._one and len(batches) != 1:
+            raise ArgumentValueError(
+                f"data: expected the list of one batch that was given, got {len(batches)} batches "
+                "in it now; make a new operator of other data."
+            )
+        return batches
 
     def explain(self, error: Exception) -> None:
         """Add a note to an error: how a list of tensors was read."""

@@ -98,10 +98,11 @@ class OperatorOptions(DataOptions, Options, total=False):
     one more.
 
     Args:
-        memory_limit: If the data is one batch, its gradient graph is kept between products, which then
-            cost half, unless the graph holds more bytes than this. Estimated from the sizes of the
-            operations' results; 0 keeps no graph. With ``remat`` the graph holds only the inputs of
-            blocks, with ``compile`` the results that do not depend on the vector. Default: 2 GiB.
+        memory_limit: If the data is one batch (also in a list of one, in one process), its gradient
+            graph is kept between products, which then cost half, unless the graph holds more bytes
+            than this. Estimated from the sizes of the operations' results; 0 keeps no graph. With
+            ``remat`` the graph holds only the inputs of blocks, with ``compile`` the results that do
+            not depend on the vector. Default: 2 GiB.
     Returns:
         A dict of options, to be passed as ``**options``.
     Example:
