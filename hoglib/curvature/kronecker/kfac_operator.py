@@ -116,8 +116,9 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     - dW_n = sum of g_r a_r^T over the rows of example n, its gradient by the weights.
 
     G also sums over the columns; batches weigh as in `GGNOperator`. A is a mean over the rows, or the
-    examples, of all data. For one example without shared weights, and for linear networks with a
-    squared error, K equals the diagonal blocks of the Gauss-Newton matrix.
+    examples, of all data. K equals the diagonal blocks of the Gauss-Newton matrix for one example, and
+    for linear networks with a squared error, where each layer's weights are used once: not in other
+    positions, and by no other call.
 
     `LinearOperator` describes ``@``, the algebra of operators and the algorithms; ``inverse``,
     ``solve``, ``damped``, ``sqrt``, ``map``, ``eigenvalues``, ``logdet``, ``trace`` and ``diagonal``
@@ -160,8 +161,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
             positions.
         eigenvalue_corrected: Replace the eigenvalues by the diagonal in the basis of the eigenvectors
             (EKFAC), in a second pass over the data.
-        joint_bias: Make a bias a column of its weight's block; else the bias has its own block, as a
-            weight with input 1.
+        joint_bias: Make a bias a column of its weight's block, where every call of the weight adds the
+            bias; else the bias has its own block, as a weight with input 1.
         likelihood: The distribution of the targets, as for `hoglib.FisherOperator`.
         num_samples: Samples for each example with kind="mc".
         generator: Draws the seed of these samples; None is torch's global generator.
