@@ -27,6 +27,7 @@ from hoglib.curvature.examples.example_gradients import (
     per_example_gradient_products,
     per_example_gradients,
 )
+from hoglib.curvature.examples.gradient_store import GradientStore, gradient_store
 from hoglib.curvature.kronecker.kfac_operator import KFACError, KFACOperator
 from hoglib.curvature.maps.jacobian_product import jvp
 from hoglib.curvature.maps.products import fisher_vp, ggn, ggn_vp, hessian, hvp
@@ -57,6 +58,7 @@ __all__ = [
     "DiagonalBlocks",
     "FisherOperator",
     "GGNOperator",
+    "GradientStore",
     "HessianOperator",
     "JacobianOperator",
     "KFACError",
@@ -77,6 +79,7 @@ __all__ = [
     "ggn",
     "ggn_vp",
     "gradient_noise_scale",
+    "gradient_store",
     "hessian",
     "hessian_spectrum",
     "hvp",

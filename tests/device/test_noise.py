@@ -5,6 +5,7 @@ import warnings
 from functools import partial
 from inspect import isfunction
 from pathlib import Path
+from tempfile import mkdtemp
 from unittest import mock
 
 import pytest
@@ -226,6 +227,7 @@ ROWS = {
     "spectral_density": H(lambda H, v: H.spectral_density(2, steps=9, generator=signs()).nodes.to(v)),
     "influence": of_the_loss(lambda f, p, v, b: curvature.influence(f, p, b, b, damping=1.0)),
     "influence, fitted": of_the_loss(lambda f, p, v, b: curvature.influence(f, p, b, None, damping=1.0, solver=curvature.KFACOperator(f, p, b))),
+    "gradient_store": of_the_loss(lambda f, p, v, b: hog.gradient_store(f, p, b, out=f"{mkdtemp()}/rows.npy").products(b).to(*DEVICE)),
     "gradient_noise_scale": of_the_loss(lambda f, p, v, b: curvature.gradient_noise_scale(f, p, [b, b])),
     "per_example_gradients": examples(hog.per_example_gradients),
     "per_example_gradient_norms": examples(curvature.per_example_gradient_norms),

@@ -603,6 +603,7 @@ NO_ENTRY_POINTS = {
     "takes first derivatives only": {
         "EvalGradients", "gradient_noise_scale", "per_example_gradients",
         "per_example_gradient_norms", "per_example_gradient_products", "critical_sharpness",
+        "gradient_store", "GradientStore",
     },
     "draws what it is given, right or wrong": {"graph", "Graph"},
     "takes an operator, which is an entry point": {"LinearOperator", "LowRankOperator", "RectangularOperator"},

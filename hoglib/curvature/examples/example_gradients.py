@@ -656,7 +656,7 @@ def influence(
                 "query: expected queries with per_token=True, got None."
             )
         if fitted:
-            _check_same(fitted, shared)
+            check_same(fitted, shared)
         if shared.placement.is_sharded and (out is not None or query is None):
             raise errors.UnsupportedError(
                 "influence: expected queries, and no out=, for params that are DTensors, got "
@@ -666,7 +666,7 @@ def influence(
         examples = Examples.of("train", loss, train, hashed)
         queries = None if query is None else Examples.of("query", loss, query, hashed)
     if fitted:
-        _warn_of_other_values(fitted, shared)
+        warn_of_other_values(fitted, shared)
     asked = queries and queries.digest, method, float(damping), per_token
     shared.check_same_call("influence", *asked, what="queries, and options,")
     w, file = examples.weights, None
@@ -768,7 +768,13 @@ class Examples(NamedTuple):
         return cls(name, batches, torch.cat(weights), digest(found))
 
     def parts(
-        self, loss: object, space: Space, bar: ProgressBar, compute: Any, done: int = 0
+        self,
+        loss: object,
+        space: Space,
+        bar: ProgressBar,
+        compute: Any,
+        done: int = 0,
+        caller: str = "influence",
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yields (places, compute(batch, weights=)) for the examples from number `done` on, in
         chunks."""
@@ -782,7 +788,7 @@ class Examples(NamedTuple):
                 if first == count:  # all of its rows are in the file
                     continue
                 own = to_device(pytree.rows(batch, count, first, count), space.device)
-                check_apart(loss, space.params, own, "influence")
+                check_apart(loss, space.params, own, caller)
                 w = self.weights[at : at + count - first]
                 for part in compute(own, weights=None if bool((w == 1).all()) else w):
                     if not bool(part.isfinite().all()):
@@ -810,7 +816,7 @@ def _token_slopes(loss: Any, space: Space, D: Tensor, batch: Any, weights: Any) 
         return [torch.stack([(by_logits * tangent).sum(axis) for _, tangent in pairs], -1)]
 
 
-def _check_same(K: KFACOperator, space: Space) -> None:
+def check_same(K: KFACOperator, space: Space) -> None:
     """Raise unless the operator is on the parameters of the space."""
     if not K.space.same(space):
         raise errors.ArgumentValueError(
@@ -819,7 +825,7 @@ def _check_same(K: KFACOperator, space: Space) -> None:
         )
 
 
-def _warn_of_other_values(K: KFACOperator, space: Space) -> None:
+def warn_of_other_values(K: KFACOperator, space: Space) -> None:
     """Warn if the operator was computed at other values of the parameters."""
     K.blocks()  # at the first use this computes them
     if K.computed_at not in (None, sums_and_norms(space.leaves())):
