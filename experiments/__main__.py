@@ -11,7 +11,13 @@ def main(args: list[str] | None = None) -> int:
     Returns:
         The exit status, as that of `experiments.command.cli.main`; 2 where a package is not installed.
     """
-    if (sys.argv[1:] if args is None else args) == ["list"]:
+    words = sys.argv[1:] if args is None else args
+    if words[:1] == ["list"]:
+        if words[1:]:
+            print(
+                f"error: list takes no words after it, got {' '.join(words[1:])}", file=sys.stderr
+            )
+            return 2
         from experiments.configs import table
 
         print(table())

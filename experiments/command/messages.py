@@ -49,6 +49,10 @@ def shorten_parser_error(message: str, options: Sequence[str]) -> str:
     text = " ".join(dict.fromkeys(kept))
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
     if re.search(NO_CONFIG, text):
+        # `list` is a command too, which jsonargparse does not know
+        text = re.sub(r"(?<=\(choose from )(?='fit')", "'list', ", text).replace(
+            "{fit,", "{list,fit,"
+        )
         return f"{text.rstrip('.: ')}. {CONFIGS}"
     text = re.sub(r"\. Got value: (.*?)(?= Expected|\.?$)", r", got '\1'", text)
     text = re.sub(r"Expected an? <class '([^']+)'>", r"expected \1", text)

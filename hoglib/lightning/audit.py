@@ -5,6 +5,7 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
 
 from hoglib._core.messages import validation
 from hoglib._core.modules.swap import restore_buffers
@@ -12,7 +13,7 @@ from hoglib._core.runtime.source_location import error_text, warn
 from hoglib.auditing.api import audit
 from hoglib.auditing.problem import NamedProblem, parse_problems
 from hoglib.auditing.routes import requested_routes
-from hoglib.curvature.batches.data import gathered
+from hoglib.curvature.batches.data import gathered, to_device
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, VerificationError
 from hoglib.verification.report import Report
 
@@ -20,7 +21,7 @@ METHOD = "second_order_problem"
 EXAMPLE = f"""
     def {METHOD}(self, batch):
         loss = hoglib.functional_loss(self.net, torch.nn.functional.mse_loss)
-        return loss, hoglib.trainable_params(self.net), batch
+        return loss, hoglib.trainable_params(self.net), batch  # or a loader
 """
 
 
@@ -34,7 +35,8 @@ class SecondOrderAudit(pl.Callback):
 
         module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
 
-    Each problem is passed to :func:`hoglib.audit`, and its report is printed. If a report has failed,
+    Each problem is passed to :func:`hoglib.audit`, and its report is printed. Of a ``DataLoader`` in
+    place of ``batch`` the first batch is audited. If a report has failed,
     the fit is refused, or continues after a warning. The audit runs once in each fit, without
     autocast. It leaves random numbers, buffers and parameters unchanged, so the fit does not depend on
     it. In distributed training every process audits its own batch, and all raise if one has failed.
@@ -110,9 +112,13 @@ class SecondOrderAudit(pl.Callback):
         try:
             # the fit draws its random numbers as if there was no audit
             with isolate_rng():
-                for name, *problem in second_order_problems(pl_module, batch):
-                    report = audit(*problem, routes=self.routes, stand_ins=self.stand_ins)
-                    report.name = name
+                for one in second_order_problems(pl_module, batch):
+                    data = one.batch
+                    if isinstance(data, DataLoader):
+                        data = to_device(next(iter(data)), pl_module.device)
+                    options: Any = {"routes": self.routes, "stand_ins": self.stand_ins}
+                    report = audit(one.loss, one.params, data, **options)
+                    report.name = one.name
                     self.reports = (*self.reports, report)
         except Exception as caught:  # raised below, after all processes know
             error = caught
@@ -156,8 +162,9 @@ def second_order_problems(module: pl.LightningModule, batch: Any) -> list[NamedP
 
         module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
 
-    :class:`SecondOrderAudit` and :class:`CurvatureMonitor` work on them. The buffers of modules that
-    run in the method are restored afterwards.
+    :class:`SecondOrderAudit` and :class:`CurvatureMonitor` work on them. In place of ``batch`` the
+    method may return a loader of its own: the monitor takes the mean loss over all of it, the audit its
+    first batch. The buffers of modules that run in the method are restored afterwards.
 
     Args:
         module: A LightningModule with a method ``second_order_problem(batch)``.

@@ -1,6 +1,5 @@
 """The spectrum of the Hessian, measured during a fit."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -23,10 +22,9 @@ from hoglib._core.torch_api import pytree
 from hoglib.curvature import Spectrum, critical_sharpness, hessian_spectrum
 from hoglib.curvature.algebra.estimates import SpectralDensity
 from hoglib.curvature.batches.data import as_one_batch, gathered, world_size
+from hoglib.curvature.sums.watchers import ALLOW
 from hoglib.lightning.audit import METHOD, check_method, second_order_problems
 
-# advice that the monitor cannot follow
-OF_OPERATORS = "[,;] or allow it by check_deterministic=False"
 PLAIN = (bool, int, float, str, type(None))  # types that a checkpoint may hold besides tensors
 # an example for the error message about a loss that draws random numbers
 QUIET = f"""
@@ -75,10 +73,15 @@ class Measurement(NamedTuple):
 
 @final
 class CurvatureMonitor(pl.Callback):
-    """Measure the spectrum of the Hessian at the start, every so many batches, and at the end of a fit.
+    """Measure the spectrum of the Hessian at the start, every so many batches or epochs, and at the end
+    of a fit.
 
         H = d^2 loss(params, batch) / d params^2        at the parameters of that moment
         module.second_order_problem(batch) -> (loss, params, batch), or a list or dict of such tuples
+
+    In place of ``batch`` the method may return a loader of its own, not the trainer's, or a list of
+    batches: H is then the Hessian of the mean loss over all of them, in distributed training over the
+    parts that the processes return.
 
     The loggers get ``curvature/largest`` and ``curvature/smallest`` (the extreme eigenvalues),
     ``curvature/trace`` and ``curvature/trace_error`` (one standard error) at each measurement, whatever
@@ -97,7 +100,9 @@ class CurvatureMonitor(pl.Callback):
     products with H, and some 20 or more for the extreme eigenvalues, of about two gradients each.
 
     Args:
-        every: Training batches between measurements. Default: 100.
+        every: Training batches between measurements. Default: 100, without ``every_n_epochs``.
+        every_n_epochs: Epochs between measurements, each after the last batch of an epoch, as for
+            Lightning's ``ModelCheckpoint``; instead of ``every``.
         k: Number of eigenvalues at each end of the spectrum. Default: 1.
         num_samples: Random vectors for the density and the trace. Default: 5.
         steps: Lanczos steps for each random vector. Default: 40.
@@ -110,7 +115,7 @@ class CurvatureMonitor(pl.Callback):
         seed: Seed of the random vectors, together with the number of the batch. Default: 0.
         critical: Whether to log ``curvature/critical``, the `hoglib.critical_sharpness` along the
             gradient; it takes a gradient and some evaluations of the loss. Default: False.
-        max_seconds: Limit of the time of a measurement, on average over ``every`` batches. After a
+        max_seconds: Limit of the time of a measurement, on average over the interval. After a
             measurement of n times the limit, the next ones are n times as far apart, and there is a
             warning once. A resumed fit may then measure at other batches than an uninterrupted one.
             Default: no limit.
@@ -120,7 +125,8 @@ class CurvatureMonitor(pl.Callback):
         history: Every :class:`Measurement`, with the k eigenvalues of each end and the density.
     Raises:
         ArgumentTypeError: at the start of the fit, for a module without ``second_order_problem``.
-        ArgumentValueError: at the first batch, if k is larger than the number of eigenvalues; or for a
+        ArgumentValueError: for both ``every`` and ``every_n_epochs``;
+            at the first batch, if k is larger than the number of eigenvalues; or for a
             checkpoint with a batch of another structure, or from another number of processes.
         NonFiniteError: for a loss that is not finite.
         NondeterministicError: for a loss that draws random numbers, such as one with dropout.
@@ -152,7 +158,7 @@ class CurvatureMonitor(pl.Callback):
     @validation.explain_arguments
     def __init__(
         self,
-        every: int = 100,
+        every: int | None = None,
         k: int = 1,
         num_samples: int = 5,
         steps: int = 40,
@@ -163,22 +169,31 @@ class CurvatureMonitor(pl.Callback):
         critical: bool = False,
         max_seconds: float | None = None,
         images: bool = False,
+        every_n_epochs: int | None = None,
     ) -> None:
         super().__init__()
-        self.every = validation.at_least("every", every, 1)
-        self.k = validation.at_least("k", k, 1)
-        self.num_samples = validation.at_least("num_samples", num_samples, 1)
-        self.steps = validation.at_least("steps", steps, 1)
+        if every is not None and every_n_epochs is not None:
+            raise errors.ArgumentValueError(
+                f"every_n_epochs: expected either every or every_n_epochs, got every={every} and "
+                f"every_n_epochs={every_n_epochs}; leave one out."
+            )
+        self.every_n_epochs = validation.none_or_at_least("every_n_epochs", every_n_epochs, 1)
+        self.every = validation.at_least("every", 100 if every is None else every, 1)
+        self._spectrum_options = {  # of hessian_spectrum
+            "k": validation.at_least("k", k, 1),
+            "num_samples": validation.at_least("num_samples", num_samples, 1),
+            "steps": validation.at_least("steps", steps, 1),
+            "max_iter": validation.at_least("max_iter", max_iter, 1),
+        }
         self.fixed_batch = validation.boolean("fixed_batch", fixed_batch)
         self.stand_ins = validation.boolean("stand_ins", stand_ins)
-        self.max_iter = validation.at_least("max_iter", max_iter, 1)
         self.seed = validation.at_least("seed", seed, 0)
         self.critical = validation.boolean("critical", critical)
         self.max_seconds = None
         if max_seconds is not None:
             self.max_seconds = validation.number("max_seconds", max_seconds, minimum=1e-9)
         self.images = validation.boolean("images", images)
-        self._rarer = 1  # measurements are this many times `every` batches apart
+        self._rarer = 1  # measurements are this many times the interval apart
         self.history: list[Measurement] = []
         self._saved: dict[str, Any] | None = None  # the fixed batch, in the form for checkpoints
         self._batch: Any = None  # the batch to measure; None before the fit has begun
@@ -195,10 +210,11 @@ class CurvatureMonitor(pl.Callback):
     ) -> None:
         """Measure at the start of the fit, and log the measurement made after the last batch."""
         done = _batches(trainer) - 1  # Lightning has already counted the batch that starts
+        due = self._due(done, batch_idx == 0, trainer.current_epoch)
         if self._batch is None:
-            self._start(done, batch)
+            self._start(done, batch, due)
         # log now: only here has Lightning's step count reached the batch of the measurement
-        if self._due(done):
+        if due:
             self._measure(pl_module, done, batch)
             self._show(pl_module, done)
             self._log(trainer, done)
@@ -215,9 +231,10 @@ class CurvatureMonitor(pl.Callback):
         measurement."""
         if not self.fixed_batch:
             self._batch = batch
-        if self._due(_batches(trainer)):
-            self._measure(pl_module, _batches(trainer), batch)
-            self._show(pl_module, _batches(trainer))
+        done = _batches(trainer)
+        if self._due(done, trainer.is_last_batch, trainer.current_epoch + 1):
+            self._measure(pl_module, done, batch)
+            self._show(pl_module, done)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure at the end of the fit."""
@@ -253,12 +270,13 @@ class CurvatureMonitor(pl.Callback):
         self._rarer = state_dict.get("rarer", 1) if self.max_seconds else 1
         self._saved = state_dict["batch"]
 
-    def _start(self, done: int, batch: Any) -> None:
-        """Set the history and the batch at the first batch of a fit, resumed or not."""
+    def _start(self, done: int, batch: Any, due: bool) -> None:
+        """Set the history and the batch at the first batch of a fit, resumed or not. due: whether a
+        measurement is due before this batch."""
         if done == 0:  # not a resumed fit
             self.history, self._saved, self._rarer = [], None, 1
         # drop the measurement at the end of the interrupted fit, unless this batch is due for one
-        self.history = [one for one in self.history if one.batch < done + self._due(done)]
+        self.history = [one for one in self.history if one.batch < done + due]
         if not self.fixed_batch:
             self._batch = batch
             return
@@ -266,8 +284,12 @@ class CurvatureMonitor(pl.Callback):
             self._saved = _saved(batch)
         self._batch = _restore_batch(self._saved, batch)
 
-    def _due(self, done: int) -> bool:
-        return done % (self.every * self._rarer) == 0
+    def _due(self, done: int, between_epochs: bool, epochs: int) -> bool:
+        """Whether a measurement is due after this many batches, which are so many whole epochs if
+        `between_epochs`."""
+        if self.every_n_epochs is None:
+            return done % (self.every * self._rarer) == 0
+        return between_epochs and epochs % (self.every_n_epochs * self._rarer) == 0
 
     def _slow_down(self, seconds: float) -> None:
         """Measure less often after a measurement above the time limit, in any process."""
@@ -275,9 +297,11 @@ class CurvatureMonitor(pl.Callback):
         times = ceil(slowest / self.max_seconds) if self.max_seconds else 1
         if times > self._rarer:
             if self._rarer == 1:
+                apart = f"{times * (self.every_n_epochs or self.every)} "
+                apart += "epochs" if self.every_n_epochs else "batches"
                 warn(
                     f"CurvatureMonitor: expected measurements of at most {self.max_seconds:g} seconds, "
-                    f"got one of {seconds:.3g}: the next ones are {times * self.every} batches apart. "
+                    f"got one of {seconds:.3g}: the next ones are {apart} apart. "
                     "Fewer num_samples and steps take less time."
                 )
             self._rarer = times
@@ -293,7 +317,7 @@ class CurvatureMonitor(pl.Callback):
                 problems = second_order_problems(module, self._batch if self.fixed_batch else batch)
                 found = [self._measure_problem(module, done, *problem) for problem in problems]
         except errors.NondeterministicError as error:
-            cause = re.sub(OF_OPERATORS, "", str(error))
+            cause = str(error).replace(ALLOW, "")  # an option that the monitor does not have
             raise errors.NondeterministicError(
                 f"{when}: expected a loss that is the same at each call, got one that is not ({cause}) "
                 f"Measure a copy of the network in eval mode, for instance\n{QUIET}"
@@ -319,11 +343,8 @@ class CurvatureMonitor(pl.Callback):
             loss,
             params,
             batch,
-            k=self.k,
-            num_samples=self.num_samples,
-            steps=self.steps,
             generator=torch.Generator().manual_seed(seed),
-            max_iter=self.max_iter,
+            **self._spectrum_options,
             **options,
         )
         critical = None

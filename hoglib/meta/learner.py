@@ -247,10 +247,10 @@ class Learner(nn.Module, ABC):
         only the value is computed.
 
         Args:
-            tasks: A tuple (support, query) of stacks: tensors with a leading dimension of
-                tasks, for instance (x [B, K, ...], y [B, K, ...]); or a list of tasks, each
-                (support, query), which may differ in size. A batch is anything that
-                `hoglib.functional_loss` takes. Two lists of two tensors, as a DataLoader collates
+            tasks: One task, ``[(support, query)]``; or a list of tasks, each (support, query), which
+                may differ in size; or a tuple (support, query) of stacks: tensors with a leading
+                dimension of tasks, for instance (x [B, K, ...], y [B, K, ...]). A batch is anything
+                that `hoglib.functional_loss` takes. Two lists of two tensors, as a DataLoader collates
                 them, are stacks.
             *more: Nothing; two arguments support and query are refused.
 

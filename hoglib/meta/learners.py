@@ -82,6 +82,9 @@ class MAML(Learner):
 
     Example:
         >>> maml = hog.MAML(nn.Linear(2, 1), F.mse_loss, inner_lr=0.1, inner_steps=3)
+        >>> support = query = torch.randn(5, 2), torch.randn(5, 1)
+        >>> maml.loss([(support, query)]).shape  # one task
+        torch.Size([])
         >>> support = torch.randn(4, 5, 2), torch.randn(4, 5, 1)  # of 4 tasks
         >>> query = torch.randn(4, 10, 2), torch.randn(4, 10, 1)
         >>> maml.loss((support, query)).backward()

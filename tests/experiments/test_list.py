@@ -62,6 +62,20 @@ def test_a_config_that_does_not_say_it_is_refused(head, tmp_path):
         configs(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["lst"], "choose from 'list', 'fit', 'validate'"),
+        ([], "one of {list,fit,validate"),
+        (["list", "all"], "list takes no words after it, got all"),
+    ],
+    ids=str,
+)
+def test_list_is_among_the_commands_that_an_error_names(words, said, capsys):
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "experiments.command.cli", raising=False)
     monkeypatch.setitem(sys.modules, "lightning.pytorch.cli", None)

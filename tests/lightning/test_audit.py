@@ -173,6 +173,24 @@ def test_options_are_those_of_audit(tmp_path, capsys):
         fit(tmp_path, [SecondOrderAudit(routes=["torch.func.hessian"], stand_ins=False)], Norm())
 
 
+def test_of_a_loader_the_first_batch_is_audited(tmp_path):
+    def reports(act):
+        class OfALoader(Training):
+            def second_order_problem(self, batch):
+                loss, params, _ = super().second_order_problem(batch)
+                return loss, params, loader()
+
+        callback = SecondOrderAudit(action="warn")
+        fit(tmp_path, [callback], OfALoader(act), max_steps=1)
+        return callback.reports
+
+    (right,) = reports(square)
+    assert right.ok
+    with pytest.warns(UserWarning, match="expected right second derivatives"):
+        (wrong,) = reports(poison)
+    assert wrong.culprits
+
+
 def test_several_problems(tmp_path, capsys):
     class Two(Training):
         def second_order_problem(self, batch):

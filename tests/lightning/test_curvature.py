@@ -244,6 +244,69 @@ def test_a_fit_with_it_is_the_fit_without_it(way, tmp_path):
     assert [one.batch for one in callback.history] == expected
 
 
+# Of the trainer, and the batches after which every second epoch of 4 batches has ended
+EPOCHS = {
+    "plain": ({}, [0, 8, 16, 20]),
+    "accumulation": ({"accumulate_grad_batches": 3}, [0, 8, 16, 20]),
+    "some batches": ({"limit_train_batches": 3}, [0, 6, 12, 15]),
+    "max_steps": ({"max_steps": 10}, [0, 8, 10]),
+}
+
+
+class Unsized:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+@pytest.mark.parametrize("way", EPOCHS)
+@pytest.mark.parametrize("sized", [True, False])
+def test_every_n_epochs_counts_epochs(way, sized, tmp_path):
+    options, expected = EPOCHS[way]
+    callback, logger = CurvatureMonitor(every_n_epochs=2, **SMALL), Recorded()
+    batches = [pair(data(torch.float64)[i : i + 2]) for i in range(0, 8, 2)]
+    batches = torch.utils.data.DataLoader(batches, batch_size=None) if sized else Unsized(batches)
+    fit(tmp_path, [callback], Quiet(), None, batches, logger, **{"max_epochs": 5, **options})
+    assert [one.batch for one in callback.history] == expected
+    assert len(logger.curvature()) == len(expected)
+
+
+@pytest.mark.parametrize("at", [3, 6, 7, 9, 12])
+@pytest.mark.filterwarnings("ignore:.*resuming from a checkpoint that ended before the epoch.*")
+def test_a_fit_that_is_measured_by_epochs_resumes_at_any_batch(at, tmp_path):
+    def run(checkpoint=None, *callbacks):
+        own, logger = CurvatureMonitor(every_n_epochs=2, **SMALL), Recorded()
+        batches = Positioned([pair(data(torch.float64)[i : i + 4]) for i in range(0, 12, 4)])
+        fit(tmp_path, [own, *callbacks], Quiet(), checkpoint, batches, logger, max_epochs=5)
+        return own.history, logger.curvature()
+
+    path = tmp_path / "some.ckpt"
+    whole, logged = run(None, SaveInTheMiddle(path, at))
+    assert [one.batch for one in whole] == [step for step, _ in logged] == [0, 6, 12, 15]
+    history, later = run(path)
+    same_history(history, whole)
+    assert later == [row for row in logged if row[0] >= at]
+
+
+def test_a_problem_may_be_a_loader(tmp_path):
+    """H is then of the mean over all of it, whose last batch is smaller."""
+    whole = pair(data(torch.float64)[:10])
+
+    class OfTheData(Quiet):
+        def second_order_problem(self, batch):
+            loss, params, _ = super().second_order_problem(batch)
+            self.seen.clear()
+            rows = torch.utils.data.TensorDataset(*whole)
+            return loss, params, torch.utils.data.DataLoader(rows, batch_size=4)
+
+    callback, module = CurvatureMonitor(every=100, **SMALL), OfTheData()
+    fit(tmp_path, [callback], module, max_epochs=1)
+    exact = dense(hog.trainable_params(module.net), whole)
+    assert float(callback.history[-1].spectrum.largest[-1]) == pytest.approx(float(exact[-1]))
+
+
 def test_loggers_count_as_lightning_does(tmp_path):
     logger = Recorded()
     fit(
@@ -295,10 +358,10 @@ class Positioned:
         return len(self.batches)
 
     def __iter__(self):
+        self.position %= len(self.batches)
         while self.position < len(self.batches):
             self.position += 1
             yield self.batches[self.position - 1]
-        self.position = 0
 
     def state_dict(self):
         return {"position": self.position}
@@ -489,7 +552,7 @@ def test_before_the_first_step(tmp_path):
 @pytest.mark.parametrize(
     "option",
     [
-        {"every": 0}, {"every_n_epochs": 1}, {"every_n_steps": 10}, {"k": 0}, {"num_samples": 0}, {"steps": 0}, {"fixed_batch": 1},
+        {"every": 0}, {"every_n_epochs": 0}, {"every_n_epochs": 1, "every": 100}, {"every_n_steps": 10}, {"k": 0}, {"num_samples": 0}, {"steps": 0}, {"fixed_batch": 1},
         {"stand_ins": None}, {"max_iter": 0}, {"seed": -1}, {"every": 2.5}, {"max_seconds": 0},
     ],
     ids=str,

@@ -478,8 +478,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown name: a suggestion, or a full stop."""
     known = [*known]
     longer = [one for one in known if str(name).startswith(f"{one}_")]  # every_n_steps for every
-    close = get_close_matches(str(name), known, n=1) or longer
-    return f"; did you mean {close[0]!r}?" if close else "."
+    found = dict.fromkeys([*get_close_matches(str(name), known, n=1), *longer[:1]])
+    return f"; did you mean {' or '.join(map(repr, found))}?" if found else "."
 
 
 OF_ONE = "; a single {} is a batch of one: `x[None]`"  # advice where a batch is expected

@@ -42,6 +42,7 @@ from hoglib.curvature.sums.term import Term
 from hoglib.errors import ArgumentValueError, NondeterministicError, NonFiniteError
 from hoglib.ring import ring
 
+ALLOW = ", or allow it by check_deterministic=False"  # advice of operators
 DROPOUTS = (module_kinds.DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 IGNORED = -100  # the label that torch's `cross_entropy` leaves out of its mean
 # the loss at a batch, and the fingerprint of the batch
@@ -205,8 +206,7 @@ class Determinism(Losses):
         if before == after and not agrees:
             cause = random_cause(term) or (
                 "the model or the criterion draws random numbers outside of torch, or changes a state "
-                "of its own. Look for noise and counters in forward, and call model.eval(); or allow "
-                "it by check_deterministic=False."
+                f"of its own. Look for noise and counters in forward, and call model.eval(){ALLOW}."
             )
             raise NondeterministicError(
                 f"loss: expected the same value for the same batch, got {was:.8g} and then {now:.8g} "
@@ -656,7 +656,7 @@ def random_cause(term: Term) -> str:
         return modules
     return (
         f"random numbers are drawn at {line}. Pass them in the batch, or turn them off, as "
-        "model.eval() may do; or allow it by check_deterministic=False."
+        f"model.eval() may do{ALLOW}."
     )
 
 
@@ -667,7 +667,7 @@ def random_modules(model: object) -> str:
         return ""
     return (
         f"{listing(random)} {'draw' if len(random) > 1 else 'draws'} at random in train mode. "
-        "Call model.eval(), or allow it by check_deterministic=False."
+        f"Call model.eval(){ALLOW}."
     )
 
 
