@@ -121,6 +121,35 @@ def eigenpairs(of: Any, ax: Any) -> None:
 
 
 @picture
+def estimate(of: Any, ax: Any) -> None:
+    """The means with one standard error, in the order of the entries."""
+    values, errors = (x.detach().flatten().double().cpu() for x in (of.value, of.error))
+    finite = errors.where(errors.isfinite(), 0)  # infinite for a single sample
+    look = {"fmt": "o", "color": BLUE, "ecolor": LIGHT, "ms": 5 if len(values) < 50 else 2, "lw": 1}
+    ax.errorbar(range(len(values)), values, finite, label="mean ± one standard error", **look)
+    _scale_by_size(ax, "y", values.tolist())
+    ax.set(xlabel="entry", ylabel="estimate")
+    ax.locator_params(axis="x", integer=True, min_n_ticks=1)
+    ax.legend()
+
+
+@picture
+def critical_sharpness(of: Any, ax: Any) -> None:
+    """The losses that were evaluated against the step, and the step that does not lower the loss."""
+    points = sorted((step, loss) for step, loss in of.tried if isfinite(loss))
+    ax.plot(*zip(*points, strict=True), color=BLUE, marker="o", label="loss along the step")
+    ax.axhline(of.tried[0][1], color=GREY, lw=0.8, zorder=0, label="loss at step 0")
+    if of.found:
+        ax.axvline(of.step, color=VERMILLION, ls="--", label=f"2 / {of.value:.4g}")
+    # a first step that was far too long would hide the crossing
+    near = [loss for step, loss in points if step <= 4 * of.step]
+    margin = 0.1 * (max(near) - min(near)) or 1.0
+    ax.set(xlim=(-0.1 * of.step, 4.1 * of.step), ylim=(min(near) - margin, max(near) + margin))
+    ax.set(xlabel="step", ylabel="loss", title=f"{len(of.tried)} evaluations of the loss")
+    ax.legend()
+
+
+@picture
 def history(measurements: Any, ax: Any) -> int:
     """The largest eigenvalue over batches, by its logged name.
 

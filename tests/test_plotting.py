@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hoglib as hog
-from hoglib.curvature import KFACError, LinearOperator, hessian_spectrum
+from hoglib.curvature import CriticalSharpness, KFACError, LinearOperator, hessian_spectrum
 from hoglib.curvature.algebra.estimates import Estimate
 from hoglib.curvature.algebra.linear_systems import Solution
 from hoglib.errors import ArgumentTypeError, MissingDependencyError
@@ -27,6 +27,8 @@ PAIRS = LinearOperator.from_dense(VALUES.diag()).eigsh(5)
 SPECTRUM = hessian_spectrum(lambda p, _: (VALUES * p * p).sum() / 2, torch.zeros(5).double(), None, k=2, steps=5)
 DENSITY = SPECTRUM.density
 CHANGES = LeaveKOut(torch.tensor([1.0, 2.0, nan]), torch.tensor([1.5, 2.5, 0.0]), torch.zeros(3, 2), 0.5)
+ESTIMATE = Estimate(torch.tensor([1.0, -2.0, 300.0]), torch.tensor([0.1, inf, 1.0]))
+CRITICAL = CriticalSharpness(5.0, 0.4, 5, True, ((0.0, 1.0), (9.0, 2.0), (0.25, 0.5), (0.4, 1.0), (99.0, inf)))
 NAMED = r"f_<b>$\y$ & z"  # neither markup nor mathematics
 REPORT = hog.Report(NAMED, [
     Row("first", "pass", 1e-9, "right"), Row(NAMED, "fail", 0.5, f"wrong:\n  {NAMED}"), Row("runs", "warn", None, "<i>"),
@@ -56,6 +58,10 @@ PICTURES = {
     "distances": (lambda: DISTANCES, [([0.7], [1]), ([0.4], [2]), ([0.3], [3]), ([0.2], [4])]),
     "changes": (lambda: CHANGES, [(CHANGES.predicted, CHANGES.actual)]),
     "report": (lambda: REPORT, [([0.5], [0])]),
+    "an estimate": (lambda: ESTIMATE, [(range(3), [1.0, -2.0, 300.0])]),
+    "one number": (lambda: Estimate(torch.tensor(2.0), torch.tensor(inf)), [([0], [2.0])]),
+    "a critical step": (lambda: CRITICAL, [([0, 0.25, 0.4, 9.0], [1.0, 0.5, 1.0, 2.0])]),
+    "no critical step": (lambda: CRITICAL._replace(value=nan, found=False, tried=((0.0, 1.0), (0.4, inf))), [([0], [1.0])]),
     "an empty report": (lambda: hog.Report("f", []), []),
 }  # fmt: skip
 
@@ -99,6 +105,15 @@ def test_a_report_in_a_notebook_is_a_table_of_escaped_text():
     assert head == f"[b]{NAMED}: WRONG, by 1 of 54 checks.[table]"
     assert lines[0] == f"[td]{NAMED}[td]fail[td]5e-01[td]wrong:\n  {NAMED}"
     assert lines[1] == "[td]runs[td]warn[td][td]<i>"
+
+
+def test_a_result_in_a_notebook_is_a_table_of_its_fields():
+    text = Estimate(torch.tensor(1.5), torch.zeros(900, 3))._repr_html_()
+    assert text.startswith("<b>Estimate</b><table><tr><td>value</td>")
+    assert "tensor(1.5000)" in text
+    assert "&lt;a float32 tensor of shape (900, 3)&gt;" in text
+    assert "<td>residuals</td>" in PAIRS._repr_html_()
+    assert repr(CRITICAL) == "CriticalSharpness(value=5.0, step=0.4, passes=5, found=True)"
 
 
 def test_tables_are_data_frames():

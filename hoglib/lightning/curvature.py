@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, distributed
 
 from hoglib import errors, plotting
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.messages.communication import is_sharded
 from hoglib._core.modules.swap import restore_buffers
 from hoglib._core.runtime.source_location import warn
@@ -35,6 +35,7 @@ QUIET = f"""
 """
 
 
+@results.result
 class Measurement(NamedTuple):
     """One measurement of :class:`CurvatureMonitor`.
 

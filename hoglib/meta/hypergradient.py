@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hoglib import plotting
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.messages.closures import name_of
 from hoglib._core.messages.files import digest
 from hoglib._core.messages.progress import ProgressBar
@@ -37,6 +37,7 @@ TOO_MUCH = 1e-5
 EXACT_EPS = 1e-12  # float64 rounds less than this, and needs no warning
 
 
+@results.result
 @validation.short_repr
 class Hypergradient(NamedTuple):
     """The result of `hypergradient`."""
@@ -325,6 +326,7 @@ def _warn_of_rounding(change: Tensor, value: Tensor, params: list[Tensor]) -> No
         )
 
 
+@results.result
 @validation.short_repr
 class LeaveKOut(NamedTuple):
     """The result of `leave_k_out`; printed, it is a summary."""

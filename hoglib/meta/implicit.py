@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import errors
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.messages.closures import owner_of
 from hoglib._core.modules.state import generator_state
 from hoglib._core.modules.swap import call_with
@@ -42,6 +42,7 @@ DIVERGED = 1e6  # no term of a converging series exceeds the right-hand side by 
 ACCURACY = 1e-3  # relative error of a stationary point; derivatives have this error, too
 
 
+@results.result
 class Residual(NamedTuple):
     """The errors in the two assumptions of the implicit function theorem."""
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import torch
 from torch import Tensor
 
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import Vector, materialize_grads, vjp
 from hoglib._core.substrate.gradient_graph import depends_on_any, graph_bytes
@@ -126,6 +126,7 @@ def forces(
     return _as_result(energies, found, *rest)
 
 
+@results.result
 @validation.short_repr
 class EnergyForces(NamedTuple):
     """The result of :func:`forces`; it can be unpacked.
@@ -139,6 +140,7 @@ class EnergyForces(NamedTuple):
     forces: Any
 
 
+@results.result
 @validation.short_repr
 class EnergyForcesHessian(NamedTuple):
     """The result of :func:`forces` with ``hessian=True``; it can be unpacked.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.messages.call_errors import binding_error
 from hoglib._core.messages.closures import owner_of
 from hoglib._core.modules.state import preserve_random_state
@@ -38,6 +38,7 @@ from hoglib.penalties.terms import Term, check_batch_dependence
 from hoglib.ring import is_captured
 
 
+@results.result
 @validation.short_repr
 class PenaltyWithOutputs(NamedTuple):
     """The result of a penalty with ``return_outputs=True``; it can be unpacked.

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any, NamedTuple, final
 
 from hoglib import plotting
+from hoglib._core.messages import results
 from hoglib.errors import ArgumentTypeError, VerificationError
 
 STATUSES = ("pass", "fail", "warn", "skip")
@@ -27,6 +28,7 @@ MODES = {
 ORDINALS = {1: "first", 2: "second", 3: "third", 4: "fourth"}
 
 
+@results.result
 class Row(NamedTuple):
     """One check of a report.
 
@@ -51,6 +53,7 @@ def finding(name: str, text: str, status: str = "fail") -> Row:
     return Row(name, status if text else "pass", None, text)
 
 
+@results.result
 @final
 class Report:
     """The result of `hog.verify` and `hog.audit`: one row for each check.

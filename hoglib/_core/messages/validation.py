@@ -37,14 +37,15 @@ def short_repr(kind: type[T]) -> type[T]:
     """Give a NamedTuple class a repr in which a description replaces more than ten numbers."""
 
     def text(self: Any) -> str:
-        parts = [f"{name}={_shortened(x)}" for name, x in zip(self._fields, self, strict=True)]
+        parts = [f"{name}={shortened(x)}" for name, x in zip(self._fields, self, strict=True)]
         return f"{kind.__name__}({', '.join(parts)})"
 
     kind.__repr__ = text  # type: ignore[method-assign]
     return kind
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
+    """The repr of a value; a description of more than ten numbers."""
     count = sum(x.numel() for x in pytree.tensors(value))
     if count <= 10:
         return shorten(repr(value), 200)

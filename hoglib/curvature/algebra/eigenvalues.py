@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hoglib import errors, plotting
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib.curvature.algebra.vector_space import Draw, Space, SymmetricMatrix, random_normals
 
@@ -39,6 +39,7 @@ ENDS: dict[str, Chosen] = {
 Apply = Callable[[Tensor], Tensor]
 
 
+@results.result
 @final
 @dataclass(frozen=True)
 class Eigenpairs:

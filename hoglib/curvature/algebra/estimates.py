@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from hoglib import plotting
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib.curvature.algebra.eigenvalues import ROUNDING, Apply, in_range
@@ -21,6 +21,7 @@ from hoglib.errors import ArgumentValueError
 AT_ONCE = 2**28  # bytes of random vectors multiplied at once
 
 
+@results.result
 @validation.short_repr
 class Estimate(NamedTuple):
     """A mean over random samples.
@@ -32,6 +33,18 @@ class Estimate(NamedTuple):
 
     value: Tensor
     error: Tensor
+
+    def plot(self, ax: object = None) -> Any:
+        """Draw the means with one standard error, by the number of the entry.
+
+        Args:
+            ax: Matplotlib axes. Default: the axes of a new pyplot figure.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.estimate(self, ax)
 
     def returned(self, with_error: bool) -> "Estimate | Tensor":
         """The estimate, or without with_error only its value."""
@@ -232,6 +245,7 @@ MOST_POINTS = 100_000
 BASES_AT_ONCE = 2**30  # bytes of the bases of samples that run at once
 
 
+@results.result
 class SpectralDensity(NamedTuple):
     """Quadrature nodes and weights of each sample, and their density; float64, on the CPU.
 

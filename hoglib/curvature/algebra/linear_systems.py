@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.torch_api.pytree import Tree
@@ -20,6 +20,7 @@ NEAR = 10  # within so many times the target, an iteration may be the last
 LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5
 
 
+@results.result
 @validation.short_repr
 class Solution(NamedTuple):
     """How well a system was solved; tensors are [k] if b is a block of k vectors.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hoglib import errors
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.messages.files import ScoreFile, digest
 from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.modules.module_kinds import BATCH_NORMS
@@ -480,6 +480,7 @@ def _products_of_rows(rows: Tensor, pairs: bool) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1).square()  # without a tensor of squares
 
 
+@results.result
 class NoiseScale(NamedTuple):
     """The noise of gradients.
 

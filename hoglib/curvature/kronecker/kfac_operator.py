@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from hoglib import errors, plotting
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.problem import Problem, check_option_names
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.fingerprint import Numbers, sums_and_norms
@@ -58,6 +58,7 @@ class _Distances(NamedTuple):
     hessian: Estimate
 
 
+@results.result
 class KFACError(_Distances):
     """Relative distances |K - M| / |M| of an approximation K in the Frobenius norm.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hoglib import plotting
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.modules.swap import PatchState, keep_swapped, reapply
 from hoglib._core.numerics.finite_differences import to_double
@@ -449,6 +449,7 @@ class FisherOperator(DatasetOperator):
         super().__init__(loss, params, data, GaussNewtonKind(mode, metric), options)
 
 
+@results.result
 class Spectrum(NamedTuple):
     """The eigenvalues of a Hessian, as far as products with vectors determine them.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hoglib import errors
-from hoglib._core.messages import validation
+from hoglib._core.messages import results, validation
 from hoglib._core.messages.communication import tell_sharers
 from hoglib._core.problem import check_option_names
 from hoglib._core.substrate.placement import refuse_sharded
@@ -190,6 +190,7 @@ HALVINGS = 20
 NEWTON_OPTIONS = ("mode", *OPERATOR_OPTIONS)
 
 
+@results.result
 class NewtonStep(NamedTuple):
     """What a step of `NewtonCG` did.
 
@@ -449,6 +450,7 @@ ADAPT_EVERY, ADAPTED = 5, 0.95**5  # Martens and Grosse, 2015, section 6.5
 INVERSE = ("inverse_A", "inverse_G", "inverse_values")
 
 
+@results.result
 class KFACStep(NamedTuple):
     """What a step of `KFAC` did.
 

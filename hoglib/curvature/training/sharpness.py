@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Unpack
 
 import torch
 
-from hoglib import errors
-from hoglib._core.messages import validation
+from hoglib import errors, plotting
+from hoglib._core.messages import results, validation
 from hoglib._core.torch_api import pytree
 from hoglib.curvature.operators.operators import HessianOperator, without_batch
 from hoglib.curvature.sums.dataset_sum import OperatorOptions
@@ -17,6 +17,7 @@ from hoglib.verification.entry_points import examined_functions
 Tree = Any
 
 
+@results.result
 class CriticalSharpness(NamedTuple):
     """What `critical_sharpness` found.
 
@@ -27,12 +28,30 @@ class CriticalSharpness(NamedTuple):
         passes: Evaluations of the loss.
         found: Whether the loss falls at a shorter step and rises at a longer one, both within the
             tolerance, and by more than the rounding of the loss.
+        tried: The pairs (step, loss) in the order of the search; the first is (0, the loss at params).
     """
 
     value: float
     step: float
     passes: int
     found: bool
+    tried: tuple[tuple[float, float], ...] = ()
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={x}" for name, x in zip(self._fields, self[:4], strict=False))
+        return f"CriticalSharpness({', '.join(shown)})"
+
+    def plot(self, ax: object = None) -> Any:
+        """Draw the losses that were evaluated against the step, and the critical step.
+
+        Args:
+            ax: Matplotlib axes. Default: the axes of a new pyplot figure.
+        Returns:
+            The axes.
+        Raises:
+            MissingDependencyError: if matplotlib is not installed.
+        """
+        return plotting.critical_sharpness(self, ax)
 
 
 def critical_sharpness(
@@ -128,13 +147,14 @@ def _search_critical(
     every = [pytree.leaves(tree) for tree in (moved, params, along)]
     # A bracket of the zero of the mean slope (f(eta) - f) / eta, which is linear for a quadratic
     # loss.
-    low, at_low, high, at_high, side, passes = 0.0, -slope, inf, inf, 0, 1
+    low, at_low, high, at_high, side, tried = 0.0, -slope, inf, inf, 0, [(0.0, before)]
     eta, growth = start or 4 * (abs(before) or 1.0) / slope, 1 + tol / 2
-    while passes < max_passes and high > (1 + tol) * low:
+    while len(tried) < max_passes and high > (1 + tol) * low:
         with torch.no_grad():
             for x, p, u in zip(*every, strict=True):
                 x.copy_(p - eta * u)
-        mean, passes = (finite_or_infinite(there) - before) / eta, passes + 1
+        tried.append((eta, finite_or_infinite(there)))
+        mean = (tried[-1][1] - before) / eta
         # The Illinois rule: halve the slope at an end that stays, or the bracket shrinks from one
         # side only.
         if mean > 0:
@@ -161,4 +181,4 @@ def _search_critical(
     rounding = 8 * torch.finfo(value.dtype).eps * abs(before) / slope
     found = high <= (1 + tol) * low and rounding <= tol * low
     eta = sqrt(low * high) if found else eta
-    return CriticalSharpness(2 / eta if found else nan, eta, passes, found)
+    return CriticalSharpness(2 / eta if found else nan, eta, len(tried), found, tuple(tried))

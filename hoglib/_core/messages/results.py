@@ -1,0 +1,34 @@
+"""What all results have: `torch.load` reads them back, and a notebook shows them as tables."""
+
+from dataclasses import fields, is_dataclass
+from html import escape
+from typing import Any, TypeVar
+
+import torch
+
+from hoglib._core.messages import validation
+
+T = TypeVar("T")
+
+
+def result(kind: type[T]) -> type[T]:
+    """A decorator of the class of a result, a NamedTuple or a dataclass.
+
+    `torch.load` by default refuses classes that are not registered. Reading these runs no code:
+    pickle makes the object of its fields.
+    """
+    torch.serialization.add_safe_globals([kind])
+    if not hasattr(kind, "_repr_html_"):
+        kind._repr_html_ = _as_table  # type: ignore[attr-defined]
+    return kind
+
+
+def _as_table(self: Any) -> str:
+    """The result for notebooks: its name above a table of its fields."""
+    names = [one.name for one in fields(self)] if is_dataclass(self) else self._fields
+    rows = [
+        f"<tr><td>{name}</td><td style='text-align: left'>"
+        f"{escape(validation.shortened(getattr(self, name)))}</td></tr>"
+        for name in names
+    ]
+    return f"<b>{type(self).__name__}</b><table>{''.join(rows)}</table>"
