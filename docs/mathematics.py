@@ -11,9 +11,14 @@ from latex2mathml.converter import convert
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.S)
 
 
+# The bars of norms and conditions, which browsers else stretch below the line.
+BARS = re.compile(r"<mo>(?=(&#x02016;|&#x02223;|&#x02225;|&#x0007C;|\|)</mo>)")
+
+
 def _as_mathml(found: re.Match[str]) -> str:
     display = "block" if found[1] == "div" else "inline"
-    return f"<{found[1]}>{convert(html.unescape(found[2]), display=display)}</{found[1]}>"
+    formula = BARS.sub('<mo stretchy="false">', convert(html.unescape(found[2]), display=display))
+    return f"<{found[1]}>{formula}</{found[1]}>"
 
 
 def on_page_content(content: str, **_: Any) -> str:
