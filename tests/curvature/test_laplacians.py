@@ -110,6 +110,19 @@ def test_the_gradient_comes_with_it(how):
     assert_close(found.detach(), expected[:, : found.shape[1]])
 
 
+@pytest.mark.parametrize("mode", ["auto", "collapsed", "nested"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_projections": 1}, {"coefficients": torch.ones(5, 3).double()}], ids=str
+)
+def test_no_result_has_a_graph_where_nothing_requires_one(mode, options):
+    of_x = lambda x: x.sin().prod(1)  # noqa: E731
+    options = {"mode": mode, "return_gradient": True, **options}
+    x = points(5, 3)
+    assert not any(part.requires_grad for part in hog.laplacian(of_x, x, **options))
+    assert all(part.requires_grad for part in hog.laplacian(of_x, x, create_graph=True, **options))
+    assert all(part.requires_grad for part in hog.laplacian(of_x, x.requires_grad_(), **options))
+
+
 def test_many_directions_without_a_graph_go_by_parts(monkeypatch):
     net, x = smooth(40, 2), points(3, 40)
     runs = []

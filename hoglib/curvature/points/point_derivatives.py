@@ -230,7 +230,8 @@ def laplacian(
         if not return_gradient:
             return value, total
         if gradient is None:
-            gradient = point_gradients(values, x, given.keep)
+            keep = given.keep and (given.always or value.requires_grad)  # as of the other results
+            gradient = point_gradients(values, x, keep)
         return value, total, gradient
 
     # A tensor is an input of a compiled graph, a function a part of its key.
