@@ -180,7 +180,7 @@ class CurvatureMonitor(pl.Callback):
             )
         self.every_n_epochs = validation.none_or_at_least("every_n_epochs", every_n_epochs, 1)
         self.every = validation.at_least("every", 100 if every is None else every, 1)
-        self._spectrum_options = {  # of hessian_spectrum
+        self._spectrum_options: dict[str, Any] = {  # of hessian_spectrum
             "k": validation.at_least("k", k, 1),
             "num_samples": validation.at_least("num_samples", num_samples, 1),
             "steps": validation.at_least("steps", steps, 1),
