@@ -248,7 +248,7 @@ def gradient_store(
         "damping": damping and float(damping),
         "solver": solver and digest(pytree.leaves(solver.state_dict())),
     })  # fmt: skip
-    solve = None if solver is None else solver.inverse(damping).matvec
+    solve = None if solver is None or damping is None else solver.inverse(damping).matvec
     bar, scale = ProgressBar(CALLER, progress, "batch"), len(w) / float(w.sum())
     rows: Any = partial(gradient_rows, loss, params)
     with examined_functions(CALLER, first_order=True):
