@@ -121,7 +121,7 @@ def eigsh(
     # The columns of a small matrix take no more products than the first look.
     if size <= first_look(k, block) and not space.placement.is_sharded:
         every, columns = symmetric_eigen(operator.to_dense().to(torch.float64))
-        chosen = _select_indices(every.cpu(), k, which).to(every.device)
+        chosen = select_indices(every.cpu(), k, which).to(every.device)
         values, rows = every[chosen], columns[:, chosen].T
     else:
 
@@ -131,7 +131,7 @@ def eigsh(
         def apply(rows: Tensor) -> Tensor:
             return operator.apply(rows.to(operator.device, operator.dtype)).to(device, wide)
 
-        choose = partial(_select_indices, which=which)
+        choose = partial(select_indices, which=which)
         scaled, unit = in_range(apply, space)
         values, rows = lanczos(scaled, draw, block, k, choose, tol, limit, space)
         values = values.to(rows) * unit()
@@ -176,7 +176,7 @@ def _checked_device(device: Any) -> torch.device:
         ) from error
 
 
-def _select_indices(values: Tensor, k: int, which: str) -> Tensor:
+def select_indices(values: Tensor, k: int, which: str) -> Tensor:
     """The indices of k of the ascending values, in ascending order."""
     return ENDS[which](values, k).sort().values
 

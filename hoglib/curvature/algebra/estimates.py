@@ -313,11 +313,13 @@ def spectral_density(
     steps: int,
     width: float | None,
     generator: Generator | None,
+    kept: list[tuple[Tensor, Tensor]] | None = None,
 ) -> SpectralDensity:
     """density(t) = 1/P sum over eigenvalues of N(t; eigenvalue, width^2), from samples of signs.
 
     Each sample takes `steps` Lanczos steps, T = V^T A V: nodes are the eigenvalues of T, weights the
     squared first entries of its eigenvectors. The samples' vectors are multiplied as one block.
+    kept: T and V are appended to it.
     """
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
@@ -337,7 +339,13 @@ def spectral_density(
         return random_signs(operator.space, count, generator).to(wide).div_(size**0.5)
 
     counts = (min(at_once, num_samples - first) for first in range(0, num_samples, at_once))
-    found = [tridiagonal(apply, start(count), steps, operator.space)[0] for count in counts]
+    found = []
+    for count in counts:
+        T, V = tridiagonal(apply, start(count), steps, operator.space)
+        found.append(T)
+        if kept is not None:
+            kept.append((T, V))
+        del V  # frees it before the next samples
     nodes, vectors = symmetric_eigen(torch.cat(found))
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 

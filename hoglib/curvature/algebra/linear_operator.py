@@ -31,7 +31,14 @@ from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.substrate.autograd import grad_enabled, outside_inference_mode
 from hoglib._core.torch_api.torch_modes import own_algebra, users_autocast
 from hoglib.capture.within import run_uncompiled, when_compiled
-from hoglib.curvature.algebra import eigenvalues, estimates, linear_systems, vector_space
+from hoglib.curvature.algebra import (
+    adjoints,
+    eigenvalues,
+    estimates,
+    linear_systems,
+    vector_space,
+)
+from hoglib.curvature.algebra.adjoints import Gradients, gradients_of, merged
 from hoglib.curvature.algebra.vector_space import (
     Blocks,
     Space,
@@ -42,7 +49,8 @@ from hoglib.curvature.algebra.vector_space import (
 
 Tree = Any
 Chain = list[tuple["RectangularOperator", bool]]  # factors, and whether each is transposed
-Terms = list[tuple[float, "RectangularOperator"]]  # multiples of operators
+Factor = float | Tensor  # a scalar tensor if it requires grad
+Terms = list[tuple[Factor, "RectangularOperator"]]  # multiples of operators
 Term = TypeVar("Term", "LinearOperator", "RectangularOperator")  # symmetric, or any
 Vector = TypeVar("Vector")  # a vector, or vectors, in one of the forms that an operator takes
 
@@ -50,13 +58,14 @@ Vector = TypeVar("Vector")  # a vector, or vectors, in one of the forms that an 
 class SolveOptions(TypedDict, total=False):
     """The keyword options of `LinearOperator.solve`, for type checkers."""
 
-    damping: float
+    damping: float | Tensor
     tol: float | None
     atol: float
     max_iter: int | None
     preconditioner: Any
     x0: Any
     stagnation_tol: float
+    create_graph: bool
 
 
 class TraceOptions(TypedDict, total=False):
@@ -64,6 +73,7 @@ class TraceOptions(TypedDict, total=False):
 
     method: Literal["auto", "hutchinson", "xtrace"]
     generator: Generator | None
+    create_graph: bool
 
 
 class DiagonalOptions(TypedDict, total=False):
@@ -71,6 +81,7 @@ class DiagonalOptions(TypedDict, total=False):
 
     method: Literal["hutchinson", "xdiag"]
     generator: Generator | None
+    create_graph: bool
 
 
 class RectangularOperator(ABC):
@@ -134,6 +145,32 @@ class RectangularOperator(ABC):
     @abstractmethod
     def _transposed_products(self, rows: Tensor) -> Tensor:
         """A^T times each row of [k, M], as rows."""
+
+    def sources(self) -> list[Tensor]:
+        """The tensors that A depends on, and that require grad.
+
+        Returns:
+            The tensors.
+        Raises:
+            UnsupportedError: for an operator that does not know its derivative.
+        """
+        raise errors.UnsupportedError(
+            f"{type(self).__name__}: expected an operator that knows its derivative for "
+            "create_graph=True, got one without it; a HessianOperator, a GGNOperator, "
+            "`LinearOperator.from_matvec` and `from_dense`, their sums, products and blocks have it."
+        )
+
+    def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
+        """The derivatives of sum_j left_j^T A right_j by the `sources` of A.
+
+        Args:
+            left: Vectors [k, M].
+            right: Vectors [k, P].
+        Returns:
+            The derivative by each tensor.
+        """
+        self.sources()  # raises
+        raise NotImplementedError
 
     def apply(self, rows: Tensor) -> Tensor:
         """A times each row; counted, without gradients.
@@ -214,12 +251,12 @@ class RectangularOperator(ABC):
     __rsub__ = __add__  # only operators can be added
 
     def __mul__(self, factor: object) -> "RectangularOperator":
-        return sum_of((as_number(factor), self))
+        return sum_of((as_factor(factor), self))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: object) -> "RectangularOperator":
-        number = as_number(divisor)
+        number = as_factor(divisor)
         if number == 0:
             raise errors.ArgumentValueError("A / c: expected a number other than 0, got 0.")
         return self * (1 / number)
@@ -395,13 +432,13 @@ class LinearOperator(RectangularOperator):
         space = Space(like, of="like")
         space.refuse_sharded("from_matvec")
 
-        def products(rows: Tensor) -> Tensor:
+        def products(rows: Tensor, graph: bool = False) -> Tensor:
             with grad_enabled(), users_autocast():
                 if matmat is not None and len(rows) > 1:
-                    return space.rows(matmat(space.block(rows)), "matmat(V)")[0]
+                    return space.rows(matmat(space.block(rows)), "matmat(V)", graph)[0]
                 # Clones: the function may change its argument.
                 every = (matvec(space.tree(row.clone())) for row in rows)
-                return torch.cat([space.rows(Av, "matvec(v)")[0] for Av in every])
+                return torch.cat([space.rows(Av, "matvec(v)", graph)[0] for Av in every])
 
         return GivenOperator(space, products, check_symmetric)
 
@@ -437,7 +474,11 @@ class LinearOperator(RectangularOperator):
                 "matrix: expected a finite, symmetric one, got entries that differ from those of its "
                 f"transpose by {off:.1g}, of {size:.1g} at most; (matrix + matrix.T) / 2 is symmetric."
             )
-        return GivenOperator(space, lambda rows: rows @ A, False)
+
+        def products(rows: Tensor, graph: bool = False) -> Tensor:
+            return rows @ (matrix if graph else A)
+
+        return GivenOperator(space, products, False)
 
     def _transposed_products(self, rows: Tensor) -> Tensor:
         return self._products(rows)
@@ -494,15 +535,16 @@ class LinearOperator(RectangularOperator):
         rows, _ = self.space.rows(vector, "vector")
         return self.space.block(rows) if self.space.is_block(vector) else self.space.tree(rows[0])
 
-    def damped(self, damping: float) -> "LinearOperator":
+    def damped(self, damping: float | Tensor) -> "LinearOperator":
         """The operator A + damping I.
 
         Args:
-            damping: Added to the diagonal.
+            damping: Added to the diagonal. A scalar tensor that requires grad is read at each product,
+                and algorithms with ``create_graph=True`` differentiate by it; so do they by a factor.
         Returns:
             An operator that shares the products of A.
         """
-        return SymmetricSum([(1.0, self)], as_number(damping, "damping"))
+        return SymmetricSum([(1.0, self)], as_factor(damping, "damping"))
 
     def block_diagonal(self, blocks: Blocks) -> "LinearOperator":
         """Only the blocks on the diagonal; a product takes one product of A for each block.
@@ -552,7 +594,7 @@ class LinearOperator(RectangularOperator):
         self,
         b: object,
         *,
-        damping: float = 0.0,
+        damping: float | Tensor = 0.0,
         tol: float | None = None,
         atol: float = 0.0,
         max_iter: int | None = None,
@@ -560,6 +602,7 @@ class LinearOperator(RectangularOperator):
         x0: Tree | None = None,
         stagnation_tol: float = 0.0,
         return_info: bool = False,
+        create_graph: bool = False,
     ) -> Any:
         r"""Solve (A + damping I) x = b by conjugate gradients.
 
@@ -584,10 +627,14 @@ class LinearOperator(RectangularOperator):
                 max(10, i / 10) of i iterations. This suffices for Newton steps. With a preconditioner
                 k is max(5, i / 10), because few iterations are needed. 0: never.
             return_info: Also return how well the system was solved.
+            create_graph: Whether x can be differentiated once, by b, damping and what A depends on, as
+                in `trace`: dx = B^-1 (db - dB x). Backward solves a system to the same tol; max_iter
+                and preconditioner are constants.
         Returns:
             x in the form of b; with ``return_info``, ``(x, Solution)``.
         Raises:
             NotPositiveDefiniteError: at a direction p with p^T B p <= 0, with its curvature.
+            UnsupportedError: for create_graph, as in `trace`.
         Shape:
             - b: [P], [P, k], or like params
         References:
@@ -600,9 +647,34 @@ class LinearOperator(RectangularOperator):
             tensor([0.5000, 0.5000])
         """
         limits = tol, atol, max_iter, stagnation_tol
+        if self._differentiates("solve", create_graph) and stagnation_tol:
+            raise errors.ArgumentValueError(
+                "solve(create_graph=True): expected stagnation_tol=0, got "
+                f"{stagnation_tol}; the derivative is that of the exact solution."
+            )
         with self._algorithm("solve", options=(damping, *limits)):
-            operator = self.damped(damping) if damping else self
-            return linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
+            tracks = isinstance(damping, Tensor) and damping.requires_grad
+            operator = self.damped(damping) if tracks or damping else self
+            with outside_inference_mode():  # x is saved for backward
+                found = linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
+        if not create_graph:
+            return found
+
+        def again(c: Tree) -> Tree:
+            with self._algorithm("solve"):
+                return linear_systems.cg(
+                    operator, c, tol, 0.0, max_iter, 0.0, preconditioner, None, False
+                )
+
+        if return_info:
+            return adjoints.solution(operator, b, found[0], again), found[1]
+        return adjoints.solution(operator, b, found, again)
+
+    def _differentiates(self, caller: str, create_graph: bool) -> bool:
+        """Whether create_graph is given; raises if parameters are sharded."""
+        if validation.boolean("create_graph", create_graph):
+            self.space.refuse_sharded(f"{caller}(create_graph=True)")
+        return create_graph
 
     def eigsh(
         self,
@@ -614,6 +686,7 @@ class LinearOperator(RectangularOperator):
         block: int = 1,
         generator: Generator | None = None,
         basis_device: torch.device | str | None = None,
+        create_graph: bool = False,
     ) -> eigenvalues.Eigenpairs:
         r"""k eigenvalues and eigenvectors, by thick-restart Lanczos.
 
@@ -636,6 +709,10 @@ class LinearOperator(RectangularOperator):
             basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the
                 memory of a GPU, which then holds the vectors of one product. Default: the
                 operator's device.
+            create_graph: Whether the values can be differentiated once by what A depends on, as in
+                `trace`: d value = v^T dA v (Hellmann and Feynman). One eigenvalue more, by a block of
+                at least 2, shows whether a value is repeated; only a sum over all copies has a
+                derivative, and a warning says so. Differentiating the vectors raises.
         Returns:
             `Eigenpairs`, which unpack as (values, vectors), values ascending; ``residuals`` are
             |A v - value v|, and ``plot(ax)`` draws values and residuals.
@@ -652,6 +729,9 @@ class LinearOperator(RectangularOperator):
             tensor([2., 4.])
         """
         wanted = k, which, tol, max_iter, block
+        if self._differentiates("eigsh", create_graph):
+            with self._algorithm("eigsh"), grad_enabled():
+                return adjoints.eigsh(self, *wanted, generator, basis_device)
         with self._algorithm("eigsh", options=wanted):
             return eigenvalues.eigsh(self, *wanted, generator, basis_device)
 
@@ -717,6 +797,7 @@ class LinearOperator(RectangularOperator):
         method: Literal["auto", "hutchinson", "xtrace"] = "auto",
         generator: Generator | None = None,
         return_error: bool = False,
+        create_graph: bool = False,
     ) -> Any:
         r"""The trace, estimated by products with random vectors.
 
@@ -740,8 +821,19 @@ class LinearOperator(RectangularOperator):
             return_error: Also return the standard error. The trace is more than two standard errors
                 away in 5 to 12 of 100 cases, with 4 products in up to 20. The error is estimated from
                 |A v|^2, which takes fewer samples than the spread of v^T A v.
+            create_graph: Whether the trace can be differentiated once, by the tensors that require grad
+                and that A depends on: params, tensors that the loss uses, factors and damping. The
+                derivative is that of "hutchinson" with the same v, which "auto" then takes; from
+                num_samples = P on "auto" takes the unit vectors, and is exact. Backward takes one more
+                pass over the data, batch by batch.
         Returns:
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
+        Raises:
+            ArgumentValueError: for create_graph, if nothing that A depends on requires grad.
+            NoSecondDerivative: if its derivative is differentiated again.
+            UnsupportedError: for create_graph with an operator that does not know its derivative (KFAC,
+                Fisher, Jacobians, results of `low_rank`), with ``compile``,
+                ``processes``, DTensors, or method="xtrace".
         References:
             Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990. Epperly,
             Tropp and Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
@@ -752,8 +844,32 @@ class LinearOperator(RectangularOperator):
             tensor(18.0000)
         """
         estimate = estimates.TRACES[validation.choice("method", method, estimates.TRACES)]
+        if self._differentiates("trace", create_graph):
+            with grad_enabled():
+                found = self._diagonal_with_graph("trace", num_samples, method, generator)
+                error = (2 * found.error.square().sum()).sqrt()
+                return estimates.Estimate(found.value.sum(), error).returned(return_error)
         with self._algorithm("trace", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
+
+    def _diagonal_with_graph(
+        self, caller: str, num_samples: int, method: str, generator: Generator | None
+    ) -> estimates.Estimate:
+        """The diagonal that can be differentiated, by signs, or by unit vectors if they are no more."""
+        exact = (
+            method == "auto" and validation.at_least("num_samples", num_samples, 1) >= self.shape[0]
+        )
+        if method not in ("auto", "hutchinson"):
+            raise errors.UnsupportedError(
+                f"{caller}(create_graph=True): expected method='hutchinson', got {method!r}, whose "
+                "vectors depend on A."
+            )
+        with self._algorithm(caller, self.shape[0] if exact else num_samples):
+            if exact:
+                rows = torch.eye(self.shape[0], dtype=self.dtype, device=self.device)
+            else:
+                rows = vector_space.random_signs(self.space, num_samples, generator)
+            return adjoints.diagonal(self, caller, rows, exact)
 
     @overload
     def diagonal(
@@ -778,6 +894,7 @@ class LinearOperator(RectangularOperator):
         method: Literal["hutchinson", "xdiag"] = "hutchinson",
         generator: Generator | None = None,
         return_error: bool = False,
+        create_graph: bool = False,
     ) -> Any:
         r"""The diagonal, estimated by products with random vectors.
 
@@ -793,6 +910,8 @@ class LinearOperator(RectangularOperator):
             generator: Draws the vectors; None is torch's global generator.
             return_error: Also return the standard errors. For "xdiag" they are a guide only: the
                 estimates of one run depend on each other.
+            create_graph: Whether the diagonal can be differentiated once, as in `trace`; for
+                "hutchinson", with the same v.
         Returns:
             The diagonal [P]; with ``return_error`` an `Estimate` of two such tensors.
         References:
@@ -806,6 +925,10 @@ class LinearOperator(RectangularOperator):
             tensor([2., 2.])
         """
         estimate = estimates.DIAGONALS[validation.choice("method", method, estimates.DIAGONALS)]
+        if self._differentiates("diagonal", create_graph):
+            with grad_enabled():
+                found = self._diagonal_with_graph("diagonal", num_samples, method, generator)
+                return found.returned(return_error)
         with self._algorithm("diagonal", num_samples, (num_samples, method)):
             return estimate(self, num_samples, generator).returned(return_error)
 
@@ -844,6 +967,7 @@ class LinearOperator(RectangularOperator):
         steps: int = 80,
         generator: Generator | None = None,
         return_error: bool = False,
+        create_graph: bool = False,
     ) -> Any:
         r"""The logarithm of the determinant of a positive definite A, by random vectors.
 
@@ -857,12 +981,23 @@ class LinearOperator(RectangularOperator):
             steps: Lanczos steps for each vector, one product a step.
             generator: Draws the vectors; None is torch's global generator.
             return_error: Also return the standard error.
+            create_graph: Whether the logarithm can be differentiated once, as in `trace`. The
+                derivative is that of P v^T log(A) v with the same v, and its mean is tr(A^-1 dA). It
+                comes from the same Lanczos vectors, v^T dlog(A) v = <dA, L> with L in their span, and
+                differs from differences of the result by as much as quadrature of `steps` steps does
+                from v^T log(A) v: by nothing from steps = P on. Memory holds samples x steps vectors;
+                backward multiplies fewer, the eigenvectors of L.
         Returns:
             The logarithm, a scalar tensor; with ``return_error`` an `Estimate`.
         Raises:
             NotPositiveDefiniteError: for an eigenvalue that is not positive.
+            UnsupportedError: for create_graph, as in `trace`.
         References:
             Ubaru, Chen and Saad, Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017.
+            Kandolf, Koskela, Relton and Schweitzer, Computing Low-Rank Approximations of the Frechet
+            Derivative of a Matrix Function Using Krylov Subspace Methods, 2021 (L). Gardner, Pleiss,
+            Bindel, Weinberger and Wilson, GPyTorch, 2018, and Kramer, Moreno-Munoz, Roy and Hauberg,
+            Gradients of Functions of Large Matrices, 2024, differentiate other estimates.
         Example:
             >>> one = torch.ones(2)
             >>> A = hog.HessianOperator(lambda p, x: (p * x).square().sum(), one, one)
@@ -870,8 +1005,12 @@ class LinearOperator(RectangularOperator):
             tensor(1.3863)
         """
         P = self.shape[0]
-        with self._algorithm("logdet", num_samples * min(steps, P), (num_samples, steps)):
-            found = estimates.spectral_density(self, num_samples, steps, None, generator)
+        differentiates = self._differentiates("logdet", create_graph)
+        kept: list[tuple[Tensor, Tensor]] | None = [] if differentiates else None
+        products, options = num_samples * min(steps, P), (num_samples, steps)
+        # Lanczos' vectors are saved for backward, which inference tensors cannot be.
+        with self._algorithm("logdet", products, options), outside_inference_mode():
+            found = estimates.spectral_density(self, num_samples, steps, None, generator, kept)
         # nodes without weight are no eigenvalues
         present = found.weights > torch.finfo(found.weights.dtype).eps
         lowest = float(found.nodes[present].min())
@@ -883,6 +1022,8 @@ class LinearOperator(RectangularOperator):
         tiny = torch.finfo(found.nodes.dtype).tiny
         average = found.average(lambda x: x.clamp(min=tiny).log())
         total = estimates.Estimate(*((P * x).to(self.device, self.dtype) for x in average))
+        if kept is not None:
+            total = total._replace(value=adjoints.log_determinant(self, total.value, kept))
         return total.returned(return_error)
 
     def matrix_function(
@@ -1027,6 +1168,20 @@ class Product(RectangularOperator):
     def _transposed_products(self, rows: Tensor) -> Tensor:
         return Product(_transpose_chain(self.chain))._products(rows)
 
+    def sources(self) -> list[Tensor]:
+        return _sources_of(A for A, _ in self.chain)
+
+    def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
+        # u^T d(A B) v = u^T dA (B v) + (A^T u)^T dB v
+        lefts = [left]
+        for A, transposed in self.chain[:-1]:
+            lefts.append(Product([(A, not transposed)]).apply(lefts[-1]))
+        parts = []
+        for (A, transposed), u in zip(reversed(self.chain), reversed(lefts), strict=True):
+            parts.append(A.differentiate_form(*((right, u) if transposed else (u, right))))
+            right = Product([(A, transposed)]).apply(right)
+        return merged(*parts)
+
 
 @final
 class SymmetricProduct(LinearOperator, Product):
@@ -1035,9 +1190,10 @@ class SymmetricProduct(LinearOperator, Product):
 
 @final
 class GivenOperator(LinearOperator):
-    """A matrix given by a function of rows. check: whether the first use checks for symmetry."""
+    """A matrix given by a function of rows, with graph=True differentiable. check: whether the first
+    use checks for symmetry."""
 
-    def __init__(self, space: Space, given: Callable[[Tensor], Tensor], check: bool) -> None:
+    def __init__(self, space: Space, given: Callable[..., Tensor], check: bool) -> None:
         super().__init__(space)
         self._given, self._unchecked = given, check
 
@@ -1052,6 +1208,14 @@ class GivenOperator(LinearOperator):
             )
         self._refuse_not_finite(rows, found, self.space, "the vector is")
         return found
+
+    def sources(self) -> list[Tensor]:
+        probe = torch.ones(1, self.shape[1], dtype=self.dtype, device=self.device)
+        return [*self.differentiate_form(probe, probe)]
+
+    def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
+        with grad_enabled():
+            return gradients_of((left * self._given(right, graph=True)).sum())
 
     def _check(self) -> None:
         """Raise unless v^T A w = w^T A v for random v and w."""
@@ -1082,27 +1246,40 @@ class Submatrix(LinearOperator):
         self._at = torch.cat([places[name] for name in names]).to(self.device)
         self._bar = operator._bar
 
+    def _whole(self, rows: Tensor) -> Tensor:
+        """Vectors of the whole operator, zero elsewhere."""
+        return rows.new_zeros(len(rows), self._operator.shape[0]).index_copy_(1, self._at, rows)
+
     def _products(self, rows: Tensor) -> Tensor:
-        whole = rows.new_zeros(len(rows), self._operator.shape[0])
-        whole[:, self._at] = rows
-        return self._operator.apply(whole)[:, self._at]
+        return self._operator.apply(self._whole(rows))[:, self._at]
+
+    def sources(self) -> list[Tensor]:
+        return self._operator.sources()
+
+    def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
+        return self._operator.differentiate_form(self._whole(left), self._whole(right))
 
 
 class ScaledSum(RectangularOperator):
     """A sum of multiples of operators, and of the identity: sum of c_i A_i + damping I."""
 
-    def __init__(self, terms: Terms, damping: float = 0.0) -> None:
+    def __init__(self, terms: Terms, damping: Factor = 0.0) -> None:
         super().__init__(terms[0][1].space)
         self._terms: Terms = []  # (c_i, A_i), none of them a sum
         self._damping = damping
-        # nested sums become one
+        # nested sums of numbers become one; a tensor is kept itself, to be read at each product
         for factor, term in terms:
-            if isinstance(term, ScaledSum):
+            if isinstance(term, ScaledSum) and not (
+                _tensors(damping, factor) or _tensors(*term._factors())
+            ):
                 self._terms += [(factor * c, inner) for c, inner in term._terms]
                 self._damping += factor * term._damping
             else:
                 self._terms.append((factor, term))
         self._bar = terms[0][1]._bar
+
+    def _factors(self) -> list[Factor]:
+        return [*(c for c, _ in self._terms), self._damping]
 
     @property
     def target(self) -> Space:
@@ -1117,10 +1294,25 @@ class ScaledSum(RectangularOperator):
 
     def _sum(self, rows: Tensor, product: Callable[[Any], Tensor]) -> Tensor:
         (factor, first), *others = self._terms
-        total = factor * product(first)
+        total = float(factor) * product(first)
         for factor, term in others:
-            total.add_(product(term), alpha=factor)
-        return total.add_(rows, alpha=self._damping) if self._damping else total
+            total.add_(product(term), alpha=float(factor))
+        damping = float(self._damping)
+        return total.add_(rows, alpha=damping) if damping else total
+
+    def sources(self) -> list[Tensor]:
+        own = _tensors(*self._factors())
+        return [*dict.fromkeys(own + _sources_of(A for _, A in self._terms))]
+
+    def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
+        parts = []
+        for c, A in self._terms:
+            parts.append(A.differentiate_form(float(c) * left, right))
+            if isinstance(c, Tensor):
+                parts.append({c: (left * A.apply(right)).sum().to(c)})
+        if isinstance(self._damping, Tensor):
+            parts.append({self._damping: (left * right).sum().to(self._damping)})
+        return merged(*parts)
 
 
 @final
@@ -1128,7 +1320,7 @@ class SymmetricSum(LinearOperator, ScaledSum):
     """A sum of multiples of symmetric operators, and of the identity."""
 
 
-def sum_of(*terms: tuple[float, RectangularOperator]) -> ScaledSum:
+def sum_of(*terms: tuple[Factor, RectangularOperator]) -> ScaledSum:
     """A sum of multiples of operators; a `LinearOperator` if all operators are."""
     symmetric = all(isinstance(term, LinearOperator) for _, term in terms)
     return (SymmetricSum if symmetric else ScaledSum)(list(terms))
@@ -1151,6 +1343,13 @@ class BlockDiagonal(LinearOperator):
         for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
             total += part * mask
         return total
+
+    def sources(self) -> list[Tensor]:
+        return self._operator.sources()
+
+    def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
+        lefts, rights = (torch.cat([rows * m for m in self._masks]) for rows in (left, right))
+        return self._operator.differentiate_form(lefts, rights)
 
 
 @final
@@ -1252,6 +1451,20 @@ def check_invertible(lowest: float, damping: float, rounding: float = 0.0) -> No
             "inverse: expected a positive definite matrix, got one whose smallest eigenvalue is "
             f"{lowest:.3g} with the damping {damping:g}; use damping > 0."
         )
+
+
+def _sources_of(operators: Iterable[RectangularOperator]) -> list[Tensor]:
+    return [*dict.fromkeys(x for A in operators for x in A.sources())]
+
+
+def _tensors(*factors: Factor) -> list[Tensor]:
+    return [c for c in factors if isinstance(c, Tensor)]
+
+
+def as_factor(value: object, what: str = "factor") -> Factor:
+    """A number, or a scalar tensor, as a float; a tensor that requires grad as it is."""
+    number = as_number(value, what)
+    return value if isinstance(value, Tensor) and value.requires_grad else number
 
 
 def as_number(value: object, what: str = "factor") -> float:

@@ -156,10 +156,11 @@ class Space:
         """The structure of params; not kept, because it cannot be pickled."""
         return pytree.flatten(self.params)[1]
 
-    def rows(self, v: Any, name: str = "v") -> tuple[Tensor, Rebuild]:
-        """Vectors in any form as rows [k, P], and a function that gives rows the form of v."""
+    def rows(self, v: Any, name: str = "v", graph: bool = False) -> tuple[Tensor, Rebuild]:
+        """Vectors in any form as rows [k, P], and a function that gives rows the form of v. graph:
+        whether rows keep the graph of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
-            return self._flat_rows(v, name)
+            return self._flat_rows(v, name, graph)
         if hasattr(v, "__array__") and not isinstance(v, Tensor):
             raise ArgumentTypeError(
                 f"{name}: expected tensors, got an array of shape {v.shape}; pass "
@@ -168,11 +169,12 @@ class Space:
         leaves, block = validation.vectors(name, v, self.params, self._of)
         columns = leaves[0].shape[-1] if block else 1
         leaves = self.placement.local_vector(name, leaves)
-        flat = [leaf.detach().reshape(-1, columns).to(self.dtype) for leaf in leaves]
+        leaves = leaves if graph else [leaf.detach() for leaf in leaves]
+        flat = [leaf.reshape(-1, columns).to(self.dtype) for leaf in leaves]
         rows = torch.cat(flat).T.contiguous()
         return rows, self.block if block else lambda rows: self.tree(rows[0])
 
-    def _flat_rows(self, v: Tensor, name: str) -> tuple[Tensor, Rebuild]:
+    def _flat_rows(self, v: Tensor, name: str, graph: bool) -> tuple[Tensor, Rebuild]:
         if v.dim() not in (1, 2) or v.shape[0] != self.length or is_sharded(v):
             n, hint = self.length, " A flat vector is the part of this process."
             raise ArgumentValueError(
@@ -190,7 +192,7 @@ class Space:
                 f"`.to({str(self.device)!r})`."
             )
         # Views: the columns of a block [P, k] become rows without a copy.
-        v = v.detach()
+        v = v if graph else v.detach()
         if v.dim() == 1:
             return v[None], lambda rows: rows[0]
         return v.T, lambda rows: rows.T

@@ -257,7 +257,7 @@ class KroneckerOperator(LinearOperator):
             mapped = [replace(block, values=part.view(x.shape)) for block, part, x in each]
             return KroneckerMatrix(self.space, mapped)
 
-    def damped(self, damping: float) -> "KroneckerMatrix":
+    def damped(self, damping: float | Tensor) -> "KroneckerMatrix":
         """The matrix K + damping I, again with its inverse and determinant in closed form.
 
         Args:
@@ -265,7 +265,7 @@ class KroneckerOperator(LinearOperator):
         Returns:
             The damped matrix.
         """
-        number = validation.number("damping", damping)
+        number = as_number(damping, "damping")
         return self.map(lambda values: values + number)
 
     def __mul__(self, factor: object) -> "KroneckerMatrix":

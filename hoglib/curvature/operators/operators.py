@@ -3,6 +3,7 @@ spectrum of a Hessian in one object: both ends, the trace, the density."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack, final
 
@@ -18,8 +19,10 @@ from hoglib._core.problem import Policy, refuse_wrapped_calls
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import Vector, grad_enabled
+from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.torch_internals import without_functions_seen
+from hoglib.curvature.algebra.adjoints import Gradients, merged
 from hoglib.curvature.algebra.estimates import SpectralDensity
 from hoglib.curvature.algebra.linear_operator import LinearOperator
 from hoglib.curvature.algebra.vector_space import Space, Tree
@@ -171,6 +174,75 @@ class DatasetOperator(LinearOperator):
         kept = _KeptProduct(point, term, patch_state)
         return self._sum.losses.before_keeping(term, value), kept
 
+    def sources(self) -> list[Tensor]:
+        """The parameters, and the tensors that the loss uses at the first batch, which require grad."""
+        if type(self)._products is not DatasetOperator._products:  # KFAC: an approximation
+            return super().sources()
+        name, policy = type(self).__name__, self._sum.at.policy
+        reasons = {
+            "kind": (
+                isinstance(self._kind.metric, FisherMetric),
+                "the Fisher matrix by the outputs has no graph; take a GGNOperator, which is the same "
+                "for most criteria",
+            ),
+            "compile": (policy.compiles, "captured products have no graph; leave it out"),
+            "processes": (not self._sum.alone, "each process would have a part of the derivative"),
+        }
+        for option, (given, reason) in reasons.items():
+            if given:
+                raise UnsupportedError(
+                    f"{name}({option}=...): expected products that can be differentiated for "
+                    f"create_graph=True, got others: {reason}."
+                )
+        self._kind.check_policy(policy._replace(create_graph=True))
+        row = torch.ones(1, self.shape[1], dtype=self.dtype, device=self.device)
+        with preserve_random_state():
+            (_, form, p), *_ = self._forms(next(self._sum.terms()), row, row)
+        own = [leaf for leaf in self.space.leaves() if leaf.requires_grad]
+        return [*dict.fromkeys(own + _outside(form, p))]
+
+    def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
+        """The derivatives of sum_j left_j^T A right_j by the `sources`, added up batch by batch."""
+        total: Gradients = {}
+
+        def visit(term: Term) -> Tensor:
+            nonlocal total
+            for loss, form, p in self._forms(term, left, right):
+                value = loss
+                outside = _outside(form, p)
+                own = zip([*self.space.leaves(), *outside], [*p, *outside], strict=True)
+                # a tensor may be a parameter, and used from elsewhere: pairs, not a dict
+                pairs = [pair for pair in own if pair[0].requires_grad]
+                if pairs and form.requires_grad:
+                    weight = torch.full_like(form, term.share)
+                    by = [x for _, x in pairs]
+                    grads = torch_internals.gradients([form], by, [weight], retain_graph=True)
+                    for (x, _), g in zip(pairs, grads, strict=True):
+                        total = total if g is None else merged(total, {x: g})
+                term.advance()
+            return value
+
+        with self._bar.over("gradient", len(right)):
+            totals = self._sum.fold(visit, right.new_zeros(0))
+        weight = self._sum.weight(totals)
+        return {x: g / weight for x, g in total.items()}
+
+    def _forms(
+        self, term: Term, left: Tensor, right: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Vector]]:
+        """For each j the loss at a batch, and left_j^T A right_j with its graph; and the parameters in
+        the graph."""
+        term = term._replace(policy=term.policy._replace(create_graph=True))
+        problem = term.problem()
+        # Copies: the graph ends at them, also if parameters have one.
+        p = [leaf.detach().requires_grad_() for leaf in problem.leaves]
+        with term.ring(around_graph=True) as blocks:
+            point = self._kind.linearize(replace(problem, leaves=p).entered(blocks), True)
+            for u, v in zip(left, right, strict=True):
+                value, product = point.apply(self._split(v), True)
+                pairs = zip(self._split(u), product, strict=True)
+                yield value.detach(), torch.stack([(x * y).sum() for x, y in pairs]).sum(), p
+
     def _half_precision(self) -> torch.dtype | None:
         """The half-precision dtype that the loss or its gradient computes in, if any."""
         with HalfWatch() as watch:
@@ -238,6 +310,13 @@ class DatasetOperator(LinearOperator):
                 self.space.add(total[j], product, term.share, term.first)
             term.bar.advance(term.piece.fraction)
         return value
+
+
+def _outside(form: Tensor, p: Vector) -> list[Tensor]:
+    """The leaves of a graph besides p."""
+    known = {*map(id, p)}
+    leaves = leaf_tensors([form]) if form.requires_grad else []
+    return [x for x in leaves if id(x) not in known]
 
 
 def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedDataOptions) -> None:
