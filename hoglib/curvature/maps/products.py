@@ -2,6 +2,7 @@
 networks."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, Unpack, overload
 
@@ -16,6 +17,7 @@ from hoglib._core.substrate.autograd import (
     Vector,
     clone_inference_tensors,
     dense,
+    fresh_leaves,
     materialize_grads,
     vjp,
 )
@@ -37,7 +39,7 @@ from hoglib.curvature.maps.linear_map import (
     apply_rows,
 )
 from hoglib.curvature.maps.rows import Rows, unit_rows
-from hoglib.errors import ArgumentValueError, UnsupportedError
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, UnsupportedError
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 
 T = TypeVar("T")  # a pytree of tensors
@@ -292,12 +294,15 @@ def _refuse_sharded(policy: Policy, func: Callable[..., Any]) -> None:
 
 
 def _like_hessian(value: Any, options: object, params: Any, *args: Any) -> Any:
-    """What a matrix looks like to torch.compile: a block for each two leaves."""
+    """What a matrix looks like to torch.compile: for each output a block for each two leaves."""
 
-    def row(p: Tensor) -> Any:
-        return pytree.map(lambda q: value.detach().expand(*p.shape, *q.shape), params)
+    def block(y: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        return y.detach().sum().expand(*y.shape, *p.shape, *q.shape)
 
-    return pytree.map(row, params)
+    def of_output(y: Tensor) -> Any:
+        return pytree.map(lambda p: pytree.map(partial(block, y, p), params), params)
+
+    return pytree.map(of_output, value)
 
 
 @overload
@@ -340,9 +345,12 @@ def hessian(
     create_graph: bool = False,
     **options: Unpack[Options],
 ) -> Tree:
-    r"""The Hessian of a scalar function, in the layout of `torch.func.hessian`.
+    r"""The Hessian of a function, in the layout of `torch.func.hessian`.
 
         H[a][b][i, j] = d^2 func(params, *args) / d params[a][i] d params[b][j]
+
+    func returns a scalar, or a tensor or pytree of outputs y, each with its H[y][a][b]. Every number in
+    the outputs then takes a run of func and the rows of its matrix.
 
     Rows are computed by reverse-over-reverse, several at once: the graph of the gradient is recorded
     once, and vmap maps over its backward. (`torch.func.hessian` also maps over the forward pass, which
@@ -352,7 +360,8 @@ def hessian(
     inference_mode.
 
     Args:
-        func: The function ``func(params, *args)`` that returns a scalar.
+        func: The function ``func(params, *args)`` that returns a scalar, or real floating-point
+            tensors.
         params: Where the Hessian is taken; any pytree of real floating-point tensors.
         *args: Further arguments of func, such as a batch.
         blocks: Compute only the diagonal blocks; params must be a dict by qualified name. "parameter":
@@ -363,20 +372,23 @@ def hessian(
             the size of the graph; one on a CPU, if that is faster.
         create_graph: Whether H can be differentiated again.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it. A compiled graph runs
-            once what all rows share; compile excludes create_graph.
+            once what all rows share; compile excludes create_graph, and several outputs.
     Returns:
         H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
-        tensor.
+        tensor. For several outputs, these in their structure.
     Raises:
         ArgumentTypeError, ArgumentValueError: for params, blocks or a value of the wrong kind.
         NoSecondDerivative: if the value does not depend on params, or its gradient lost its graph.
         UnsupportedError: if torch has no derivative of an operation.
     Shape:
-        - ``H[a][b]``: the shape of ``params[a]``, followed by the shape of ``params[b]``
+        - ``H[a][b]``: the shape of ``params[a]``, followed by the shape of ``params[b]``; of an output
+          its shape comes first
     Example:
         >>> hog.hessian(lambda p: p[0] ** 2 * p[1], torch.tensor([1.0, 2.0]))
         tensor([[4., 2.],
                 [2., 0.]])
+        >>> hog.hessian(lambda p: p**3, torch.tensor([1.0, 2.0])).shape
+        torch.Size([2, 2, 2])
     """
     validation.function("func", func)
     policy = Policy.of("hessian", options, create_graph)
@@ -385,7 +397,50 @@ def hessian(
         raise ArgumentValueError(
             "hessian(compile=True): expected create_graph=False, got True; leave one of the two out."
         )
-    return _matrix(HessianKind(), problem, params, blocks, chunk_size)
+    try:
+        return _matrix(HessianKind(), problem, params, blocks, chunk_size)
+    except (ArgumentTypeError, ArgumentValueError):
+        outputs = _several_outputs(problem)  # raises errors of func again
+        if outputs is None:
+            raise
+    if policy.compiles:
+        raise UnsupportedError(
+            "hessian(compile=...): expected a function that returns a scalar, got several outputs; "
+            "leave compile out, or take their sum with weights."
+        )
+
+    def of_output(number: int, y: Tensor) -> Tree:
+        entries = (
+            replace(problem, loss=partial(_entry, problem.loss, number, i))
+            for i in range(y.numel())
+        )
+        found = [_matrix(HessianKind(), one, params, blocks, chunk_size) for one in entries]
+        leaves, form = zip(*map(pytree.flatten, found), strict=True)
+        stacked = [torch.stack(parts) for parts in zip(*leaves, strict=True)]
+        return pytree.unflatten([x.reshape(y.shape + x.shape[1:]) for x in stacked], form[0])
+
+    leaves, form = pytree.flatten(outputs)
+    return pytree.unflatten([of_output(*pair) for pair in enumerate(leaves)], form)
+
+
+def _several_outputs(problem: Problem) -> Any:
+    """The outputs of a function that returns tensors with numbers; None for a scalar, and for anything
+    else."""
+    with ring(problem.policy, problem.loss) as blocks:
+        p = problem.entered(blocks).leaves
+        if not torch_internals.transforms_active():  # func may itself differentiate by p
+            p = fresh_leaves(p, False)
+        outputs = problem.loss(problem.params(p), *problem.args)
+    leaves = pytree.leaves(outputs)
+    real = all(isinstance(y, Tensor) and y.is_floating_point() and y.numel() for y in leaves)
+    scalar = isinstance(outputs, Tensor) and not outputs.dim()
+    return outputs if leaves and real and not scalar else None
+
+
+def _entry(func: Any, number: int, index: int, params: Any, *args: Any) -> Tensor:
+    """A number among the outputs of a function."""
+    entry: Tensor = pytree.leaves(func(params, *args))[number].reshape(-1)[index]
+    return entry
 
 
 def ggn(
