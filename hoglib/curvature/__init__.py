@@ -19,6 +19,7 @@ from hoglib.curvature.algebra.linear_operator import (
     LowRankOperator,
     RectangularOperator,
 )
+from hoglib.curvature.examples.diagonals import per_example_diagonals
 from hoglib.curvature.examples.example_gradients import (
     NoiseScale,
     gradient_noise_scale,
@@ -87,6 +88,7 @@ __all__ = [
     "jvp",
     "laplacian",
     "partial_derivative",
+    "per_example_diagonals",
     "per_example_gradient_norms",
     "per_example_gradient_products",
     "per_example_gradients",

@@ -1,5 +1,6 @@
 """Gradients of single examples of a batch, by vmap or in a loop."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,24 +41,32 @@ def by_vmap_or_loop(problem: Problem) -> tuple[Tensor, Vector]:
         return by_loop(problem)
 
 
-def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
-    """l_n and g_n of all examples, as vmap(grad(l))."""
+def over_examples(problem: Problem, of_example: Callable[[Problem, Vector], Any]) -> Any:
+    """of_example(problem at one example, leaves), by vmap over the examples of the batch."""
     (batch,) = problem.args
     count = number_of_examples(batch)
     parts, form = pytree.flatten(batch)
     # Tensors without a row for each example are passed whole.
     mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
 
-    def of_example(p: Vector, *rows: Tensor) -> Tensor:
+    def run(p: Vector, *rows: Tensor) -> Any:
         left = iter(rows)
         # The loss takes a batch: make one of a single example.
         one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
-        return problem.with_args(pytree.unflatten(one, form))(*p)
+        return of_example(problem.with_args(pytree.unflatten(one, form)), p)
 
     given = [x for x, row in zip(parts, mapped, strict=True) if row]
-    each = torch.func.grad_and_value(of_example)
-    every: Any = torch.func.vmap(each, (None, *[0] * len(given)), randomness="error")
-    gradients, values = every([leaf.detach() for leaf in problem.leaves], *given)
+    every: Any = torch.func.vmap(run, (None, *[0] * len(given)), randomness="error")
+    return every([leaf.detach() for leaf in problem.leaves], *given)
+
+
+def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
+    """l_n and g_n of all examples, as vmap(grad(l))."""
+
+    def of_example(one: Problem, p: Vector) -> Any:
+        return torch.func.grad_and_value(lambda p: one(*p))(p)
+
+    gradients, values = over_examples(problem, of_example)
     return values.detach(), [g.detach() for g in gradients]
 
 
