@@ -84,9 +84,37 @@ def test_a_plain_function_has_hessians():
     assert_close(ours, 6 * x.sum(1, keepdim=True) * x.square())
 
 
-def of(model, criterion, **options):
+def test_operations_without_a_rule_of_torch_func_take_one_example_after_another():
+    class Cube(torch.autograd.Function):  # no setup_context
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, g):
+            return 3 * ctx.saved_tensors[0] ** 2 * g
+
+    model, plain = (nn.Sequential(nn.Linear(2, 2), made).double() for made in (Applied(Cube.apply), Applied(lambda x: x**3)))  # fmt: skip
+    plain.load_state_dict(model.state_dict())
+    batch = draw(3, 2), draw(3, 2, seed=1)
+    for kind in KINDS:
+        ours, expected = (of(one, F.mse_loss, batch=batch, kind=kind) for one in (model, plain))
+        assert_close(ours, expected)
+
+
+ONES = torch.ones(4, 2), torch.ones(4, 2)
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def of(model, criterion, batch=ONES, **options):
     loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
-    return per_example_diagonals(loss, params, (torch.randn(4, 2), torch.randn(4, 2)), **options)
+    return per_example_diagonals(loss, params, batch, **options)
 
 
 X = torch.ones(2, 3)
@@ -94,7 +122,7 @@ test_others_are_refused = refused({
     "an unknown kind": (lambda: of(nn.Linear(2, 2), F.mse_loss, kind="fisher"), ValueError, "ggn.*hessian"),
     "a plain function for ggn": (lambda: per_example_diagonals(lambda p, x: (x @ p).mean(), X[0], X), TypeError, "functional_loss"),
     "batch norm": (lambda: of(nn.BatchNorm1d(2), F.mse_loss), ValueError, "train mode"),
-    "coupled examples": (lambda: of(nn.Linear(2, 2), lambda o, y: (o @ o.T).logsumexp(1).mean()), ValueError, "couples them"),
+    "coupled examples": (lambda: of(nn.Linear(2, 2), lambda o, y: (o @ o.T).logsumexp(1).mean(), (draw(4, 2).float(), X)), ValueError, "couples them"),
     "compile": (lambda: of(nn.Linear(2, 2), F.mse_loss, compile=True), TypeError, "expected options among"),
     "no examples": (lambda: per_example_diagonals(lambda p, x: p.sum(), X[0], X[:0], kind="hessian"), ValueError, "at least one"),
     "a transform": (lambda: torch.func.vmap(lambda x: per_example_diagonals(lambda p, x: (x @ p).pow(2).mean(), X[0], x, kind="hessian"))(X[None]), RuntimeError, "torch.func"),

@@ -231,6 +231,8 @@ ROWS = {
     "gradient_noise_scale": of_the_loss(lambda f, p, v, b: curvature.gradient_noise_scale(f, p, [b, b])),
     "per_example_gradients": examples(hog.per_example_gradients),
     "per_example_gradient_norms": examples(curvature.per_example_gradient_norms),
+    "per_example_diagonals": of_the_loss(lambda f, p, v, b: curvature.per_example_diagonals(f, p, b)),
+    "derivatives of a trace": G(lambda G, v: torch.autograd.grad(G.trace(4, generator=signs(), create_graph=True), [x for x in G.params.values() if x.requires_grad])),
     "per_example_gradient_products": examples(curvature.per_example_gradient_products),
     "NewtonCG": lambda: optimizer(curvature.NewtonCG, preconditioner="kfac"),
     "curvature.KFAC": lambda: optimizer(curvature.KFAC, kind="exact"),

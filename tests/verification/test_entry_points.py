@@ -166,6 +166,9 @@ ENTRY_POINTS = {
     "fisher_vp": with_loss(lambda loss, p, v, b: hog.fisher_vp(loss, p, v, b)),
     "hessian": with_loss(lambda loss, p, v, b: hog.hessian(loss, p, b)),
     "ggn": with_loss(lambda loss, p, v, b: curvature.ggn(loss, p, b)),
+    "per_example_diagonals": with_loss(
+        lambda loss, p, v, b: curvature.per_example_diagonals(loss, p, b, kind="hessian")
+    ),
     "sparse_hessian": lambda function: hog.sparse_hessian(lambda x: function(x).sum(), X),
     "laplacian": lambda function: hog.laplacian(lambda x: function(x).sum(1), X),
     "bilaplacian": lambda function: hog.bilaplacian(lambda x: function(x).sum(1), X),

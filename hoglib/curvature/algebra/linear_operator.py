@@ -821,11 +821,11 @@ class LinearOperator(RectangularOperator):
             return_error: Also return the standard error. The trace is more than two standard errors
                 away in 5 to 12 of 100 cases, with 4 products in up to 20. The error is estimated from
                 |A v|^2, which takes fewer samples than the spread of v^T A v.
-            create_graph: Whether the trace can be differentiated once, by the tensors that require grad
-                and that A depends on: params, tensors that the loss uses, factors and damping. The
+            create_graph: Whether the trace can be differentiated once, by what A depends on and what
+                requires grad: params, factors, damping, and the leaf tensors that the loss uses. The
                 derivative is that of "hutchinson" with the same v, which "auto" then takes; from
                 num_samples = P on "auto" takes the unit vectors, and is exact. Backward takes one more
-                pass over the data, batch by batch.
+                pass over the data, and holds the graph of one batch at a time.
         Returns:
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
         Raises:

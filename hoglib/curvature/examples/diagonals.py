@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hoglib._core.messages import validation
 from hoglib._core.problem import Options, Policy, Problem
-from hoglib._core.substrate.autograd import Vector, no_forward_mode
+from hoglib._core.runtime.logger import LOGGER
+from hoglib._core.substrate.autograd import Vector
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
 from hoglib.curvature.algebra.vector_space import Tree
@@ -17,6 +18,7 @@ from hoglib.curvature.batches.single_examples import number_of_examples, over_ex
 from hoglib.curvature.examples.example_gradients import ROWS_AT_ONCE, check_apart, scaled
 from hoglib.curvature.maps.gauss_newton import CompositeLoss, CriterionHessian, GaussNewtonKind
 from hoglib.curvature.maps.likelihood import example_counts
+from hoglib.curvature.operators.operators import GGNOperator, HessianOperator
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 
 NAME = "per_example_diagonals"
@@ -49,13 +51,14 @@ def per_example_diagonals(
         batch: As for `hoglib.per_example_gradients`.
         kind: "ggn" or "hessian".
         chunk_size: Examples at once, by `torch.func.vmap`. Default: as many as take 256 MiB of
-            Jacobians in float32.
+            Jacobians in float32. An operation without a rule in torch.func takes one dense matrix of an
+            example after another.
         **options: ``stand_ins``, as :class:`hoglib.Options` describes it.
     Returns:
         The diagonals, like params with a leading dimension of N.
     Raises:
         ArgumentValueError: for batch norm in train mode, and for losses that couple examples.
-        UnsupportedError: for an operation without a derivative or a batching rule in torch.func.
+        UnsupportedError: if torch has no derivative of an operation.
     Shape:
         - [N, *shape] for each parameter
     References:
@@ -94,8 +97,11 @@ def per_example_diagonals(
             parts = (pytree.rows(own, count, n, n + size) for n in range(0, count, size))
             chunks = [over_examples(problem.with_args(part), of_example) for part in parts]
         except (RuntimeError, NotImplementedError, AssertionError) as error:
-            instead = "Take `hoglib.GGNOperator` or `hoglib.hessian` of each example."
-            raise no_forward_mode(NAME, error, instead) from error
+            LOGGER.debug("%s: one example after another, because of %s", NAME, error)
+            chunks = []
+    if not chunks:  # torch.func lacks a rule, or the user's code raised, and raises again
+        rows = (pytree.rows(own, count, n, n + 1) for n in range(count))
+        chunks = [_by_operator(kind, loss, params, one, options) for one in rows]
     found = [torch.cat(rows).detach() for rows in zip(*chunks, strict=True)]
     factors = example_counts(loss, batch)
     if factors is not None:
@@ -104,16 +110,24 @@ def per_example_diagonals(
     return problem.tree(found)
 
 
+def _by_operator(kind: str, loss: Any, params: Tree, one: Any, options: Any) -> Vector:
+    """The diagonal of an example's matrix, with a leading dimension, from its products with unit
+    vectors."""
+    make = GGNOperator if kind == "ggn" else HessianOperator
+    A = make(loss, params, one, **options)
+    return A.space.split_rows(A.to_dense().diagonal()[None])
+
+
 def _of_ggn(one: Problem, p: Vector) -> Vector:
     """sum over outputs i and j of J_i H_ij J_j, entry by entry."""
     composite = CompositeLoss(one, CriterionHessian(), "auto")
 
-    def outputs(*p: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def outputs(*p: Tensor) -> Any:
         found = tuple(composite.outputs([*p]))
         return found, found
 
-    found: Any = torch.func.jacrev(outputs, tuple(range(len(p))), has_aux=True)(*p)
-    J, ys = found
+    of_outputs: Any = torch.func.jacrev(outputs, tuple(range(len(p))), has_aux=True)
+    J, ys = of_outputs(*p)
     numbers = tuple(range(len(ys)))
     H = torch.func.jacfwd(torch.func.grad(composite.criterion, numbers), numbers)(*ys)
 
@@ -135,7 +149,7 @@ def _of_hessian(at_once: int, one: Problem, p: Vector) -> Vector:
 
     def entry(k: int, e: Tensor) -> Tensor:
         along = [torch.zeros_like(x) if i != k else e for i, x in enumerate(p)]
-        _, slopes = torch.func.jvp(gradient, (p,), (along,))
+        slopes: Any = torch.func.jvp(gradient, (p,), (along,))[1]
         return (slopes[k] * e).sum()
 
     def diagonal(k: int) -> Tensor:
