@@ -2,14 +2,18 @@
 with the same samples, dense matrices and closed forms."""
 
 import math
+import weakref
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.data import DataLoader
 
 import hoglib as hog
 from hoglib.curvature import LinearOperator
+from hoglib.curvature.sums.dataset_sum import DatasetSum
 from tests.curvature.problems import F64, SMOOTH, draw, problem, seeded
 from tests.refused import refused
 from tests.rows import rows
@@ -250,6 +254,28 @@ def test_the_mean_of_the_log_determinant_s_derivative_is_that_of_the_matrix():
     assert float((ours - expected).norm() / expected.norm()) < 0.1
 
 
+def test_the_graph_of_one_batch_is_held_at_a_time():
+    made, most = [], 0
+
+    def loss(p, x):
+        nonlocal most
+        y = p * p  # saved in the graph of the product
+        made.append(weakref.ref(y))
+        most = max(most, sum(ref() is not None for ref in made))
+        return (y * p * x).sum()
+
+    p, found = torch.ones(2, dtype=F64, requires_grad=True), []
+    for batches in (2, 8):
+        data = draw(batches).abs()
+        H = hog.HessianOperator(loss, p, DataLoader(data, batch_size=1))
+        trace = H.trace(2, create_graph=True)
+        most = 0
+        (g,) = torch.autograd.grad(trace, p)
+        assert_close(g, torch.full_like(p, 6 * float(data.mean())).detach())
+        found.append(most)
+    assert 0 < found[0] == found[1]
+
+
 def test_repeated_eigenvalues_are_told_and_their_sum_is_right():
     # diag(a, a, c) rotated: the derivative of the sum of both copies is determined
     def operator(x):
@@ -308,7 +334,7 @@ def after_a_replacement():
 
 def of_batches_with_grad():
     data = [torch.ones(1, dtype=F64, requires_grad=True) for _ in range(2)]
-    batches = torch.utils.data.DataLoader(data, batch_size=None)
+    batches = DataLoader(data, batch_size=None)
     cubic(data=batches).trace(create_graph=True).backward()
 
 
@@ -334,7 +360,13 @@ def kfac():
     hog.KFACOperator(loss, params, data[0]).eigsh(1, create_graph=True)
 
 
+def of_processes():
+    with mock.patch.object(DatasetSum, "alone", False):
+        cubic().eigsh(1, create_graph=True)
+
+
 REFUSED = {
+    "processes": (of_processes, RuntimeError, "processes=.*part of the derivative"),
     "nothing that requires grad": (lambda: hog.HessianOperator(CUBE, torch.ones(3), ONE.float()).trace(create_graph=True), ValueError, "requires_grad_"),
     "KFAC": (kfac, RuntimeError, "KFACOperator.*knows its derivative"),
     "a low-rank approximation": (lambda: of_tensors(cubic().low_rank(1) + cubic()), RuntimeError, "LowRankOperator.*knows its derivative"),

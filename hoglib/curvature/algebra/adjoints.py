@@ -75,14 +75,15 @@ def tracked(
     require grad.
     """
     validation.refuse_transforms(caller, "its derivative is taken by torch.autograd.")
-    product = A.apply(rows) if product is None else product
-    sources = A.sources()
+    with grad_enabled():
+        sources = A.sources()  # first: it refuses what has no derivative
     if not (sources or others):
         raise ArgumentValueError(
             f"{caller}(create_graph=True): expected an operator that depends on a tensor that requires "
             "grad, got none among its params, the tensors that its loss uses, and its factors; call "
             "requires_grad_() before."
         )
+    product = A.apply(rows) if product is None else product
     with grad_enabled():
         return torch_internals.apply(_TrackedProduct, (A, caller, product), rows, *sources)
 

@@ -670,10 +670,15 @@ class LinearOperator(RectangularOperator):
             return adjoints.solution(operator, b, found[0], again), found[1]
         return adjoints.solution(operator, b, found, again)
 
-    def _differentiates(self, caller: str, create_graph: bool) -> bool:
-        """Whether create_graph is given; raises if parameters are sharded."""
+    def _differentiates(self, caller: str, create_graph: bool, looks: bool = True) -> bool:
+        """Whether create_graph is given; raises for sharded parameters.
+
+        looks: whether it raises for operators without a derivative, before an algorithm takes its time.
+        """
         if validation.boolean("create_graph", create_graph):
             self.space.refuse_sharded(f"{caller}(create_graph=True)")
+            with grad_enabled():
+                _ = looks and self.sources()
         return create_graph
 
     def eigsh(
@@ -844,7 +849,7 @@ class LinearOperator(RectangularOperator):
             tensor(18.0000)
         """
         estimate = estimates.TRACES[validation.choice("method", method, estimates.TRACES)]
-        if self._differentiates("trace", create_graph):
+        if self._differentiates("trace", create_graph, looks=False):
             with grad_enabled():
                 found = self._diagonal_with_graph("trace", num_samples, method, generator)
                 error = (2 * found.error.square().sum()).sqrt()
@@ -925,7 +930,7 @@ class LinearOperator(RectangularOperator):
             tensor([2., 2.])
         """
         estimate = estimates.DIAGONALS[validation.choice("method", method, estimates.DIAGONALS)]
-        if self._differentiates("diagonal", create_graph):
+        if self._differentiates("diagonal", create_graph, looks=False):
             with grad_enabled():
                 found = self._diagonal_with_graph("diagonal", num_samples, method, generator)
                 return found.returned(return_error)
