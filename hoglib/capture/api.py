@@ -18,14 +18,11 @@ from hoglib._core.substrate.autograd import materialize_grads, with_gradients
 from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.torch_internals import apply
-from hoglib._core.torch_api.torch_private import private
 from hoglib.capture import capturing, signature
-from hoglib.capture.signature import CallSignature
+from hoglib.capture.signature import CallSignature, FakeTensor
 from hoglib.capture.trace import InputRef, as_leaf, refuse_outer_graph, without_tensor_hooks
 from hoglib.errors import NoSecondDerivative
 from hoglib.verification.entry_points import examined_functions
-
-FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
 
 MAX_GRAPHS = 16  # of one function: if there are more, a value that changes should be a tensor
 MISSES_TO_WARN = 3  # captures for one signature in a row

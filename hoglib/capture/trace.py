@@ -29,11 +29,9 @@ from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_library import OPERATORS
 from hoglib._core.torch_api.torch_private import private
-from hoglib.capture.signature import TensorSlot, check_dense
+from hoglib.capture.signature import FakeTensor, TensorSlot, check_dense
 from hoglib.errors import HoglibError, UnsupportedError
 
-TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
-FakeTensor: Any = private("torch._subclasses.fake_tensor.FakeTensor")
 _disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
 _dispatch_mode = private("torch.utils._python_dispatch._get_current_dispatch_mode")
 
@@ -82,7 +80,7 @@ class PythonChecks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class OperationChecks(TorchDispatchMode):
+class OperationChecks(torch_internals.TorchDispatchMode):
     """Refuses operations that read values, or have a shape that depends on values; that draw from a
     `torch.Generator`; or that write to an argument of the function or to a tensor that it reaches.
 

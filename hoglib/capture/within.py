@@ -31,8 +31,6 @@ from hoglib.capture.passes import by_products, has_factors
 from hoglib.errors import UnsupportedError
 from hoglib.functional import BY_ID, FunctionalLoss
 
-TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
-
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 # leaves of a call
 CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.device)
@@ -203,7 +201,7 @@ def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Ca
     return run
 
 
-class WithoutFactors(TorchDispatchMode):
+class WithoutFactors(torch_internals.TorchDispatchMode):
     """Inside, products replace the options alpha and beta, as in :func:`expand_alpha_beta`."""
 
     supports_higher_order_operators = True

@@ -140,11 +140,6 @@ def root(v: Tensor) -> Tensor:
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
 
 
-def as_real(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, [..., 2]; a real tensor unchanged."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
 @final
 class Leaves:
     """The leaves of params in order; complex leaves as pairs of real numbers, as in torch.optim.
@@ -161,7 +156,7 @@ class Leaves:
         self._flat = type(params) is dict and all(isinstance(p, Tensor) for p in params.values())
         self.original: list[Tensor] = list(params.values()) if self._flat else pytree.leaves(params)
         self._complex = any(map(torch.is_complex, self.original))  # at least one leaf is complex
-        self.real = [as_real(p) for p in self.original] if self._complex else self.original
+        self.real = [*map(pytree.as_real, self.original)] if self._complex else self.original
 
     def matching(self, what: str, tree: Tree) -> list[Any]:
         """The leaves of a tree with the structure of params, in the order of params' leaves."""
@@ -183,7 +178,7 @@ class Leaves:
                     f"{self.named(what, i)}: expected a tensor of shape {tuple(p.shape)} as in params, "
                     f"got {validation.describe(leaf)}; pass `torch.zeros_like(p)` where there is none."
                 )
-        return [as_real(leaf) for leaf in found] if any(map(torch.is_complex, found)) else found
+        return [*map(pytree.as_real, found)] if any(map(torch.is_complex, found)) else found
 
     def named(self, what: str, index: int) -> str:
         """The name of leaf `index` of the tree `what`, for messages."""

@@ -154,11 +154,9 @@ def product(
 ) -> Tensor:
     """torch.prod without divisions: multiply halves of the factors until one factor is left."""
     x = input if dtype is None else input.to(dtype)
-    if not pytree.is_float(x) or x.numel() == 0:
-        return x.prod() if dim is None else x.prod(dim, keepdim)
     if dim is None:
         x, dim, keepdim = x.reshape(-1), 0, False
-    elif not x.dim():
+    if not (pytree.is_float(x) and x.dim() and x.shape[dim]):
         return x.prod(dim, keepdim)
     while (count := x.shape[dim]) > 1:
         first, last, rest = x.split([count // 2, count // 2, count % 2], dim)

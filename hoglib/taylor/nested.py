@@ -16,6 +16,7 @@ from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.substrate.autograd import vjp, warn_if_not_finite
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary
 from hoglib._core.torch_api import torch_internals
+from hoglib._core.torch_api.pytree import as_real
 from hoglib.taylor.series import Parts
 
 Leaves = list[Tensor]
@@ -33,7 +34,7 @@ def nested(
         return _by_func(path, like, variables, orders)
     t = like.new_zeros(variables, requires_grad=True)
     value = path(t)
-    views = [_as_real(y) for y in value]
+    views = [*map(as_real, value)]
     graph = graph_summary(value)
     check_custom_functions(graph, caller)
     # the graph is returned only if y depends on leaves other than t
@@ -46,7 +47,7 @@ def nested(
     if any(depend := [y.requires_grad for y in value]):
 
         def total(values: Leaves) -> Tensor:
-            return torch.stack([_as_real(y).sum().to(like) for y in compress(values, depend)]).sum()
+            return torch.stack([as_real(y).sum().to(like) for y in compress(values, depend)]).sum()
 
         parts, again = [y for ys in found for y in compress(ys, depend)], lambda t: total(path(t))
         warn_if_not_finite(caller, total(value).detach(), parts, again, [t], preserve_random_state)
@@ -73,11 +74,6 @@ def along_path(
 
     value, rows = nested(caller, path, xs[0], 1, [0] * K)
     return value, [list(of_output) for of_output in zip(*rows, strict=True)]
-
-
-def _as_real(y: Tensor) -> Tensor:
-    """y, or for a complex y its real and imaginary parts as two numbers."""
-    return torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
 
 
 def _as_given(y: Tensor, like: Tensor) -> Tensor:
@@ -107,7 +103,7 @@ def _by_func(
         return of
 
     t = torch.zeros(variables, dtype=like.dtype, device=like.device)
-    value, found, h = path(t), [], lambda t: [_as_real(y) for y in path(t)]
+    value, found, h = path(t), [], lambda t: [*map(as_real, path(t))]
     for i in orders:
         h = slope(h, i)
         found.append([_as_given(y, of) for y, of in zip(h(t), value, strict=True)])

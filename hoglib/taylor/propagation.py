@@ -28,12 +28,9 @@ from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.torch_api import function_watch, pytree, torch_internals
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_modes import plain_operations
-from hoglib._core.torch_api.torch_private import private
 from hoglib.taylor.kinks import Kink, Kinks, kink_here
 from hoglib.taylor.rules import composite_of, is_composite, is_constant, names_of, rule_of
 from hoglib.taylor.series import Algebra, Call, NoRule, Parts, Rule, align, to_dtype
-
-TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 aten = torch.ops.aten
 
@@ -44,7 +41,7 @@ _Pending = tuple[Rule, Call, Tensor | None, Kink | None]
 
 
 @final
-class Propagation(TorchDispatchMode):
+class Propagation(torch_internals.TorchDispatchMode):
     """Propagates the coefficients of an algebra through the operations that run inside.
 
     record: compute coefficients with autograd on, so that they can be differentiated.

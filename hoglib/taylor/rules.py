@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from hoglib._core.torch_api.torch_internals import decomposition
 from hoglib.ops._norms import layer_norm, torch_batch_norm
-from hoglib.ops._special_points import scan
+from hoglib.ops._special_points import product, scan
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import PRODUCTS
@@ -226,15 +226,8 @@ def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool 
     return centred.square().sum(dims, keepdim=keepdim) / (count - correction)
 
 
-def _prod(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    if dim is None or not x.dim():
-        x, dim = x.reshape(-1), 0
-        keepdim = False
-    while x.shape[dim] > 1:  # multiply halves, since prod / x fails at zeros
-        half = x.shape[dim] // 2
-        product = x.narrow(dim, 0, half) * x.narrow(dim, half, half)
-        x = torch.cat([product, x.narrow(dim, 2 * half, x.shape[dim] - 2 * half)], dim)
-    return x if keepdim else x.squeeze(dim)
+def _prod(x: Tensor, *dims: Any, dtype: Any = None) -> Tensor:
+    return product(x, *dims) if x.dim() else product(x)
 
 
 def _modulo(rounding: str) -> Composite:

@@ -28,7 +28,7 @@ from hoglib.verification import attribution, contract
 from hoglib.verification.attribution import detached_copy
 from hoglib.verification.call_variants import reference_rows, variant_rows
 from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes, parse_orders
-from hoglib.verification.contract import preserved_grads
+from hoglib.verification.contract import preserve_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import (
@@ -180,7 +180,7 @@ def verify(
         keep_swapped(),
         exact_products(),
         preserve_random_state(),
-        preserved_grads(fn, *arguments),
+        preserve_grads(fn, *arguments),
         warnings.catch_warnings(action="ignore"),  # the checks provoke torch's warnings on purpose
         bar.over(name_of(fn)),
     ):

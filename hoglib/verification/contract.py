@@ -404,7 +404,7 @@ ACCUMULATES = (
 def accumulates(app: Application) -> Rows:
     """Whether backward changes the .grad of a tensor; all .grad are restored."""
     run = app.seeded()
-    with preserved_grads(app.function, *app.args) as changed:
+    with preserve_grads(app.function, *app.args) as changed:
         with torch.enable_grad():  # a backward may build a graph and call .backward() on it
             app.backward(run)
         found = changed()
@@ -423,7 +423,7 @@ def reached(fn: Callable[..., Any], held: Iterable[Any]) -> list[Any]:
 
 
 @contextmanager
-def preserved_grads(fn: Callable[..., Any], *held: Any) -> Iterator[Callable[[], list[str]]]:
+def preserve_grads(fn: Callable[..., Any], *held: Any) -> Iterator[Callable[[], list[str]]]:
     """Restore the .grad of leaves that a function reaches besides its arguments. Yields a function that
     describes leaves with a changed .grad."""
     found = reached(fn, held)

@@ -28,13 +28,12 @@ from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_modes import AutocastState, without_stand_ins
-from hoglib._core.torch_api.torch_private import private
 from hoglib.stand_ins.mode import active, stand_ins_if
 from hoglib.verification import function_rules, maps
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
 from hoglib.verification.call_variants import OWN_RULE, baseline, gradient_variants, vmap_fault
 from hoglib.verification.comparison import NATURAL, Bounds, Options
-from hoglib.verification.contract import ACCUMULATES, preserved_grads, reached
+from hoglib.verification.contract import ACCUMULATES, preserve_grads, reached
 from hoglib.verification.derivatives import Derivatives
 from hoglib.verification.layouts import copied
 from hoglib.verification.precision import DOUBLE, exact_products
@@ -48,8 +47,6 @@ from hoglib.verification.subject import (
     lifted,
     subject_of,
 )  # fmt: skip
-
-TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 SECONDS = 2.0  # time limit of an examination; after half the time a trial run stops
 MAX_RETRIES = 2  # further examinations if rounding hid the answer at the values of the first
@@ -634,7 +631,7 @@ def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
     generators = [x for x in found if isinstance(x, torch.Generator)]
     tensors = [x for x in found if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]
     values = [(x, x.detach().clone()) for x in tensors]
-    with StateGuard(modules, generators), preserved_grads(function, *app.args) as changed:
+    with StateGuard(modules, generators), preserve_grads(function, *app.args) as changed:
         try:
             yield changed
         finally:
@@ -666,7 +663,7 @@ def _no_communication() -> AbstractContextManager[Any]:
 
 
 @final
-class _NoCommunication(TorchDispatchMode):
+class _NoCommunication(torch_internals.TorchDispatchMode):
     """Refuses collectives: other processes do not run the Function again, and would wait forever."""
 
     def __torch_dispatch__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
@@ -676,7 +673,7 @@ class _NoCommunication(TorchDispatchMode):
 
 
 @final
-class _Operations(TorchDispatchMode):
+class _Operations(torch_internals.TorchDispatchMode):
     """Records whether all operations are torch's own, and whether these write all memory.
 
     Memory from torch.empty that no torch operation writes was filled by foreign code (NumPy, a kernel).

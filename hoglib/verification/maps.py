@@ -411,8 +411,7 @@ def _copy(value: Any, dtype: torch.dtype | None) -> Any:
 
 def real(value: Tensor) -> Tensor:
     """Real and imaginary parts of a complex tensor; a sparse tensor as a dense one."""
-    value = value if value.layout is torch.strided else value.to_dense()
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return pytree.as_real(value if value.layout is torch.strided else value.to_dense())
 
 
 # Derivatives of a map in reverse and forward mode. The gradient and the tangent of a map are maps, so

@@ -18,11 +18,8 @@ from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.mixed_precision import is_half
 from hoglib._core.torch_api.pytree import is_float
-from hoglib._core.torch_api.torch_internals import settable_precisions
-from hoglib._core.torch_api.torch_private import private
+from hoglib._core.torch_api.torch_internals import TorchDispatchMode, settable_precisions
 from hoglib.verification.maps import Map, Tensors, at_leaves, grad, map_of, real
-
-TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 
 _BACKENDS: Any = torch.backends  # its members are made at run time
 # Objects with a `fp32_precision`, in the order of setting.

@@ -193,6 +193,11 @@ def is_float(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def as_real(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, [..., 2]; a real tensor unchanged."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in a dtype if it is of floating point, in the dtype's complex counterpart if it is complex."""
     if not is_float(x):

@@ -37,6 +37,7 @@ from hoglib._core.torch_api.torch_private import (
 )
 from hoglib.errors import UnsupportedError
 
+TorchDispatchMode: Any = private("torch.utils._python_dispatch.TorchDispatchMode")
 # Swaps the parameters and buffers of a module for a time; Dynamo can trace it.
 reparametrize_module = private("torch.nn.utils.stateless._reparametrize_module")
 _parametrize = holder("torch.nn.utils.parametrize._cache")
