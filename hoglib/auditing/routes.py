@@ -53,7 +53,7 @@ from hoglib._core.torch_api.torch_internals import transforms_active, unwrap
 from hoglib.stand_ins.mode import without_override_check
 from hoglib.verification import maps
 from hoglib.verification.attribution import detached_copy, requires_grad
-from hoglib.verification.comparison import some_of
+from hoglib.verification.comparison import look_up
 
 # Stopped gradients: values that a function takes out of its graph.
 #
@@ -224,7 +224,7 @@ def requested_routes(names: object) -> list[Route]:
         return [AUTO]
     known = {name: route for route in ROUTES for name in (route.title, route.key)}
     known |= {"auto": AUTO, "rrr": THIRD}
-    chosen = some_of("routes", names, known, [route.key for route in ROUTES])
+    chosen = look_up("routes", names, known, [route.key for route in ROUTES])
     return [route for route in ROUTES if route in chosen]
 
 

@@ -33,25 +33,25 @@ from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.examination import (
     LARGE,
-    Applied,
+    Case,
     Verdict,
-    applied,
     casts,
     examine,
+    make_case,
     other_points_rows,
 )
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.maps import as_function, map_of, name_of
-from hoglib.verification.precision import PrecisionWatch, exact_products, stage_reached
+from hoglib.verification.precision import PrecisionWatch, exact_products, run_derivatives
 from hoglib.verification.report import Report, Row, Rows
-from hoglib.verification.subject import Subject, is_users, lifted, subject_of
+from hoglib.verification.subject import Subject, is_users_own, lift_to_module, subject_of
 
 # Names of rows
 OTHER_DIRECTIONS = "first derivative: other directions"
 OTHER_VALUES = "second derivative: other values"
 ALONE = "second derivative: of"
 TIME = "time"
-STAGES = 150  # all checks by one tensor take about 150 times as long as `stage_reached`
+STAGES = 150  # all checks by one tensor take about 150 times as long as `run_derivatives`
 SOME = (
     "checked at the first {number} of {count} rows of the inputs: all of them would take some "
     "{seconds:.0f} seconds. Pass time_limit=None for all."
@@ -199,7 +199,7 @@ def _report(
     """The report of all checks, with the causes of failures first."""
     name, subject, judged = name_of(fn), None, None
     rows: list[Row] = []
-    if (module := lifted(fn, inputs)) is not None:
+    if (module := lift_to_module(fn, inputs)) is not None:
         fn, inputs, row = module
         rows.append(row)
     began = perf_counter()
@@ -239,7 +239,7 @@ def _first_rows(
     with suppress(Exception):
         f = map_of(fn, inputs, torch.float64)
         began = perf_counter()
-        stage_reached(f)
+        run_derivatives(f)
         seconds = (perf_counter() - began) * STAGES * (len(f.point) + 1)
         number = max(2, int(count * limit / (2 * seconds)))
         if number < count:
@@ -360,7 +360,7 @@ def _functions_apart(subject: Subject) -> Rows:
 
 def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
     for app in subject.applications:
-        yield app.function.__name__, examine(applied(app.function, app.args, app.needed, ""))
+        yield app.function.__name__, examine(make_case(app.function, app.args, app.needed, ""))
 
 
 # Derivatives, perhaps of a restricted subject, and the rows of the first derivative.
@@ -454,12 +454,12 @@ def _functions_alone(subject: Subject) -> Rows:
 
 def _in_given_dtypes(subject: Subject) -> Rows:
     """Custom Functions that lose a second derivative by casts, if the inputs keep their own dtypes."""
-    found: list[Applied] = []
+    found: list[Case] = []
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
         by = tuple(is_float(x) and x.requires_grad for x in args)
-        if is_users(function) and any(by):
-            found.append(applied(function, args, by, ""))
+        if is_users_own(function) and any(by):
+            found.append(make_case(function, args, by, ""))
 
     f = subject.map
     with suppress(Exception), watching_functions(seen):

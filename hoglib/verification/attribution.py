@@ -33,19 +33,19 @@ from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.pytree import Tree, is_float
 from hoglib._core.torch_api.torch_internals import backward_rule, is_once_differentiable
 from hoglib.verification import function_rules, maps
-from hoglib.verification.comparison import Bounds, Discrepancy, Found, Target, compared
+from hoglib.verification.comparison import Bounds, Discrepancies, Discrepancy, Target, compare
 from hoglib.verification.derivatives import FIRST, ratio, stage
 from hoglib.verification.function_rules import Context, Record, Run, Slot, kind_of
-from hoglib.verification.layouts import laid_out_as
+from hoglib.verification.layouts import match_layout
 from hoglib.verification.precision import HalfWatch
 from hoglib.verification.report import MODES, Row, Rows
 from hoglib.verification.subject import (
     Application,
     Subject,
-    application,
-    applications,
+    copy_application,
+    keep_symmetric,
     subject_of,
-    symmetrized,
+    watch_applications,
 )  # fmt: skip
 
 # a smaller fraction of the whole term is rounding
@@ -76,7 +76,7 @@ class Diagnosis(NamedTuple):
     error: Exception | None = None  # raised by backward with a graph
 
 
-def diagnosis(app: Application, moves: Moves = None, *, in_jvp: bool = False) -> Diagnosis:
+def diagnose(app: Application, moves: Moves = None, *, in_jvp: bool = False) -> Diagnosis:
     """Measure the loss in the backward, or the jvp, of a Function.
 
     The arguments must not lie on a kink. moves: a common direction of the arguments, as the central
@@ -136,7 +136,7 @@ class _Probe:
         with HalfWatch() as watch:
             base = self._run(0.0)
             self._arguments = self._incoming(base)  # of backward or jvp, besides the slots
-            with suppress(Exception):  # reported by `diagnosis`
+            with suppress(Exception):  # reported by `diagnose`
                 self._results(base.record, self._arguments)
         dtypes = [app.args[i].dtype.to_real() for i in app.by]
         dtypes += [] if watch.dtype is None else [watch.dtype]
@@ -164,7 +164,7 @@ class _Probe:
         maps.seed_all()
         args = self._app.fresh()
         for i, v in self._v.items():
-            args[i] = laid_out_as(args[i], args[i] + h * v)
+            args[i] = match_layout(args[i], args[i] + h * v)
         return self._app.run(args)
 
     def _slots_at(self, h: float) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class _Probe:
 
     def _apply(self, function: type[Function], args: tuple[Any, ...]) -> None:
         """Record a Function applied by backward."""
-        app = application(function, args)
+        app = copy_application(function, args)
         if app is not None and function not in [other.function for other in self.inner]:
             self.inner.append(app)
 
@@ -322,7 +322,7 @@ def _dot(w: list[Tensor], term: list[Tensor]) -> float:
 UNSEEN = "detached: unseen"  # a loss without a known call or slot as its cause
 
 
-def attribution_rows(subject: Subject, x: list[Tensor], found: Found) -> Rows:
+def attribution_rows(subject: Subject, x: list[Tensor], found: Discrepancies) -> Rows:
     """The rows of all causes, if a second or third derivative is wrong."""
     wrong = [name for name, one in found.items() if one.wrong and not name.startswith("first")]
     if not wrong:
@@ -354,9 +354,9 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Rows:
     watch = DetachmentWatch()
     with watch.outside_functions():
         subject.map(*(y.clone().requires_grad_() for y in x))
-    for detached in _grouped(watch.detached):
+    for detached in _group_cuts(watch.detached):
         text = (
-            f"{maps.name_of(subject.map.fn)} leaves the graph by {_listed(detached)}, so that the part "
+            f"{maps.name_of(subject.map.fn)} leaves the graph by {_sites(detached)}, so that the part "
             "of its derivative through there is lost. Use the tensor itself; pass what is constant on "
             "purpose as an input that does not require grad."
         )
@@ -366,7 +366,7 @@ def forward_rows(subject: Subject, x: list[Tensor]) -> Rows:
 def value_rows(subject: Subject) -> Rows:
     """Rows for Functions with a wrong gradient of their own, if the subject applies several."""
     if len({app.function for app in subject.applications}) > 1:
-        for name, text in _wrong_alone(subject.applications):
+        for name, text in _find_wrong(subject.applications):
             text = f"the gradient of {name} itself is wrong: {text}"
             yield Row(f"{name}: culprit: backward", "fail", None, text)
 
@@ -393,7 +393,7 @@ def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Applicat
 
     def at(h: float) -> list[Application]:
         point = [(y + h * d).requires_grad_() for y, d in zip(x, v, strict=True)]
-        return applications(lambda: subject.map(*point))
+        return watch_applications(lambda: subject.map(*point))
 
     step = step_of(y.dtype for y in x)
     here, above, below = at(0.0), at(step), at(-step)
@@ -408,13 +408,13 @@ def _applications_near(subject: Subject, x: list[Tensor]) -> list[tuple[Applicat
     return [(one[0], moves(*one)) for one in zip(here, above, below, strict=True)]
 
 
-def _wrong_alone(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
+def _find_wrong(apps: Sequence[Application]) -> Iterator[tuple[str, str]]:
     """The Functions with a wrong gradient of their own: (name, text)."""
     for app in apps:
         try:
             subject = subject_of(app.function, app.leaves()).restricted({}).in_units()
             at = Target(subject.map, subject.x, subject.rows, subject.names)
-            one = compared(at.with_slopes(subject.random), "r", Bounds(), subject.random)
+            one = compare(at.with_slopes(subject.random), "r", Bounds(), subject.random)
         except Exception:  # the rows of derivatives report the error
             continue
         if one.wrong:
@@ -454,7 +454,7 @@ def _operation_rows(subject: Subject, x: list[Tensor], wrong: list[str]) -> Rows
 
 def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -> str:
     try:
-        f, _ = symmetrized(
+        f, _ = keep_symmetric(
             maps.map_of(lambda a, k: func(*a, **k), (args, kwargs)).scaled().seeded()
         )
         which = [i for i, y in enumerate(f.run_with_grad()) if is_float(y) and y.requires_grad]
@@ -465,7 +465,7 @@ def _operation_fault(func: Any, args: Any, kwargs: Any, mode: str, order: int) -
         at = inner.with_slopes(random)
     except Exception:  # it has no derivative to judge in this mode
         return ""
-    return compared(at, mode, Bounds(), random).wrong
+    return compare(at, mode, Bounds(), random).wrong
 
 
 @final
@@ -549,7 +549,7 @@ class _RuleReport(NamedTuple):
         raises in the failed mode.
         """
         try:
-            found = diagnosis(self.app, moves, in_jvp=self.in_jvp)
+            found = diagnose(self.app, moves, in_jvp=self.in_jvp)
         except Exception as error:
             yield from self._not_attributed([], error)
             return
@@ -565,18 +565,18 @@ class _RuleReport(NamedTuple):
             return
         through = [slot for slot in found.slots if slot.kind in WITH_GRAPH]
         lost = sum(slot.share for slot in through)
-        for cuts in _grouped(found.detached):
+        for cuts in _group_cuts(found.detached):
             share = ""
             if through:
                 of = " and ".join(map(_slot_text, through))
                 share = f" It loses {percent(lost)} of the missing second-order term, that of {of}."
             more = f"; and {len(cuts) - 3} more" if len(cuts) > 3 else ""
-            text = f"leaves the graph by {_listed(cuts)}{more}.{share} {_advice(cuts[0])}"
+            text = f"leaves the graph by {_sites(cuts)}{more}.{share} {_advice(cuts[0])}"
             yield self.row(_title(cuts), text, lost or None)
         made = [slot for slot in found.slots if slot.kind not in WITH_GRAPH]
         if made:
             yield self._saved(made)
-        inner = [*_wrong_alone(found.inner)] if right_once else []
+        inner = [*_find_wrong(found.inner)] if right_once else []
         for name, text in inner:
             what = f"applies {name}"
             yield self.row(f"{self.name} {what}", f"{what}, whose own gradient is wrong: {text}")
@@ -593,8 +593,8 @@ class _RuleReport(NamedTuple):
     def _not_attributed(self, seen: Sequence[DetachedGradient], error: Exception) -> Rows:
         """The rows if the plain run raises although autograd does not: the calls that leave the graph,
         as seen under autograd, and a note on the missing attribution."""
-        for cuts in _grouped(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):
-            yield self.row(_title(cuts), f"leaves the graph by {_listed(cuts)}. {_advice(cuts[0])}")
+        for cuts in _group_cuts(seen if seen or self.in_jvp else _cuts_under_autograd(self.app)):
+            yield self.row(_title(cuts), f"leaves the graph by {_sites(cuts)}. {_advice(cuts[0])}")
         line = error_line(error)
         at = f" (it raises at {line})" if line else ""
         text = (
@@ -692,7 +692,7 @@ def _cuts_under_autograd(app: Application) -> list[DetachedGradient]:
     return [cut for cut in watch.detached if cut.place]  # without a place: made by the probe itself
 
 
-def _grouped(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
+def _group_cuts(detached: Sequence[DetachedGradient]) -> list[list[DetachedGradient]]:
     """One group for each detached gradient, but a single group for all under disabled gradients."""
     off = [one for one in detached if one.kind == "off"]
     groups = [[one] for one in detached if one.kind != "off"]
@@ -704,7 +704,7 @@ def _title(cuts: Sequence[DetachedGradient]) -> str:
     return "detached: " + cuts[0].how.split(" under ")[-1].split(",")[0].replace("`", "")
 
 
-def _listed(cuts: Sequence[DetachedGradient]) -> str:
+def _sites(cuts: Sequence[DetachedGradient]) -> str:
     return "; ".join(map(str, cuts[:3]))
 
 

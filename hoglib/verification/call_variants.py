@@ -26,7 +26,7 @@ from hoglib.verification.attribution import subset_rows
 from hoglib.verification.comparison import Options, Pair, agreement, largest_difference
 from hoglib.verification.derivatives import nan_operation
 from hoglib.verification.function_rules import handles_memory
-from hoglib.verification.layouts import strided
+from hoglib.verification.layouts import make_non_contiguous
 from hoglib.verification.maps import Map
 from hoglib.verification.report import Row, Rows
 from hoglib.verification.subject import Subject
@@ -106,7 +106,7 @@ NAN = (
 )  # fmt: skip
 
 
-def finite(base: Baseline) -> Row:
+def check_finite(base: Baseline) -> Row:
     name = "finite"
     derivatives = (base.f(*base.x), base.first, base.second or [])
     labels = (base.subject.rows, base.names, base.names)
@@ -131,7 +131,7 @@ def finite(base: Baseline) -> Row:
     return Row(name, "warn", 0.0, text)
 
 
-def create_graph(base: Baseline) -> Row:
+def check_create_graph(base: Baseline) -> Row:
     """Whether create_graph=True changes the gradient."""
     text = (
         "the gradient by {name} with create_graph=True is not the one without it: backward depends "
@@ -142,7 +142,7 @@ def create_graph(base: Baseline) -> Row:
     return base.compared("create_graph", (text, maps.grad(values, leaves, base.u), base.first))
 
 
-def deterministic(base: Baseline) -> Row:
+def check_determinism(base: Baseline) -> Row:
     name, options = "deterministic", base.options
     leaves, values = maps.at_leaves(base.f, base.x)
     keep = {"retain_graph": True, "create_graph": base.second is not None}
@@ -165,7 +165,7 @@ def deterministic(base: Baseline) -> Row:
     return Row(name, "pass", off)
 
 
-def state(base: Baseline) -> Row:
+def check_state(base: Baseline) -> Row:
     """Whether a second forward, before the backward of the first, changes the gradient."""
     name = "state"
     n = base.f.num_inputs
@@ -196,7 +196,7 @@ UNDEFINED = (
 )
 
 
-def subsets(base: Baseline) -> Rows:
+def check_subsets(base: Baseline) -> Rows:
     """Gradients if only some inputs require grad, and the causes of a lost second derivative."""
     name = "inputs: each subset"
     if len(base.x) < 2:
@@ -243,7 +243,7 @@ def _choose_subsets(count: int) -> list[tuple[int, ...]]:
     return [*dict.fromkeys([*singles[:MAX_SUBSETS], *others[:MAX_SUBSETS]])]
 
 
-def outputs_alone(base: Baseline) -> Row:
+def check_undefined(base: Baseline) -> Row:
     """Gradients if autograd passes undefined gradients (None), for all outputs or for all but one."""
     name = "outputs: undefined gradients"
     if base.options.surrogate:
@@ -298,7 +298,7 @@ MEMORY = (
 )
 
 
-def layouts(base: Baseline) -> Rows:
+def check_layouts(base: Baseline) -> Rows:
     """Whether values and derivatives are equal in another memory layout."""
     handling = sorted(f.__name__ for f in base.subject.functions if handles_memory(f))
     reason = DRAWN if base.subject.draws else MEMORY.format(", ".join(handling)) if handling else ""
@@ -306,20 +306,20 @@ def layouts(base: Baseline) -> Rows:
     yield (
         Row(name, "skip", None, reason)
         if reason
-        else _with_layout(base, name, base.f.laid_out(strided))
+        else _with_layout(base, name, base.f.laid_out(make_non_contiguous))
     )
     yield from gradient_layouts(base)
 
 
 def gradient_layouts(base: Baseline) -> Rows:
     """Whether derivatives are equal if incoming gradients have another memory layout."""
-    yield _with_layout(base, "layout: non-contiguous gradients", base.f.then(strided))
+    yield _with_layout(base, "layout: non-contiguous gradients", base.f.then(make_non_contiguous))
     yield _stride_zero_gradients(base)
 
 
 def gradient_variants(base: Baseline) -> list[Row]:
     """The rows of variants that change backward only: create_graph, and layouts of gradients."""
-    return [create_graph(base), *gradient_layouts(base)]
+    return [check_create_graph(base), *gradient_layouts(base)]
 
 
 def _with_layout(base: Baseline, name: str, f: Map) -> Row:
@@ -379,7 +379,7 @@ OFF = {
 }
 
 
-def in_float32(base: Baseline) -> Row:
+def check_float32(base: Baseline) -> Row:
     """The gradient in float32, compared with float64 at the inputs rounded to float32."""
     name, subject = "dtype: float32", base.subject
     skipped = DRAWN if subject.draws else ""
@@ -475,7 +475,7 @@ def vmap_fault(base: Baseline, near: Sequence[list[Tensor]]) -> str:
     return ""
 
 
-def vmapped(base: Baseline) -> Row:
+def check_vmap(base: Baseline) -> Row:
     """vmap of the function; without a declared rule, vmap may refuse, but not give a wrong number."""
     name, subject, declared = "vmap", base.subject, base.subject.offers_vmap
     if declared is False:
@@ -501,7 +501,8 @@ def vmapped(base: Baseline) -> Row:
 
 # All variants: functions of the baseline that return one row or several.
 VARIANTS: tuple[Callable[[Baseline], Row | Iterable[Row]], ...] = (
-    create_graph, deterministic, state, subsets, outputs_alone, layouts, in_float32, vmapped,
+    check_create_graph, check_determinism, check_state, check_subsets, check_undefined, check_layouts,
+    check_float32, check_vmap,
 )  # fmt: skip
 
 
@@ -511,7 +512,7 @@ def variant_rows(subject: Subject, x: list[Tensor], options: Options) -> Rows:
         base, at_inputs = (baseline(subject, at, options) for at in (x, subject.x))
     except Exception:  # the first derivative raises: its own row says so
         return
-    for check, at in ((finite, at_inputs), *((variant, base) for variant in VARIANTS)):
+    for check, at in ((check_finite, at_inputs), *((variant, base) for variant in VARIANTS)):
         try:
             found = check(at)
             yield from [found] if isinstance(found, Row) else list(found)
@@ -533,7 +534,7 @@ def reference_rows(
     theirs = maps.map_of(reference, f.inputs, dtype).scaled().to(f.which)
     theirs = replace(theirs, units=f.units)
     for order, name in enumerate(REFERENCE):
-        found = [_off_from(subject, theirs, x, order) for x in points]
+        found = [_error_of(subject, theirs, x, order) for x in points]
         worst, text = max(off for off, _ in found), next((text for _, text in found if text), "")
         yield Row(
             name,
@@ -554,7 +555,7 @@ def reference_rows(
             return
 
 
-def _off_from(subject: Subject, reference: Map, x: list[Tensor], order: int) -> tuple[float, str]:
+def _error_of(subject: Subject, reference: Map, x: list[Tensor], order: int) -> tuple[float, str]:
     """The largest difference of values (order 0) or derivatives, in units of the tolerance, and a text
     if it is above 1."""
     n = subject.map.num_inputs

@@ -5,7 +5,7 @@ Autograd gives J, differences give D. A direction v and a covector w make number
     <w, J v> = <J^T w, v>        <w, D v>        |<w, J v> - <w, D v>| <= error of differences
 
 Reverse mode computes J^T w, forward mode J v. w is drawn so that all elements of J v have equal weight.
-`compared` compares the numbers at one point; `Comparer` decides on points, repetitions and tolerances.
+`compare` compares the numbers at one point; `Comparer` decides on points, repetitions and tolerances.
 
 A function that computes in half precision is compared by means over steps much longer than rounding:
 
@@ -103,7 +103,7 @@ class Options:
         return replace(self, bounds=Bounds(max(atol, least), max(rtol, least), natural))
 
 
-def some_of(what: str, value: object, known: Mapping[Any, T], shown: Any = None) -> list[T]:
+def look_up(what: str, value: object, known: Mapping[Any, T], shown: Any = None) -> list[T]:
     """The table's values for one name or several, in the order of the table; raises for unknown names.
 
     shown: names listed in the message about a wrong type. Default: all.
@@ -126,12 +126,12 @@ def parse_modes(value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
     known = {name: key for key, title in MODES.items() for name in (title, key)}
-    return tuple(some_of("modes", value, known, MODES))
+    return tuple(look_up("modes", value, known, MODES))
 
 
 def parse_orders(value: object) -> tuple[int, ...]:
     """The orders, ascending; first and second by default."""
-    return tuple(some_of("orders", (1, 2) if value is None else value, {k: k for k in ORDINALS}))
+    return tuple(look_up("orders", (1, 2) if value is None else value, {k: k for k in ORDINALS}))
 
 
 class Target(NamedTuple):
@@ -236,7 +236,7 @@ class Discrepancy:
         return Discrepancy(numbers, checked, unknown, blank, problem, raised, missing)
 
 
-Found = Mapping[str, Discrepancy]  # by the name of the report's row
+Discrepancies = Mapping[str, Discrepancy]  # by the name of the report's row
 
 
 def products(
@@ -308,7 +308,7 @@ TRUST = 5.0  # a difference may be off by this many times its estimated error
 DROWNED = "their noise exceeds the derivative"
 
 
-def compared(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrepancy:
+def compare(at: Target, key: str, bounds: Bounds, random: Generator) -> Discrepancy:
     """Compare J with D at one point: <w, J v> with <w, D v>, for the direction v of each slope and a
     few covectors w of each output. key: as for `products`."""
     covectors = [(i, w) for i in range(len(at.rows)) for w in _covectors(at, i, bounds, random)]
@@ -457,9 +457,9 @@ class Comparer(NamedTuple):
         """Compare J with D at one point. A wrong result is confirmed with rechecked slopes; a correct
         float32 result is compared again under measured tolerances."""
         if self.half is not None:
-            return compared_by_means(at, key, self.half, self.random)
+            return compare_by_means(at, key, self.half, self.random)
         state, asked = self.random.get_state(), self.options.bounds
-        found = compared(at, key, asked, self.random)
+        found = compare(at, key, asked, self.random)
         if found.raised is not None:
             return found
         if found.wrong:
@@ -470,10 +470,10 @@ class Comparer(NamedTuple):
                 for one in at.slopes
             ]
             self.random.set_state(state)  # draw the covectors that found the fault
-            return compared(at._replace(slopes=slopes), key, asked, self.random)
+            return compare(at._replace(slopes=slopes), key, asked, self.random)
         if (bounds := asked.closer(self.dtype)) is None:
             return found
-        closer = compared(at, key, bounds, self.random)
+        closer = compare(at, key, bounds, self.random)
         # a fault under these bounds must also show at points around; otherwise it is noise, and nothing
         # is known about elements smaller than the noise
         if closer.raised is not None or not closer.faulty:
@@ -501,7 +501,7 @@ class Comparer(NamedTuple):
             x = [y * (1 + 0.01 * random_like(y, shaken)) for y in at.x]
             with suppress(Exception):  # fn may refuse inputs that the user did not pass
                 near = self.with_differences(at._replace(x=x, slopes=()))
-                numbers = compared(near, key, bounds, self.random).numbers
+                numbers = compare(near, key, bounds, self.random).numbers
                 runs.append({one.draw: one for one in numbers if one.column in columns})
         worst, faults = 0.0, set()
         for draw in set(runs[0]).intersection(*runs) if runs else ():
@@ -527,8 +527,8 @@ BIAS = 4.0  # allowed units of rounding: a covector is rounded alike at each cen
 HIDING = 0.4  # noise above this fraction of a number hides it
 
 
-def compared_by_means(at: Target, key: str, dtype: torch.dtype, random: Generator) -> Discrepancy:
-    """`compared` for a function that computes in half precision; draws its own directions."""
+def compare_by_means(at: Target, key: str, dtype: torch.dtype, random: Generator) -> Discrepancy:
+    """`compare` for a function that computes in half precision; draws its own directions."""
     short = str(dtype).removeprefix("torch.")
     numbers, problems = [], [""]
     try:

@@ -25,7 +25,7 @@ from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import backward_rule, storage_id
 from hoglib.verification import function_rules
-from hoglib.verification.comparison import Found, largest_difference
+from hoglib.verification.comparison import Discrepancies, largest_difference
 from hoglib.verification.function_rules import kind_of
 from hoglib.verification.maps import as_function, seed_all
 from hoglib.verification.precision import PrecisionWatch
@@ -60,8 +60,9 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     text = f"{app.function.__name__} has no setup_context. {SETUP}" if classic else ""
     rows = [finding("setup_context", text, "warn")]
     problems = []
-    for part in (gradients, in_place, accumulates, context, linear, needs_input_grad, device):
-        if surrogate and part is linear:  # it may clip the incoming gradient on purpose
+    checks = [check_gradients, check_in_place, check_grad_fields, check_context, check_linearity]
+    for part in (*checks, check_needs, check_device):
+        if surrogate and part is check_linearity:  # it may clip the incoming gradient on purpose
             continue
         try:
             with torch.no_grad():
@@ -76,7 +77,7 @@ def check(app: Application, *, surrogate: bool = False) -> list[Row]:
     return rows
 
 
-def gradients(app: Application) -> Rows:
+def check_gradients(app: Application) -> Rows:
     run = app.seeded()
     returned, count = app.backward(run), len(run.inputs)
     odd = [
@@ -123,7 +124,7 @@ def _is_expanded(small: Sequence[int], large: Sequence[int]) -> bool:
     return len(small) <= len(large) and all(a in (1, b) for a, b in pairs)
 
 
-def linear(app: Application) -> Rows:
+def check_linearity(app: Application) -> Rows:
     """Whether B(2 g) = 2 B(g): a gradient is linear in the incoming gradient g."""
     grads = app.seeded().incoming()
 
@@ -145,7 +146,7 @@ def linear(app: Application) -> Rows:
     yield finding("gradients: linear", "" if is_linear else text)
 
 
-def needs_input_grad(app: Application) -> Rows:
+def check_needs(app: Application) -> Rows:
     name = "needs_input_grad"
     if len(app.by) < 2:
         yield Row(name, "skip", None, "it is differentiated by one input only.")
@@ -166,7 +167,7 @@ def needs_input_grad(app: Application) -> Rows:
     yield finding(name, text or "", "warn")
 
 
-def context(app: Application) -> Rows:
+def check_context(app: Application) -> Rows:
     run = app.seeded()
     attributes = []
     for attribute, value in run.record.attributes.items():
@@ -202,7 +203,7 @@ FREES = (
 )
 
 
-def in_place(app: Application) -> Rows:
+def check_in_place(app: Application) -> Rows:
     seed_all()
     args = app.fresh()
     named = {app.name(i): x for i, x in enumerate(args)}
@@ -241,7 +242,7 @@ def in_place(app: Application) -> Rows:
         yield finding(f"in-place: {what}", text if places else "", status)
 
 
-def device(app: Application) -> Rows:
+def check_device(app: Application) -> Rows:
     watch = DeviceWatch()
     run_rules(app, watch)
     text = watch.found and (
@@ -255,7 +256,7 @@ OFF_BY_STEPS = 1e-5  # error of differences at float64 values
 OFF_IF_ROUNDED = 1e-3  # error of differences at values rounded to float32, with steps >= 1e-4
 
 
-def constants_row(subject: Subject, found: Found) -> Row:
+def constants_row(subject: Subject, found: Discrepancies) -> Row:
     """Narrow constants in float64 computations cost digits. The row fails if the derivatives are less
     accurate than with float32 inputs."""
     name = "dtype: constants"
@@ -283,7 +284,7 @@ def constants_row(subject: Subject, found: Found) -> Row:
     return finding(name, text, "warn")
 
 
-def _is_further_off(subject: Subject, found: Found, least: float) -> bool:
+def _is_further_off(subject: Subject, found: Discrepancies, least: float) -> bool:
     """Whether the error of the first derivative exceeds the effect of rounding the inputs to
     float32."""
     first = found.get("first derivative: reverse")
@@ -401,7 +402,7 @@ ACCUMULATES = (
 )
 
 
-def accumulates(app: Application) -> Rows:
+def check_grad_fields(app: Application) -> Rows:
     """Whether backward changes the .grad of a tensor; all .grad are restored."""
     run = app.seeded()
     with preserve_grads(app.function, *app.args) as changed:
@@ -411,7 +412,7 @@ def accumulates(app: Application) -> Rows:
     yield finding("in-place: .grad", ACCUMULATES.format(", ".join(found[:3])) if found else "")
 
 
-def reached(fn: Callable[..., Any], held: Iterable[Any]) -> list[Any]:
+def reachable(fn: Callable[..., Any], held: Iterable[Any]) -> list[Any]:
     """The tensors, modules and generators that a function reaches by its closures, globals and
     attributes, or through the objects in `held`."""
     function = as_function(fn)
@@ -426,7 +427,7 @@ def reached(fn: Callable[..., Any], held: Iterable[Any]) -> list[Any]:
 def preserve_grads(fn: Callable[..., Any], *held: Any) -> Iterator[Callable[[], list[str]]]:
     """Restore the .grad of leaves that a function reaches besides its arguments. Yields a function that
     describes leaves with a changed .grad."""
-    found = reached(fn, held)
+    found = reachable(fn, held)
     named: dict[int, tuple[str, Tensor]] = {
         id(p): (f"the parameter {name} of a {type(m).__name__}", p)
         for m in found

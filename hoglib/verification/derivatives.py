@@ -218,7 +218,7 @@ class Derivatives:
             values = subject.map(*x)
             weights = self._like(values)
             tried: list[tuple[TensorMap, str]] = [(subject.map, COMPOSED)]
-            tried += [(f, IN_PARTS) for f in maps.stacked(subject.map, values)]
+            tried += [(f, IN_PARTS) for f in maps.stack_outputs(subject.map, values)]
             for map_, where in tried:
                 f = maps.gradient_of_composition(map_, values, weights)
                 found = self._comparer.compared([Target(f, x, rows, subject.names)], "r")

@@ -42,26 +42,26 @@ from hoglib._core.torch_api.torch_modes import (
 from hoglib._core.torch_api.torch_private import EXAMINATION, REFUSED, missing
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import function_rules
-from hoglib.verification.contract import Snapshot, in_place
+from hoglib.verification.contract import Snapshot, check_in_place
 from hoglib.verification.examination import (
-    Applied,
+    Case,
     Range,
     Verdict,
-    applied,
     examine,
-    held_by,
     held_kinds,
+    held_table,
+    make_case,
     ranges_of,
     without_outputs,
 )
 from hoglib.verification.function_identity import Identity, identity_of
-from hoglib.verification.gradient_hooks import watch_module_hooks, watched
+from hoglib.verification.gradient_hooks import watch_module_hooks, wrap_hook
 from hoglib.verification.layouts import layout_of
-from hoglib.verification.subject import Application, application, is_users
+from hoglib.verification.subject import Application, copy_application, is_users_own
 
-Known = Identity | type[Function]
+FunctionKey = Identity | type[Function]
 # The verdicts of all entry points, by Function and by the kinds of its arguments.
-_VERDICTS: WeakKeyDictionary[Known, dict[Any, Verdict]] = WeakKeyDictionary()
+_VERDICTS: WeakKeyDictionary[FunctionKey, dict[Any, Verdict]] = WeakKeyDictionary()
 Key = tuple[type[Function], Any]  # a Function, and the kinds of its arguments
 Args = tuple[Any, ...]
 # Advice for Functions of libraries, which users cannot change, by the start of the module's name.
@@ -118,12 +118,12 @@ KEPT = (
 )
 FURTHER_POINTS = 4  # further values, far from earlier ones, to examine in one entry point
 # Past reports: (entry point, status or text) by Function.
-_REPORTED: WeakKeyDictionary[Known, set[tuple[str, str]]] = WeakKeyDictionary()
+_REPORTED: WeakKeyDictionary[FunctionKey, set[tuple[str, str]]] = WeakKeyDictionary()
 # Functions seen to change an argument (without mark_dirty) or grad_output in place. A correct verdict
 # does not end the watch over them: whether the change does harm depends on who else reads the tensor.
-_MUTATING: WeakSet[Known] = WeakSet()
+_MUTATING: WeakSet[FunctionKey] = WeakSet()
 # Functions that keep an argument or output as an attribute of ctx, unchecked by versions: watched, too.
-_KEEPING: WeakSet[Known] = WeakSet()
+_KEEPING: WeakSet[FunctionKey] = WeakSet()
 
 
 @final
@@ -212,7 +212,7 @@ class examined_functions:  # noqa: N801 a context manager
                 self._report_verdict(Function, Verdict("wrong", text))
         for function in functions.outside:
             verdicts = _VERDICTS.get(identity_of(function), {}).values()
-            if is_users(function) and (not verdicts or any(v.is_reported for v in verdicts)):
+            if is_users_own(function) and (not verdicts or any(v.is_reported for v in verdicts)):
                 text = OUTSIDE.format(name=function.__qualname__)
                 self._report_verdict(function, Verdict("not examined", text))
         if functions.in_cpp:
@@ -273,7 +273,7 @@ class AppliedFunctions:
     by_hand: Callable[..., None] | None = None
 
     def __init__(self) -> None:
-        self.unjudged: dict[Key, Applied] = {}  # recorded applications, for the examination on exit
+        self.unjudged: dict[Key, Case] = {}  # recorded applications, for the examination on exit
         self.differentiated: dict[Key, int] = {}  # 1; 2 if backward ran, or may run, with a graph
         self.gradient_has_no_graph = False  # nothing of the gradient can be differentiated
         self.in_cpp: set[str] = set()  # names of Functions with a backward in C++
@@ -319,7 +319,7 @@ class AppliedFunctions:
     def watched_hook(self, hook: Callable[..., Any], line: object) -> Callable[..., Any]:
         """Wrap a tensor hook that was registered in this line, to note here if it changes a
         gradient."""
-        return watched(hook, self._noting_hooks(), 0, f"the hook registered at {line}")
+        return wrap_hook(hook, self._noting_hooks(), 0, f"the hook registered at {line}")
 
     def _noting_hooks(self) -> Callable[[str], None]:
         """A callback for a hook that changes a gradient. KFACOperator is wrong with such a hook after a
@@ -346,13 +346,13 @@ class AppliedFunctions:
         ):
             return None  # an entry point inside `second_order()` reports, or on_wrong="ignore"
         if torch_internals.tracing():
-            self._traced |= {function} if is_users(function) else set()
+            self._traced |= {function} if is_users_own(function) else set()
             return None
         if not _is_ours(torch_internals.running_function()):
             # Applied in the backward of another Function, which is examined as a whole up to its second
             # derivative. A third derivative differentiates the inner Function twice. In a recomputation
             # or a transform it is unknown whether we are inside a backward.
-            known = is_users(function) and not (inside_recomputation() or transforms_active())
+            known = is_users_own(function) and not (inside_recomputation() or transforms_active())
             return partial(self._watch_part, function, args) if known else None
         noted = self._noted(function, args)
         if noted is None:
@@ -383,7 +383,7 @@ class AppliedFunctions:
                 function,
                 torch_internals.outside_transforms(function, given),
             )
-            if _is_ours(function) or not is_users(function):
+            if _is_ours(function) or not is_users_own(function):
                 return None
             if not any(needed and x.numel() for x, needed in zip(args, by, strict=True)):
                 return None  # the derivative has no elements
@@ -418,7 +418,7 @@ class AppliedFunctions:
             # in a recomputation, the arguments' graphs are not from the first run: ignore them
             graphed = None if _runs_again() else given
             with as_around():
-                self.unjudged[key] = applied(function, args, by, forward, graphed, given, mapped)
+                self.unjudged[key] = make_case(function, args, by, forward, graphed, given, mapped)
         return key, by
 
     def _has_moved(self, key: Key, verdict: Verdict, args: Args, given: Args) -> bool:
@@ -433,7 +433,7 @@ class AppliedFunctions:
         times = verdict.times + 1
         _VERDICTS[identity_of(key[0])][key[1]] = verdict._replace(times=times)
         looks = key not in self._moved and (times < 32 or not times & (times - 1))
-        if looks and not (_are_near(args, verdict.ranges) and held_by(given) == verdict.held):
+        if looks and not (_are_near(args, verdict.ranges) and held_table(given) == verdict.held):
             self._moved.add(key)
         return key in self._moved
 
@@ -499,7 +499,7 @@ class AppliedFunctions:
         if what not in MUTATES:
             kept = filter(partial(_backward_reads, self._mutating[key]), what.split())
             return "".join(KEPT.format(name=key[0].__qualname__, kept=one) for one in [*kept][:1])
-        rows = in_place(self._mutating[key])
+        rows = check_in_place(self._mutating[key])
         changes = next((r.text for r in rows if r.status == "fail" and what in r.name), "")
         return MUTATES[what].format(name=key[0].__qualname__, changes=changes)
 
@@ -521,7 +521,7 @@ class AppliedFunctions:
                 self._watch_changed(key, node, sum(isinstance(y, Tensor) for y in given[:i]), x)
 
     def _mark_mutating(self, key: Key, given: Args) -> bool:
-        app = application(key[0], given)
+        app = copy_application(key[0], given)
         if app is not None:
             _MUTATING.add(identity_of(key[0]))
             self._mutating[key] = app

@@ -33,18 +33,18 @@ from hoglib.verification import function_rules, maps
 from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_copy
 from hoglib.verification.call_variants import OWN_RULE, baseline, gradient_variants, vmap_fault
 from hoglib.verification.comparison import NATURAL, Bounds, Options
-from hoglib.verification.contract import ACCUMULATES, preserve_grads, reached
+from hoglib.verification.contract import ACCUMULATES, preserve_grads, reachable
 from hoglib.verification.derivatives import Derivatives
-from hoglib.verification.layouts import copied
+from hoglib.verification.layouts import copy_with_layout
 from hoglib.verification.precision import DOUBLE, exact_products
 from hoglib.verification.report import Row
 from hoglib.verification.subject import (
     Application,
-    Lifted,
+    ModuleCall,
     Structure,
     Subject,
-    kept_names,
-    lifted,
+    guaranteed_structures,
+    lift_to_module,
     subject_of,
 )  # fmt: skip
 
@@ -102,12 +102,12 @@ RIGHT = Verdict("right")
 
 @final
 @dataclass(frozen=True)
-class Applied:
+class Case:
     """An application of a Function, and the modes around it."""
 
     app: Application
     # the call through a module, if the Function got one and its parameters
-    by_module: Lifted | None
+    by_module: ModuleCall | None
     forward: str  # second-order mode that also uses its jvp: "fr" or "rf"; "" for none
     autocast: AutocastState  # where it was applied
     stand_ins: bool  # stand-ins were active
@@ -120,7 +120,7 @@ class Applied:
         """Indices of arguments that hold tensors requiring grad: torch ignores those tensors."""
         return tuple(i for i, kinds in self.held if not self.by_module and NO_GRADIENT in kinds)
 
-    def applied_by(self, apply: Callable[..., Any]) -> "Applied":
+    def applied_by(self, apply: Callable[..., Any]) -> "Case":
         """This application with another `apply`."""
         return replace(self, app=self.app._replace(function=_applied_by(self.app.function, apply)))
 
@@ -129,7 +129,7 @@ class Applied:
 NO_GRADIENT, CONSTANT = -1, -2
 
 
-def applied(
+def make_case(
     function: type[Function],
     args: tuple[Any, ...],
     by: tuple[bool, ...],
@@ -137,25 +137,25 @@ def applied(
     graphed: tuple[Any, ...] | None = None,
     given: tuple[Any, ...] = (),
     by_vmap: bool = False,
-) -> Applied:
+) -> Case:
     """Record an application, with copies of its tensors: the user's may change before the examination.
 
     graphed: the arguments with their graphs; None in a recomputation, where the graphs are not those
     that the arguments were computed by. given: the arguments as the user passed them.
     """
     with torch_internals.without_transforms(), torch.no_grad():
-        copies = pytree.map_tensors(copied, args)
+        copies = pytree.map_tensors(copy_with_layout, args)
     wanted = tuple(i for i, x in enumerate(args) if by[i] and is_float(x))
-    held = held_by(given)
-    app = Application(_sharing(function, dict(held)), copies, wanted)
-    by_module = lifted(function, args)
+    held = held_table(given)
+    app = Application(_keep_aliases(function, dict(held)), copies, wanted)
+    by_module = lift_to_module(function, args)
     if by_module is not None:
         by_module = by_module._replace(inputs=detached_copy(by_module.inputs))
-    kept = () if by_module else tuple(kept_names(graphed, copies, wanted))
-    return Applied(app, by_module, forward, AutocastState(), active(), kept, held, by_vmap)
+    kept = () if by_module else tuple(guaranteed_structures(graphed, copies, wanted))
+    return Case(app, by_module, forward, AutocastState(), active(), kept, held, by_vmap)
 
 
-def held_by(given: tuple[Any, ...]) -> Held:
+def held_table(given: tuple[Any, ...]) -> Held:
     """held_kinds() of each argument that holds tensors, with its position."""
     kinds = ((i, held_kinds(x, given)) for i, x in enumerate(given))
     return tuple((i, found) for i, found in kinds if found)
@@ -169,7 +169,7 @@ def held_kinds(x: object, given: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(places.get(id(y), NO_GRADIENT if y.requires_grad else CONSTANT) for y in held)
 
 
-def _sharing(function: type[Function], held: dict[int, tuple[int, ...]]) -> type[Function]:
+def _keep_aliases(function: type[Function], held: dict[int, tuple[int, ...]]) -> type[Function]:
     """A subclass that keeps aliases: if an argument is also held by a container, its `apply` puts the
     new argument into the container as well."""
     shared = {i: kinds for i, kinds in held.items() if max(kinds) >= 0}
@@ -191,10 +191,10 @@ def _applied_by(function: type[Function], apply: Callable[..., Any]) -> type[Fun
     return type(function.__name__, (function,), {**own, "__qualname__": function.__qualname__})
 
 
-def _drawing_again(given: Applied) -> Applied:
+def _reset_generators(given: Case) -> Case:
     """The application with its own torch.Generators reset in each run, so that all runs draw alike."""
     function = given.app.function
-    own = [x for x in _reached(given.app) if isinstance(x, torch.Generator)]
+    own = [x for x in _reachable_objects(given.app) if isinstance(x, torch.Generator)]
     states = [(x, x.get_state()) for x in own]
 
     def apply(*args: Any) -> Any:
@@ -205,7 +205,7 @@ def _drawing_again(given: Applied) -> Applied:
     return given.applied_by(apply) if own else given
 
 
-def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
+def without_outputs(given: Case, unused: frozenset[int]) -> Case:
     """The application without its unused outputs."""
     function = given.app.function
 
@@ -215,7 +215,7 @@ def without_outputs(given: Applied, unused: frozenset[int]) -> Applied:
     return given.applied_by(apply)
 
 
-def examine(given: Applied) -> Verdict:
+def examine(given: Case) -> Verdict:
     """Judge the first and second derivative of a Function; restores all state that it changes."""
     app = given.app
     name = app.function.__qualname__
@@ -235,7 +235,7 @@ def examine(given: Applied) -> Verdict:
     ):
         try:
             with _preserve_reached(app) as accumulated:
-                verdict = _judge(_drawing_again(given))
+                verdict = _judge(_reset_generators(given))
                 if found := accumulated():
                     text = f"{name} is wrong: {ACCUMULATES.format(', '.join(found[:3]))}"
                     verdict = Verdict("wrong", text)
@@ -259,7 +259,7 @@ class _NotExamined(Exception):
     """A Function is not examined; the message is the reason."""
 
 
-def _judge(given: Applied) -> Verdict:
+def _judge(given: Case) -> Verdict:
     app, function = given.app, given.app.function
     if given.by_module is not None:
         fn, inputs, _ = given.by_module
@@ -320,7 +320,7 @@ IN_CONTAINER = (
 )
 
 
-def _moved(x: Tensor, step: float) -> Tensor:
+def _shift(x: Tensor, step: float) -> Tensor:
     return x + step * (x + unit_of(max_abs(x))) if is_float(x) else x
 
 
@@ -332,7 +332,7 @@ def _depends_on(app: Application, i: int) -> bool:
         held = held_tensors(args[i])
         if sum(x.numel() for x in held) > MAX_HELD:
             raise _NotExamined(f"{app.name(i)} holds more than {MAX_HELD:.0e} numbers")
-        args[i] = with_tensors(args[i], [_moved(x, step=step) for x in held])
+        args[i] = with_tensors(args[i], [_shift(x, step=step) for x in held])
         with torch.no_grad(), preserve_random_state():
             return pytree.tensors(app.function.apply(*args))
 
@@ -340,7 +340,7 @@ def _depends_on(app: Application, i: int) -> bool:
 
 
 def _restricted_verdict(
-    given: Applied, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
+    given: Case, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
 ) -> tuple[Verdict, Subject]:
     """Judge a wrong Function once more on smaller spaces of directions and outputs.
 
@@ -457,7 +457,7 @@ def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
     return [] if judged else None
 
 
-def _make_subject(given: Applied) -> tuple[Subject, bool]:
+def _make_subject(given: Case) -> tuple[Subject, bool]:
     """The subject to compare, and whether there is time for several points; raises _NotExamined if not
     even for one."""
     app = given.app
@@ -561,7 +561,7 @@ CAST = (
 )
 
 
-def casts(given: Applied) -> tuple[list[str], bool]:
+def casts(given: Case) -> tuple[list[str], bool]:
     """Arguments and outputs that the Function saves only as cast copies, without a graph, although it
     saves the tensors themselves if they come in a wider dtype; and whether any wider dtype changes
     which tensors it saves."""
@@ -626,7 +626,7 @@ def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
     """Restore tensors, modules, generators and class attributes that the Function reaches besides its
     arguments. Yields a function that describes tensors with a changed .grad."""
     function = app.function
-    own, found = _attributes_of(function), _reached(app)
+    own, found = _attributes_of(function), _reachable_objects(app)
     modules = [x for x in found if isinstance(x, nn.Module)]
     generators = [x for x in found if isinstance(x, torch.Generator)]
     tensors = [x for x in found if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]
@@ -649,9 +649,9 @@ def _attributes_of(function: type[Function]) -> list[tuple[type, str, Any]]:
     return [(c, k, v) for c in classes for k, v in vars(c).items() if not k.startswith("__")]
 
 
-def _reached(app: Application) -> list[Any]:
+def _reachable_objects(app: Application) -> list[Any]:
     """The tensors, modules and generators that a Function reaches, also through class attributes."""
-    return reached(app.function, [*app.args, [v for *_, v in _attributes_of(app.function)]])
+    return reachable(app.function, [*app.args, [v for *_, v in _attributes_of(app.function)]])
 
 
 # Dispatch modes that watch the operations of a Function

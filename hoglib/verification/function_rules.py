@@ -48,22 +48,22 @@ OPAQUE = (
 )  # fmt: skip
 
 
-def opened(value: object, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key, ...], Any]]:
+def walk(value: object, depth: int = MAX_NESTING) -> Iterator[tuple[tuple[Key, ...], Any]]:
     """The innermost members of a container, each with the keys that lead to it. An empty container, and
     a plain value, is its own only member. depth: how many levels to open."""
     members = list(_members(value)) if depth else []
     if not members:
         yield (), value
     for key, member in members:
-        yield from (((key, *keys), part) for keys, part in opened(member, depth - 1))
+        yield from (((key, *keys), part) for keys, part in walk(member, depth - 1))
 
 
-def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = MAX_NESTING) -> Any:
+def exchange(label: str, value: Any, members: Mapping[str, Any], depth: int = MAX_NESTING) -> Any:
     """A copy of a container with new values for the members with these labels."""
     own = list(_members(value)) if depth else []
     if not own:
         return members.get(label, value)
-    parts = [(key, exchanged(spelled(label, [key]), x, members, depth - 1)) for key, x in own]
+    parts = [(key, exchange(path_of(label, [key]), x, members, depth - 1)) for key, x in own]
     if isinstance(value, tuple):
         made = [part for _, part in parts]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
@@ -76,7 +76,7 @@ def exchanged(label: str, value: Any, members: Mapping[str, Any], depth: int = M
     return result
 
 
-def spelled(label: str, keys: Sequence[Key]) -> str:
+def path_of(label: str, keys: Sequence[Key]) -> str:
     """The label of a member: ("ctx.stuff", [("index", 1), ("key", "b")]) -> "ctx.stuff[1]['b']"."""
     for how, key in keys:
         label += f".{key}" if how == "attribute" else f"[{key!r}]"
@@ -108,7 +108,7 @@ MAX_NAME_LENGTH = 40  # characters; a longer expression is not used as a name
 LOCAL_NESTING = 2  # levels to open of containers in local variables
 
 
-class Noted(NamedTuple):
+class SavedName(NamedTuple):
     """Where a value was saved on a context, and its expression or variable in that line."""
 
     place: SourceLine | None
@@ -116,7 +116,7 @@ class Noted(NamedTuple):
 
 
 @final
-class SavedAt:
+class SavingLine:
     """The line of user code that saves values on a context; its frame has the local variables."""
 
     def __init__(self, frame: FrameType, target: str) -> None:
@@ -124,12 +124,12 @@ class SavedAt:
         self._frame, self.place = frame, SourceLine(frame.f_code.co_filename, frame.f_lineno)
         self._expressions = _expressions(*self.place, target)
 
-    def noted(self, value: object, position: int, keys: Sequence[Key]) -> Noted:
+    def noted(self, value: object, position: int, keys: Sequence[Key]) -> SavedName:
         """The note on a saved value, or on its member at `keys`. position: among the arguments of
         save_for_backward; 0 for an attribute."""
         expression = _pick(self._expressions, position, keys)
         text = "" if expression is None else _expression_text(expression)
-        return Noted(self.place, text or self._local(value))
+        return SavedName(self.place, text or self._local(value))
 
     def _local(self, value: object) -> str:
         """The local variable that is or contains the value, in this frame or in an outer one."""
@@ -138,11 +138,11 @@ class SavedAt:
         frame: FrameType | None = self._frame
         while frame is not None and is_user_code(frame.f_code.co_filename):
             held = (
-                (spelled(name, keys), part)
+                (path_of(name, keys), part)
                 for depth in (0, LOCAL_NESTING)
                 for name, x in frame.f_locals.items()
                 if name != "ctx"
-                for keys, part in opened(x, depth)
+                for keys, part in walk(x, depth)
             )
             if found := next((label for label, part in held if part is value), ""):
                 return found
@@ -255,8 +255,8 @@ class Record:
     materialize: bool = True  # set_materialize_grads
     attributes: dict[str, Any] = field(default_factory=dict)  # all other attributes of ctx
     # the saving line of each attribute; of save_for_backward under the key SAVED
-    written: dict[str, SavedAt] = field(default_factory=dict)
-    notes: dict[str, Noted] = field(default_factory=dict)  # by label; see describe()
+    written: dict[str, SavingLine] = field(default_factory=dict)
+    notes: dict[str, SavedName] = field(default_factory=dict)  # by label; see describe()
 
     def held(self, *, in_jvp: bool = False) -> dict[str, Any]:
         """All values that backward (or jvp) may read, by label."""
@@ -267,12 +267,12 @@ class Record:
     def slots(self, *, in_jvp: bool = False) -> dict[str, Any]:
         """Like held(), but containers are opened: a label for each innermost member."""
         held = self.held(in_jvp=in_jvp).items()
-        return {spelled(label, keys): part for label, value in held for keys, part in opened(value)}
+        return {path_of(label, keys): part for label, value in held for keys, part in walk(value)}
 
     def with_slots(self, slots: dict[str, Any], *, in_jvp: bool = False) -> "Record":
         """A copy of the record with new values for the slots with these labels."""
         own = self.held(in_jvp=in_jvp)
-        held = {label: exchanged(label, value, slots) for label, value in own.items()}
+        held = {label: exchange(label, value, slots) for label, value in own.items()}
         saved = tuple(value for label, value in held.items() if label.startswith(SAVED))
         rest = {name: held[f"ctx.{name}"] for name in self.attributes}
         changed: dict[str, Any] = {"for_forward" if in_jvp else "saved": saved}
@@ -289,11 +289,11 @@ class Record:
     def _describe(self, label: str, value: object, position: int, place: str) -> None:
         at = self.written.get(place)
         if at is not None:
-            for keys, part in (((), value), *opened(value)):
-                self.notes[spelled(label, keys)] = at.noted(part, position, keys)
+            for keys, part in (((), value), *walk(value)):
+                self.notes[path_of(label, keys)] = at.noted(part, position, keys)
 
-    def noted(self, label: str) -> Noted:
-        return self.notes.get(label, Noted(None, ""))
+    def noted(self, label: str) -> SavedName:
+        return self.notes.get(label, SavedName(None, ""))
 
     def is_silent(self, output: object) -> bool:
         return any(output is y for y in self.silent)
@@ -357,7 +357,7 @@ def _note_saving_line(context: Context, written: str, target: str) -> None:
     while frame.f_code.co_filename == __file__:
         frame = frame.f_back
     if is_user_code(frame.f_code.co_filename):
-        context._hoglib_record.written[written] = SavedAt(frame, target)
+        context._hoglib_record.written[written] = SavingLine(frame, target)
 
 
 class Run(NamedTuple):

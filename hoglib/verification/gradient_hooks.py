@@ -29,7 +29,7 @@ CHANGES = (
 )
 
 
-def watched(hook: Hook, changed: Changed, position: int, name: str) -> Hook:
+def wrap_hook(hook: Hook, changed: Changed, position: int, name: str) -> Hook:
     """Wrap a hook: call changed(text) if it returns something else than its argument at `position`.
     name: of the hook, with which the text begins."""
 
@@ -55,7 +55,7 @@ def watch_module_hooks(changed: Changed) -> None:
             name = f"the backward hook `{name_of(hook)}` of a {type(calling.module).__name__}{at}"
             # applied to the inputs and again to the outputs: wrap a hook once
             if not hasattr(hook, "is_watched"):
-                hooks[i] = watched(hook, changed, 1, name)
+                hooks[i] = wrap_hook(hook, changed, 1, name)
 
 
 def _differ(given: object, returned: object) -> bool:

@@ -25,7 +25,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(x: Tensor) -> Layout | None:
-    """The layout; None for contiguous tensors, and for tensors that `laid_out` cannot imitate."""
+    """The layout; None for contiguous tensors, and for tensors that `copy_in_layout` cannot imitate."""
     if x.layout is not torch.strided or x.is_contiguous() or type(x) not in (Tensor, nn.Parameter):
         return None
     several = [d for d in range(x.dim()) if x.shape[d] > 1]
@@ -39,7 +39,7 @@ def layout_of(x: Tensor) -> Layout | None:
     return Layout(tuple(order), tuple(gaps), tuple(d for d in several if not x.stride(d)))
 
 
-def laid_out(x: Tensor, layout: Layout) -> Tensor:
+def copy_in_layout(x: Tensor, layout: Layout) -> Tensor:
     """A differentiable copy of x with this layout; repeated dimensions keep one element."""
     strides, extent = [0] * x.dim(), 1
     for d in layout.order:
@@ -52,28 +52,28 @@ def laid_out(x: Tensor, layout: Layout) -> Tensor:
     return memory.as_strided(x.shape, strides)
 
 
-def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
+def match_layout(like: Tensor, x: Tensor) -> Tensor:
     """x with the memory layout of `like`."""
     layout = layout_of(like)
-    return x if layout is None else laid_out(x, layout)
+    return x if layout is None else copy_in_layout(x, layout)
 
 
-def copied(x: Tensor) -> Tensor:
+def copy_with_layout(x: Tensor) -> Tensor:
     """A detached copy with an equal layout."""
-    return laid_out_as(x, x.detach().clone())
+    return match_layout(x, x.detach().clone())
 
 
-def fresh(value: object) -> Any:
+def copy_argument(value: object) -> Any:
     """A copy of everything that a run may change: the values of a tensor, the state of a generator, the
     items of a container."""
     if isinstance(value, Tensor):
-        return copied(value)
+        return copy_with_layout(value)
     if isinstance(value, torch.Generator):
         return value.clone_state()
-    return pytree.map(fresh, value) if isinstance(value, list | tuple | dict) else value
+    return pytree.map(copy_argument, value) if isinstance(value, list | tuple | dict) else value
 
 
-def strided(x: Tensor) -> Tensor:
+def make_non_contiguous(x: Tensor) -> Tensor:
     """x in a non-contiguous layout: reversed dimensions, and gaps between elements."""
     order = tuple(reversed(range(x.dim())))
     turned = x.permute(order)

@@ -24,7 +24,7 @@ from hoglib._core.torch_api.torch_forward_mode import load_decompositions
 from hoglib._core.torch_api.torch_internals import gradients, transforms_active
 from hoglib._core.torch_api.torch_library import OPERATORS
 from hoglib.errors import UnsupportedError
-from hoglib.verification.layouts import fresh, laid_out, layout_of
+from hoglib.verification.layouts import copy_argument, copy_in_layout, layout_of
 
 Tensors = Sequence[Tensor]
 Numbered = Sequence[tuple[int, Tensor]]  # vectors, each with the index of its input or output
@@ -76,7 +76,7 @@ class Variable(NamedTuple):
 MASKED = 1e6, 1e3  # how far a mask exceeds all other elements: positive, negative
 
 
-def _masked(x: Tensor) -> Tensor:
+def _find_mask(x: Tensor) -> Tensor:
     """Mark elements used as a mask, such as -1e9 in attention scores: infinite elements, and equal
     elements far beyond all others. Nothing is marked if everything would be."""
     most = max_abs(x)
@@ -89,14 +89,14 @@ def _masked(x: Tensor) -> Tensor:
     return masked & ~masked.all()
 
 
-def _unmasked(x: Tensor) -> Tensor:
+def _zero_masked(x: Tensor) -> Tensor:
     """x with zeros in place of masked elements; x itself if there are none."""
-    masked = _masked(x)
+    masked = _find_mask(x)
     return torch.where(masked, 0, x) if bool(masked.any()) else x
 
 
 def _put_masked(given: Tensor, x: Tensor) -> Tensor:
-    return torch.where(_masked(given), given.to(x.dtype), x)
+    return torch.where(_find_mask(given), given.to(x.dtype), x)
 
 
 def _compose(outer: Arrange, inner: Arrange, x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Map:
         if self.seeds:
             seed_all()
         # copy at each run: fn may write to its constants
-        values = [fresh(value) for value in self.form.constants]
+        values = [copy_argument(value) for value in self.form.constants]
         for one, y in zip(self.variables, x, strict=True):
             own = one.given(y)
             if not (own.requires_grad or transforms_active()):
@@ -181,7 +181,7 @@ class Map:
     def from_leaves(self) -> tuple[list[Tensor], list[Tensor], list[Any]]:
         """For `hoglib.drawing`: leaves for the variables, the copies that fn gets (and may change in
         place), and all leaves of fn's result."""
-        values = [fresh(value) for value in self.form.constants]
+        values = [copy_argument(value) for value in self.form.constants]
         own = [self.value(j).clone().requires_grad_() for j in range(len(self.point))]
         copies = [x.clone() for x in own]
         for one, x in zip(self.variables, copies, strict=True):
@@ -220,7 +220,7 @@ class Map:
     def in_dtype(self, dtype: torch.dtype | None) -> "Map":
         """The map at the given inputs in another dtype."""
         other = map_of(self.fn, self.inputs, dtype)
-        values = [_unmasked(other.value(j)) for j in range(len(other.point))]
+        values = [_zero_masked(other.value(j)) for j in range(len(other.point))]
         point = [one.coordinates(x) for one, x in zip(self.variables, values, strict=True)]
         return replace(self, dtype=dtype, form=other.form, point=point)
 
@@ -242,7 +242,7 @@ class Map:
         are made for numbers near one. Masked elements become constants, because differences of a size
         near theirs say nothing about other elements."""
         full = [self.value(j) for j in range(len(self.point))]
-        values = [*map(_unmasked, full)]
+        values = [*map(_zero_masked, full)]
         masked = [j for j, x in enumerate(full) if values[j] is not x]
         given = zip(self.variables, values, strict=True)
         variables = tuple(one._replace(unit=one.unit_for(x)) for one, x in given)
@@ -290,7 +290,7 @@ class Map:
         """The map; fn gets variables and constants in the memory layouts of the given inputs."""
         leaves = pytree.leaves(self.inputs)
         layouts = ((i, layout_of(x)) for i, x in enumerate(leaves) if is_float(x))
-        found = {i: partial(laid_out, layout=one) for i, one in layouts if one is not None}
+        found = {i: partial(copy_in_layout, layout=one) for i, one in layouts if one is not None}
         constants = list(self.form.constants)
         for i in found.keys() - {one.slot for one in self.variables}:
             constants[i] = found[i](constants[i])
@@ -402,7 +402,7 @@ def as_function(fn: object) -> type[Function] | None:
 def _copy(value: Any, dtype: torch.dtype | None) -> Any:
     """A contiguous copy: code that reads memory directly may rely on it. Variants try other layouts."""
     if not is_float(value):
-        return fresh(value)
+        return copy_argument(value)
     wanted = value.dtype if dtype is None else dtype.to_complex() if value.is_complex() else dtype
     copy = value.detach().to(wanted)
     strided = copy.layout is torch.strided
@@ -453,7 +453,7 @@ def gradient_of_composition(function: TensorMap, values: Tensors, weights: Tenso
     return lambda *x: gradient(composed, len(x))(*x, *weights)
 
 
-def stacked(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
+def stack_outputs(function: TensorMap, values: Tensors) -> Iterator[TensorMap]:
     """The function followed by torch.stack and unbind, along each dimension: the gradients of its
     outputs are then views of one tensor. Yields nothing for one output, or for different shapes."""
     if len(values) < 2 or len({y.shape for y in values}) > 1:

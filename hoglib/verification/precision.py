@@ -147,7 +147,7 @@ class Precision(NamedTuple):
     half: torch.dtype | None = None  # the working dtype, if it is half precision
 
 
-def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tuple[Map, Precision]:
+def choose_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tuple[Map, Precision]:
     """The map in float64. In the inputs' own dtypes if only with these the second derivative is
     reached; in float32 if fn computes in float32 anyway. Raises the error of fn if it does not run at
     all.
@@ -162,12 +162,12 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     if own_dtype:
         return _in_own_dtype(given.adapted(), "it is taken as it is given")
     with HalfWatch() as half, PrecisionWatch() as watch:
-        f, reached, error = stage_reached(given)
+        f, reached, error = run_derivatives(given)
     # the error may come from float64: prefer the inputs' own dtypes if they get further
     own = given.in_dtype(None)
     given_double = any(x.dtype == torch.float64 for x in own.point)
     if error is not None and any(x.dtype != torch.float64 for x in own.point):
-        own, further, _ = stage_reached(own)
+        own, further, _ = run_derivatives(own)
         if further > reached:
             return _in_own_dtype(own, format_error(error))
     if error is not None:
@@ -180,7 +180,7 @@ def judged_map(fn: Any, inputs: Sequence[Any], *, own_dtype: bool = False) -> tu
     met = watch.rounded or watch.met or watch.foreign
     if not (met and _moves_in_steps(f)):
         return f, Precision()
-    narrow, as_far, _ = stage_reached(f.in_dtype(torch.float32))
+    narrow, as_far, _ = run_derivatives(f.in_dtype(torch.float32))
     if as_far < reached:
         return f, Precision()
     if given_double and not _second_derivatives_agree(f, narrow):
@@ -203,7 +203,7 @@ def _in_half(f: Map, watch: HalfWatch | None = None) -> Precision | None:
     None if not. The inputs keep their dtype. watch: of an earlier run."""
     if watch is None:
         with HalfWatch() as watch:
-            stage_reached(f)
+            run_derivatives(f)
     if watch.dtype is None or not _moves_in_steps(f, torch.finfo(watch.dtype).eps):
         return None
     name = str(watch.dtype).removeprefix("torch.")
@@ -211,7 +211,7 @@ def _in_half(f: Map, watch: HalfWatch | None = None) -> Precision | None:
     return Precision(f"it computes in {name}{at}", computes_narrow=True, half=watch.dtype)
 
 
-def stage_reached(f: Map) -> tuple[Map, int, Exception | None]:
+def run_derivatives(f: Map) -> tuple[Map, int, Exception | None]:
     """The adapted map; how far it gets (0: not even the values, 1: values, 2: first derivatives, 3:
     second derivatives); and the error that stopped it."""
     reached = 0

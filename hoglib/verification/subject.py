@@ -30,7 +30,7 @@ from hoglib._core.torch_api import function_watch, pytree, torch_internals
 from hoglib._core.torch_api.pytree import is_float
 from hoglib.verification import function_rules, layouts, maps
 from hoglib.verification.maps import Map, real
-from hoglib.verification.precision import Precision, judged_map
+from hoglib.verification.precision import Precision, choose_map
 from hoglib.verification.report import Row
 
 # Arguments with a structure: a Function may be right only along directions that keep the structure.
@@ -103,7 +103,7 @@ def _in_given_precision(x: Tensor) -> Tensor:
     return narrow if torch.equal(narrow.to(x.dtype), x) else x
 
 
-def is_computed_so(x: Tensor, structure: Structure) -> bool:
+def keeps_structure(x: Tensor, structure: Structure) -> bool:
     """Whether the computation of x guarantees its structure: no gradient along directions that leave
     the structure reaches a leaf. False for a leaf, and for a tensor that has the structure at these
     values only, such as an identity matrix at the start of training.
@@ -128,7 +128,7 @@ def is_computed_so(x: Tensor, structure: Structure) -> bool:
     return True
 
 
-def kept_names(
+def guaranteed_structures(
     graphed: tuple[Any, ...] | None, copies: tuple[Any, ...], by: tuple[int, ...]
 ) -> Iterator[tuple[int, frozenset[str]]]:
     """The names of the structures that are guaranteed by the computation of the arguments, with their
@@ -139,7 +139,7 @@ def kept_names(
         if i in by:
             with torch_internals.without_transforms():
                 found = structures_of(copy)
-            kept = (one for one in found if graphed is None or is_computed_so(graphed[i], one))
+            kept = (one for one in found if graphed is None or keeps_structure(graphed[i], one))
             if names := frozenset(one.name for one in kept):
                 yield place, names
         place += len(pytree.leaves(copy))
@@ -149,7 +149,7 @@ def _largest_element(tensors: Sequence[Tensor]) -> float:
     return max(map(max_abs, tensors), default=0.0)
 
 
-def symmetrized(f: Map) -> tuple[Map, Restriction]:
+def keep_symmetric(f: Map) -> tuple[Map, Restriction]:
     """Keep symmetric (Hermitian) matrices symmetric if the function reads only one triangle, or refuses
     other matrices.
 
@@ -172,10 +172,10 @@ def symmetrized(f: Map) -> tuple[Map, Restriction]:
             symmetric_only = near == [None, None] and _values_at(f, j, x + small + small.mH)
             if unread or symmetric_only:
                 found[j] = MATRICES[0]
-    return _keeping(f, found), found
+    return _project(f, found), found
 
 
-def _keeping(f: Map, kept: Restriction) -> Map:
+def _project(f: Map, kept: Restriction) -> Map:
     return f.projected({j: one.project for j, one in kept.items()})
 
 
@@ -247,7 +247,7 @@ class Application(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the arguments in the signature of forward."""
-        return parameters(self.function, len(self.args))
+        return argument_names(self.function, len(self.args))
 
     @property
     def needed(self) -> tuple[bool, ...]:
@@ -299,7 +299,7 @@ class Application(NamedTuple):
 
     def fresh(self) -> list[Any]:
         """Copies of the arguments, with their layouts."""
-        return [layouts.fresh(x) for x in self.args]
+        return [layouts.copy_argument(x) for x in self.args]
 
     def leaves(self) -> list[Any]:
         """Copies of the arguments; the differentiated ones require grad."""
@@ -307,13 +307,13 @@ class Application(NamedTuple):
         return [x.requires_grad_(i in self.by) if is_float(x) else x for i, x in copies]
 
 
-def applications(run: Callable[[], Any]) -> list[Application]:
+def watch_applications(run: Callable[[], Any]) -> list[Application]:
     """The custom Functions that a run applies to tensors requiring grad, one application for each
     `_argument_kind` of the arguments."""
     found: dict[Any, Application] = {}
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
-        app = application(function, args)
+        app = copy_application(function, args)
         if app is not None:
             found.setdefault((function, tuple(_argument_kind(x) for x in args)), app)
 
@@ -322,21 +322,21 @@ def applications(run: Callable[[], Any]) -> list[Application]:
     return list(found.values())
 
 
-def application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
+def copy_application(function: type[Function], args: tuple[Any, ...]) -> Application | None:
     """A call of a user's Function; None if no argument requires grad."""
-    if not is_users(function):
+    if not is_users_own(function):
         return None
     by = tuple(i for i, x in enumerate(args) if is_float(x) and x.requires_grad)
-    values = tuple(map(layouts.fresh, args))
+    values = tuple(map(layouts.copy_argument, args))
     return Application(function, values, by) if by else None
 
 
-def is_users(function: type[Function]) -> bool:
+def is_users_own(function: type[Function]) -> bool:
     """Whether a Function is judged by itself: it is not torch's, and not part of an op of hoglib."""
     return not (maps.is_part(function) or function.__module__.startswith("torch."))
 
 
-def parameters(function: type[Function], count: int) -> tuple[str, ...]:
+def argument_names(function: type[Function], count: int) -> tuple[str, ...]:
     """The names of the first `count` inputs in forward."""
     try:
         given = list(signature(function.forward).parameters.values())
@@ -386,7 +386,7 @@ def _is_int(x: Tensor) -> bool:
     return bool((x == x.round()).all()) and x.numel() > 1 and bool((x != x.reshape(-1)[0]).any())
 
 
-def marked(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
+def with_constants(inputs: Sequence[Any], constants: Sequence[int]) -> list[Any]:
     """Copies of the inputs; every floating-point tensor requires grad, except the leaves with indices
     in `constants`."""
     leaves, structure = pytree.flatten(tuple(inputs))
@@ -410,7 +410,7 @@ class Subject:
     precision: Precision
     names: list[str]  # of the variables; for a Function with the names in its forward
     constants: list[str]  # names of inputs taken for constants
-    symmetric: Restriction  # variables that `symmetrized` keeps symmetric
+    symmetric: Restriction  # variables that `keep_symmetric` keeps symmetric
     applications: list[Application]  # custom Functions applied by fn
     functions: set[type[Function]]  # custom Functions in the graph of the outputs
     # structures kept by all directions, because the function is right along such directions only
@@ -424,7 +424,7 @@ class Subject:
     ) -> "Subject":
         """The subject with directions that keep these structures and `symmetric`, and with
         `fix_phases` applied to the outputs."""
-        f = _keeping(self.map, kept)
+        f = _project(self.map, kept)
         f = f if fix_phases is None else f.phase_fixed(fix_phases)
         return replace(self, map=f.to_differentiable(), kept=kept)
 
@@ -604,22 +604,22 @@ def subject_of(
 
     own_dtype: keep the dtypes of the inputs. as_given: keep their memory layouts.
     """
-    f, precision = judged_map(fn, inputs, own_dtype=own_dtype)
+    f, precision = choose_map(fn, inputs, own_dtype=own_dtype)
     asked = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.leaves(f.inputs))
     function = maps.as_function(fn)
-    own_names = () if function is None else parameters(function, len(inputs))
+    own_names = () if function is None else argument_names(function, len(inputs))
     # a call must show which inputs are constants; then the map is made again without them
     found = [] if asked else [f.variables[j] for j in constants_of(f, own_names)]
     if found:
-        own = maps.map_of(fn, marked(inputs, [one.slot for one in found]), f.dtype).scaled()
+        own = maps.map_of(fn, with_constants(inputs, [one.slot for one in found]), f.dtype).scaled()
         own = own if f.dtype else own.rounded()
         f = replace(own, clones=f.clones, needs_graph=f.needs_graph)
     f = f.laid_out_as_given() if as_given else f
     named = {f"inputs[{i}]": f"inputs[{i}] ({name})" for i, name in enumerate(own_names)}
     names, constants = [named.get(name, name) for name in f.names], [one.name for one in found]
-    f, symmetric = symmetrized(f)
+    f, symmetric = keep_symmetric(f)
     outputs: list[Any] = []
-    apps = applications(lambda: outputs.extend(f.run_with_grad()))
+    apps = watch_applications(lambda: outputs.extend(f.run_with_grad()))
     functions = maps.custom_functions(outputs)
     return Subject(f, precision, names, constants, symmetric, apps, functions)
 
@@ -631,7 +631,7 @@ def _nearly_same(a: Sequence[Tensor], b: Sequence[Tensor], rtol: float = 1e-12) 
     return all(torch.allclose(p, q, rtol=rtol, atol=0.0, equal_nan=True) for p, q in pairs)
 
 
-class Lifted(NamedTuple):
+class ModuleCall(NamedTuple):
     """The call of a Function as a call of a module, and the report row about it."""
 
     fn: nn.Module  # holds the user's module, and applies the Function
@@ -639,7 +639,7 @@ class Lifted(NamedTuple):
     row: Row
 
 
-def lifted(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Lifted | None:
+def lift_to_module(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> ModuleCall | None:
     """The call of a Function through a module, if its arguments are a module (or a callable that holds
     one) together with its parameters; otherwise None."""
     function = maps.as_function(fn)
@@ -666,7 +666,7 @@ def lifted(fn: Callable[..., Any], inputs: tuple[Any, ...]) -> Lifted | None:
         "        def forward(self, x):\n"
         f"            return {name}.apply(self.block, x, *self.block.parameters())"
     )
-    return Lifted(module, rest, Row("arguments: a module", "warn", None, text))
+    return ModuleCall(module, rest, Row("arguments: a module", "warn", None, text))
 
 
 def _modules_among(value: object) -> list[nn.Module]:

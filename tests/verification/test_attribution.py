@@ -26,7 +26,7 @@ class BadSinh(Function):
 
 def diagnosed(function, *inputs, **options):
     (app,) = subject_of(function, inputs).applications
-    return attribution.diagnosis(app, **options)
+    return attribution.diagnose(app, **options)
 
 
 def test_the_bad_sinh():

@@ -1137,7 +1137,7 @@ def test_a_step_after_the_first_costs_what_it_costs_without(monkeypatch):
     for _ in range(32):  # at the first ones the range of the values is looked at
         hvp(Cube.apply)
     counts = []
-    monkeypatch.setattr(entry_points, "applied", None)
+    monkeypatch.setattr(entry_points, "make_case", None)
     monkeypatch.setattr(entry_points, "examine", None)
     for on_wrong in ("warn", "ignore"):
         operations = []

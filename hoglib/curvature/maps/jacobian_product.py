@@ -31,7 +31,7 @@ from hoglib.capture.within import when_compiled, within_compile
 from hoglib.ring import ring, run, warn_if_derivatives_not_finite
 from hoglib.stand_ins.mode import run_operator
 from hoglib.verification.function_rules import offers_jvp
-from hoglib.verification.subject import is_users
+from hoglib.verification.subject import is_users_own
 
 Tree = Any
 T = TypeVar("T")  # a tensor, or a pytree of them
@@ -256,7 +256,7 @@ def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
     if (
         torch_internals.forward_levels() > 1
         and any(by)
-        and is_users(function)
+        and is_users_own(function)
         and offers_jvp(function)
     ):
         name = function.__qualname__
