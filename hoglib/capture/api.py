@@ -143,7 +143,7 @@ class Compiled:
     def _graphs(self) -> capturing.Graphs:
         owner, key = self._place
         place = capturing.CacheSlot(owner, (key, self.backend, self.dynamic, self.check))
-        return capturing.kept(place, capturing.Graphs, self.name)
+        return capturing.get_or_make(place, capturing.Graphs, self.name)
 
     @property
     def signatures(self) -> list[capturing.GraphEntry]:

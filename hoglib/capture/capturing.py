@@ -181,7 +181,7 @@ _KEPT: Any = WeakIdKeyDictionary()  # owner -> key -> kept object
 _LOCK = threading.Lock()
 
 
-def kept(place: CacheSlot, make: Callable[[], Any], name: str) -> Any:
+def get_or_make(place: CacheSlot, make: Callable[[], Any], name: str) -> Any:
     """make(), called once for a slot; the result is kept as long as the owner lives.
 
     The result must not refer to the owner, which would never die.

@@ -29,13 +29,13 @@ VIEWS = {
 }  # fmt: skip
 
 
-def optimized(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
+def optimize(graph: fx.GraphModule, tensors: list[Tensor], dynamic: bool) -> fx.GraphModule:
     """A copy of a graph for which torch's compiler produces right and fast code."""
-    module = copied(graph)
+    module = clone(graph)
     expand_alpha_beta(module)
     lay_out_concatenations(module)
     if not dynamic:
-        module = functionalized(module, tensors)
+        module = functionalize(module, tensors)
         merge_sums(module)
     specialize_convolutions(module.graph)
     if not dynamic and all(x.device.type == "cpu" for x in tensors):
@@ -57,7 +57,7 @@ def _has_numbers(value: Tensor) -> bool:
     return all(isinstance(n, int) for n in value.shape)
 
 
-def copied(module: fx.GraphModule) -> fx.GraphModule:
+def clone(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph, to be changed."""
     own = fx.Graph()
     own.output(own.graph_copy(module.graph, {}))
@@ -120,7 +120,7 @@ def replace_node(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def functionalized(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
+def functionalize(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModule:
     """The graph without in-place operations, which formulas of autograd contain."""
     if not any(map(writes_in_place, module.graph.nodes)):
         return module

@@ -24,7 +24,7 @@ from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.torch_api.torch_private import private
 from hoglib.capture import passes
-from hoglib.capture.passes import VIEWS, copied, optimized, takes_lists
+from hoglib.capture.passes import VIEWS, clone, optimize, takes_lists
 from hoglib.errors import ArgumentTypeError
 
 # seconds to compile a graph on one core, and to compile each operation in it except views
@@ -57,7 +57,7 @@ def make_runner(
     """The runner of a graph, for tensors like the inputs."""
     if callable(backend):
         began = perf_counter()
-        run = backend(copied(graph), inputs)  # the user's function may change its graph
+        run = backend(clone(graph), inputs)  # the user's function may change its graph
         if not callable(run):
             raise ArgumentTypeError(
                 f"backend: expected a function of (graph module, inputs) that returns a function, got "
@@ -100,7 +100,7 @@ def compile_graph(
     fresh_cache = private("torch._inductor.utils.fresh_cache")
     standalone_compile = private("torch._inductor.standalone_compile")
     began = perf_counter()
-    module = optimized(graph, tensors, dynamic)
+    module = optimize(graph, tensors, dynamic)
     _log_slow_compile(name, module.graph)
     compact = on_cpu and not any(map(takes_lists, module.graph.nodes))
     shapes: Any = "from_graph" if dynamic else "from_example_inputs"
@@ -109,10 +109,10 @@ def compile_graph(
         options = {**options, "triton.cudagraphs": False}  # torch would log that it skips them
     with _COMPILING, torch.no_grad(), _without_pytree_warning(), config.patch(options):
         overwrites = config.triton.cudagraphs
-        before = _count_found()
+        before = _count_cache_hits()
         try:
             with _inductor_settings(compact):
-                run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
+                run = standalone_compile(clone(module), list(tensors), dynamic_shapes=shapes)
         except Exception as first:
             cause = first.__cause__ or first
             if isinstance(cause, OSError):
@@ -124,12 +124,12 @@ def compile_graph(
             # written. And try without the C++ wrapper, which may not support an operation.
             try:
                 with fresh_cache(), _inductor_settings(False):
-                    run = standalone_compile(copied(module), list(tensors), dynamic_shapes=shapes)
+                    run = standalone_compile(clone(module), list(tensors), dynamic_shapes=shapes)
             except Exception as error:
                 if type(error).__name__ in _MISSING_COMPILER:
                     raise NoCompilerError(str(error).strip().splitlines()[0]) from error
                 raise
-        source = "compiled" if _count_found() == before else "cache"
+        source = "compiled" if _count_cache_hits() == before else "cache"
     # the next run of a CUDA graph overwrites its results
     kept = (lambda *inputs: [x.clone() for x in run(*inputs)]) if overwrites else run
     return Runner(kept, mode, source, perf_counter() - began)
@@ -153,7 +153,7 @@ def cache_dir() -> str:
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
-def _count_found() -> int:
+def _count_cache_hits() -> int:
     """The number of graphs that torch's compiler has found in its caches."""
     counters = private("torch._dynamo.utils.counters")
     return sum(n for kind in counters.values() for key, n in kind.items() if "cache_hit" in key)

@@ -37,7 +37,7 @@ CONSTANTS = (Tensor, int, float, complex, str, NoneType, torch.dtype, torch.devi
 
 
 def _mark_tensors(what: str, tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, by a node that `parts_of` finds in the graph again. Arguments of a call require
+    """The tensors, by a node that `split_graph` finds in the graph again. Arguments of a call require
     grad: Dynamo takes only the forward of a custom Function that is not differentiated."""
     if what == "call" and not torch_internals.transforms_active():
         return [x.detach().requires_grad_(pytree.is_float(x)).clone() for x in tensors]
@@ -73,20 +73,20 @@ def within_compile(
             or options.get("mode") == "finite-differences"
             or (apart and type(func) is not FunctionalLoss)
         ):
-            return uncompiled(in_python)
+            return run_outside_graph(in_python)
 
         def record(*own: Any) -> Any:
             given = called_with(*own)
             if not apart:
-                return like(recorded(func, given, select, output), options, *own)
+                return like(record_call(func, given, select, output), options, *own)
             params, batch = given
-            outputs = recorded(lambda params: func.outputs(params, batch), (params,))
-            value = recorded(lambda outputs: func.criterion(outputs, batch), (outputs,))
+            outputs = record_call(lambda params: func.outputs(params, batch), (params,))
+            value = record_call(lambda outputs: func.criterion(outputs, batch), (outputs,))
             return like(value, options, *own)
 
         kept = {name: x for name, x in options.items() if name not in ("output", "compile")}
         replay = partial(_replay, entry, id(func) if apart else None, select is not None)
-        return traced(entry.__name__, record, replay, in_python, args, kept)
+        return call_traced(entry.__name__, record, replay, in_python, args, kept)
 
     return run
 
@@ -112,11 +112,11 @@ def when_compiled(traced_call: Callable[..., Any]) -> Callable[[Entry], Entry]:
 
 def run_uncompiled(entry: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """entry(*args, **options), outside the trace of torch.compile."""
-    return uncompiled(partial(entry, *args, **options))
+    return run_outside_graph(partial(entry, *args, **options))
 
 
 def _replay(
-    entry: Any, of_loss: int | None, selects: bool, parts: list["Part"], args: Any, options: Any
+    entry: Any, of_loss: int | None, selects: bool, parts: list["Subgraph"], args: Any, options: Any
 ) -> list[Tensor]:
     """The results of an entry point for recorded functions, instead of the user's own."""
     func: Any = parts[0] if of_loss is None else TracedLoss(BY_ID.get(of_loss), *parts)
@@ -126,7 +126,7 @@ def _replay(
     return found
 
 
-def traced(
+def call_traced(
     caller: str,
     record: Callable[..., Any],
     replay: Callable[..., list[Tensor]],
@@ -136,7 +136,7 @@ def traced(
 ) -> Any:
     """The results of a call of hoglib on functions that Dynamo traces.
 
-    record: (*args) -> tensors like the results; calls the functions by `recorded`.
+    record: (*args) -> tensors like the results; calls the functions by `record_call`.
     replay: (functions, args, options) -> the tensors of the results; a function of a module, with
     constants.
     in_python: () -> the results, if Dynamo does not trace the call.
@@ -149,7 +149,7 @@ def traced(
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     # a transform's level does not exist any more at the replay
     if not all(isinstance(x, CONSTANTS) for x in leaves) or constant_transforms_active():
-        return uncompiled(in_python)
+        return run_outside_graph(in_python)
     others = tuple([None if isinstance(x, Tensor) else (x,) for x in leaves])
 
     def body() -> Any:
@@ -161,7 +161,7 @@ def traced(
     return torch.ops.higher_order.dynamo_bypassing_wrapper(run, body)
 
 
-def uncompiled(function: Callable[[], Any]) -> Any:
+def run_outside_graph(function: Callable[[], Any]) -> Any:
     """function(), run uncompiled by a graph break."""
     private("torch._dynamo.graph_break")(
         msg="This call of hoglib runs uncompiled; see docs/compile.md."
@@ -169,7 +169,7 @@ def uncompiled(function: Callable[[], Any]) -> Any:
     return torch.compiler.disable(function)()
 
 
-def recorded(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
+def record_call(func: Any, args: tuple[Any, ...], select: Any = None, output: Any = None) -> Any:
     """func(*args), between marks in the graph."""
     leaves, structure = pytree.flatten(args)
     others = [None if isinstance(x, Tensor) else (x,) for x in leaves]
@@ -194,7 +194,7 @@ def _run(caller: str, replay: Any, others: Any, structure: Any, body: Any) -> Ca
         return body
 
     def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        tensors, parts = parts_of(body, inputs, caller)
+        tensors, parts = split_graph(body, inputs, caller)
         with inside(value_checks_off=True), WithoutFactors():
             return tuple(replay(parts, *_fill_tree(others, structure, tensors)))
 
@@ -212,9 +212,9 @@ class WithoutFactors(torch_internals.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parts_of(
+def split_graph(
     graph: fx.GraphModule, inputs: Sequence[Tensor], caller: str
-) -> tuple[list[Tensor], list["Part"]]:
+) -> tuple[list[Tensor], list["Subgraph"]]:
     """The marked arguments of a body, and the recorded functions in it."""
     for part in graph.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
@@ -243,11 +243,11 @@ def parts_of(
             run.env[node] = run.run_node(node)
     calls = zip(marks[1::2], marks[2::2], strict=True)
     parts = [(begin, nodes[nodes.index(begin) + 1 : nodes.index(end)], end) for begin, end in calls]
-    return tensors, [Part(caller, run, *part) for part in parts]
+    return tensors, [Subgraph(caller, run, *part) for part in parts]
 
 
 @final
-class Part:
+class Subgraph:
     """A function traced by Dynamo, for tensors of the shapes in the trace.
 
     Attributes:
@@ -282,7 +282,7 @@ class Part:
 class TracedLoss:
     """A loss with outputs and criterion as Dynamo has traced them."""
 
-    def __init__(self, loss: object, outputs: Part, criterion: Part) -> None:
+    def __init__(self, loss: object, outputs: Subgraph, criterion: Subgraph) -> None:
         self._outputs, self._criterion, self._loss = outputs, criterion, loss
 
     def __getattr__(self, name: str) -> Any:  # the user's criterion and targets

@@ -35,7 +35,7 @@ from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import value_checks_on, without_stand_ins
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import CacheSlot
-from hoglib.capture.within import recorded, run_uncompiled, traced, when_compiled
+from hoglib.capture.within import call_traced, record_call, run_uncompiled, when_compiled
 from hoglib.errors import (
     ArgumentTypeError,
     ArgumentValueError,
@@ -346,13 +346,13 @@ class Learner(nn.Module, ABC):
         def record(own: Params, tasks: object) -> Tensor:
             support, query = task_sets.first_task(tasks)
             params = {name: own[f"model.{name}"] for name in names}
-            recorded(inner, (params, support))
-            return recorded(outer, (params, query)) * 1
+            record_call(inner, (params, support))
+            return record_call(outer, (params, query)) * 1
 
         # a changed option makes a new options object, and so a new graph
         replay = partial(_replay, id(self), id(self._options))
         what = type(self).__name__
-        return traced(what, record, replay, partial(loss, self, tasks), (own, tasks), {})
+        return call_traced(what, record, replay, partial(loss, self, tasks), (own, tasks), {})
 
     def _run(self, loop: ModuleLoop, start: MetaParams, tasks: object, wanted: bool) -> TaskResult:
         """The result of all tasks, which have been checked."""

@@ -160,7 +160,7 @@ class _Critic(nn.Module):
         return maps.grad([value], [self.a], retain_graph=True)
 
 
-class _Called(NamedTuple):
+class _Evaluation(NamedTuple):
     """A call of the user's penalty."""
 
     value: Tensor  # the result; for a lazy penalty the mean over `every` calls
@@ -197,7 +197,7 @@ class _Subject(NamedTuple):
         real, fake, at_zero = samples(), 3 * samples(), samples()
         at_zero[0] = -1.0
         # raises for an unknown option, before the penalty can
-        self._right(critic, _Called(real, [real], [real] * len(self.kind.sets), []))
+        self._right(critic, _Evaluation(real, [real], [real] * len(self.kind.sets), []))
         try:
             called = self._call(critic, real, fake)
             called_at_zero = self._call(critic, at_zero, at_zero.clone())
@@ -220,20 +220,20 @@ class _Subject(NamedTuple):
         if not gradient[0].any():
             inner = any(one.how == INNER for one in called.detached)
             fix = CREATE if inner else STAY if called.detached else FROZEN
-            text = f"no gradient reaches the critic's parameters{_by(called.detached)}. {fix}"
+            text = f"no gradient reaches the critic's parameters{_places(called.detached)}. {fix}"
             yield Row(REACHES, "fail", None, text)
             return
         yield Row(REACHES, "pass")
         if row.status == "pass":
-            text = f"it is not the derivative of the value{_by(called.detached)}: a part of it is "
-            text += f"lost, and training follows another penalty. {STAY}"
+            text = f"it is not the derivative of the value{_places(called.detached)}: a part of it "
+            text += f"is lost, and training follows another penalty. {STAY}"
             yield same_as("parameter gradient", (text, gradient, critic.gradient(right)))
             value, gradient = called_at_zero.value, critic.gradient(called_at_zero.value)
             text = text if (value + gradient[0]).isfinite().all() else SAFE
             own = critic.gradient(self._right(critic, called_at_zero))
             yield same_as("zero gradient", (text, gradient, own))
 
-    def _call(self, critic: _Critic, real: Tensor, fake: Tensor) -> _Called:
+    def _call(self, critic: _Critic, real: Tensor, fake: Tensor) -> _Evaluation:
         """Call the user's penalty `every` times, as often as a lazy penalty needs for one value."""
         given = [real if name == "real" else fake for name in self.kind.sets]
         values: list[Tensor] = []
@@ -252,9 +252,9 @@ class _Subject(NamedTuple):
                 drawn += [whole[:N]] if len(whole) >= N else []
         # requires_grad_() looks like an operation without a derivative
         detached = [d for d in watch.detached if d.place and "requires_grad_" not in d.how]
-        return _Called(torch.stack(values).mean(), drawn, given, detached)
+        return _Evaluation(torch.stack(values).mean(), drawn, given, detached)
 
-    def _right(self, critic: _Critic, called: _Called) -> Tensor:
+    def _right(self, critic: _Critic, called: _Evaluation) -> Tensor:
         """The value of hoglib's penalty at the drawn points, or at the given ones if kind draws none.
 
         Infinite if fewer points were drawn than there are samples.
@@ -293,7 +293,7 @@ def _wrong_points(kind: Kind, x: Tensor, real: Tensor, fake: Tensor) -> str:
     return next((f"{how}. {DRAW[kind.draw]}" for wrong, how in ways if wrong), "")
 
 
-def _by(detached: Sequence[DetachedGradient]) -> str:
+def _places(detached: Sequence[DetachedGradient]) -> str:
     """The places that detach, as the end of a sentence; "" if none is known."""
     places = list(dict.fromkeys(map(str, detached)))
     return f"; the gradient is detached by {'; by '.join(places[:3])}" if places else ""

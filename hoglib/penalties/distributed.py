@@ -4,8 +4,8 @@ DistributedDataParallel (DDP) averages gradients if every one of its parameters 
 backward that follows a call of the DDP module. Else DDP is silent, or raises only at the next step:
 
 - A last bias, for instance, has no part in a gradient by the inputs, so that the backward of a penalty
-  alone does not reach it. `_Averaged` makes the backward reach such parameters through the outputs,
-  with gradients of None, which suffices for DDP.
+  alone does not reach it. `_AverageGradients` makes the backward reach such parameters through the
+  outputs, with gradients of None, which suffices for DDP.
 - Three mistakes cannot be corrected here: a critic that is called as `ddp.module` instead of the DDP
   module; a static graph (the gradient inside the penalty triggers DDP's only reduction); and a second
   backward after one call. Therefore one small all-reduce compares the gradients' norms between the
@@ -56,7 +56,7 @@ _CREATION_ORDER = itertools.count()
 DDPParameters = tuple[DistributedDataParallel, dict[str, Tensor]]
 
 
-def averaged(name: str, penalty: Tensor, outputs: object = ()) -> Tensor:
+def average_gradients(name: str, penalty: Tensor, outputs: object = ()) -> Tensor:
     """The penalty, with a backward that gives the mean gradient over the processes or raises.
 
     outputs: everything that the critic returned, with its graph, which may reach further parameters.
@@ -69,10 +69,10 @@ def averaged(name: str, penalty: Tensor, outputs: object = ()) -> Tensor:
         return penalty
     seen = [y for y in pytree.tensors(outputs) if y.requires_grad]
     groups = _ddp_groups(graph_summary([penalty, *seen]).leaves)
-    return _Averaged.apply(penalty, name, groups, *seen) if groups else penalty
+    return _AverageGradients.apply(penalty, name, groups, *seen) if groups else penalty
 
 
-class _Averaged(Function):
+class _AverageGradients(Function):
     """The identity; its backward also reaches the outputs, and compares gradients at the end."""
 
     @staticmethod

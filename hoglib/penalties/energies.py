@@ -16,7 +16,7 @@ from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture.within import when_compiled, within_compile
 from hoglib.curvature.maps.rows import Chunk, Rows, unit_rows
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.distributed import averaged
+from hoglib.penalties.distributed import average_gradients
 from hoglib.penalties.evaluation import captures, run_as_graph
 from hoglib.penalties.input_vjp import Function, InputVJP, input_vjp
 from hoglib.penalties.options import CheckedOptions, Options, check_options, select_output
@@ -122,7 +122,7 @@ def forces(
     if not captures(checked.policy):
         return body(*inputs)
     energies, found, *rest = run_as_graph(body, energy, checked, inputs, needs_outputs=True)
-    found = pytree.map(lambda f: averaged("forces", f, energies), found)
+    found = pytree.map(lambda f: average_gradients("forces", f, energies), found)
     return _as_result(energies, found, *rest)
 
 
@@ -193,7 +193,7 @@ def _energies_and_forces(
     energy = at.y
     if at.create_graph:
         # like a penalty's, the gradient of a loss of forces is averaged over DDP's processes
-        forces = [averaged("forces", f, at.outputs) for f in forces]
+        forces = [average_gradients("forces", f, at.outputs) for f in forces]
     else:
         energy, forces, hessian = pytree.map_tensors(Tensor.detach, (energy, forces, hessian))
     return _as_result(energy, at.tree(forces), hessian)

@@ -26,11 +26,11 @@ from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.torch_internals import no_autocast
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.capture.api import Compiled, CompiledLoss
-from hoglib.capture.capturing import CacheSlot, kept
+from hoglib.capture.capturing import CacheSlot, get_or_make
 from hoglib.capture.signature import parse_call
 from hoglib.capture.within import when_compiled, within_compile
 from hoglib.errors import ArgumentValueError
-from hoglib.penalties.distributed import averaged
+from hoglib.penalties.distributed import average_gradients
 from hoglib.penalties.input_vjp import NOT_OF_PARAMETERS, Function, input_vjp
 from hoglib.penalties.options import CheckedOptions, select_output
 from hoglib.penalties.samples import EMPTY, check_points, random_like
@@ -97,7 +97,7 @@ def _penalty(func: Function, x: Any, args: Any, term: Term, options: CheckedOpti
 
 def with_outputs(options: CheckedOptions, value: Tensor, outputs: object) -> Any:
     """A penalty's result: value, with a backward that averages over processes; perhaps with outputs."""
-    value = averaged(options.name, value, outputs)
+    value = average_gradients(options.name, value, outputs)
     return PenaltyWithOutputs(value, outputs) if options.return_outputs else value
 
 
@@ -165,7 +165,7 @@ def run_as_graph(
     signature, state, known = None, None, {}
     if generator is not None:
         signature, state = parse_call(name, inputs, {}, dynamic=False)[0].key, generator.get_state()
-        known = kept(CacheSlot(owner, (name, "draws")), dict, name)  # by signature
+        known = get_or_make(CacheSlot(owner, (name, "draws")), dict, name)  # by signature
 
     def check(*_: Any) -> None:
         draws = RecordedDraws()
@@ -282,4 +282,4 @@ def _in_micro_batches(
             pairs.append((leaf, torch.cat([grads[k] for grads in point_gradients])))
     tensors, known = zip(*pairs, strict=True)
     value = with_gradients(total, known, tensors, NO_SECOND_BACKWARD)
-    return averaged(options.name, value, list(trainable.values()))
+    return average_gradients(options.name, value, list(trainable.values()))

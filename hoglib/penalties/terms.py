@@ -62,7 +62,7 @@ def squared_jacobian(projections: int | None, halved: bool = False, known: bool 
     def term(at: InputVJP) -> Tensor:
         y = output_rows(at)
         v = _directions(at, y, projections)
-        given = _checked_derivatives(at) if known else []
+        given = _check_derivatives(at) if known else []
         total = y.new_zeros(y.shape[0])
         for p, v_p in enumerate(v):
             g = at.vjp(v_p.view_as(at.y), retain_graph=p + 1 < len(v))
@@ -101,7 +101,7 @@ def _directions(at: InputVJP, y: Tensor, count: int | None) -> list[Tensor]:
     return list(basis.to(y).unbind(2))
 
 
-def _checked_derivatives(at: InputVJP) -> Vector:
+def _check_derivatives(at: InputVJP) -> Vector:
     """D, after a check of its shapes: [N, *outputs, ...], or for one output per sample also x's."""
     y, given = at.y, pytree.leaves(at.problem.args[0])
     single = y.numel() == y.shape[0]
@@ -137,12 +137,12 @@ def _spectral_norms(at: InputVJP, y: Tensor) -> Tensor:
     if samples.has_index:
         gram = [[samples.sums([a * b for a, b in zip(p, q, strict=True)]) for q in J] for p in J]
         grams = torch.stack([torch.stack(row, -1) for row in gram], -2)
-        return root(_of_finite(lambda a: torch.linalg.eigvalsh(a)[:, -1], grams).clamp(min=0))
+        return root(_norms_of_finite(lambda a: torch.linalg.eigvalsh(a)[:, -1], grams).clamp(min=0))
     whole = [torch.cat([g.reshape(g.shape[0], -1) for g in row], 1) for row in J]
-    return _of_finite(torch.linalg.matrix_norm, torch.stack(whole, 1), 2)
+    return _norms_of_finite(torch.linalg.matrix_norm, torch.stack(whole, 1), 2)
 
 
-def _of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: object) -> Tensor:
+def _norms_of_finite(norm: Callable[..., Tensor], matrices: Tensor, *args: object) -> Tensor:
     """The norms of matrices; a matrix with infinity or NaN gets such a norm and gradient.
 
     LAPACK raises for such a matrix, but an overflow in half precision must reach the gradient scaler.
@@ -188,7 +188,7 @@ def check_one_number_a_sample(at: InputVJP) -> None:
         )
         raise ArgumentValueError(
             f"{at.options.name}: expected one number for each of {count} samples, [{count}] or "
-            f"[{count}, 1], got {validation.describe(y)}; {advice.rstrip('.')}{_of_one(at)}."
+            f"[{count}, 1], got {validation.describe(y)}; {advice.rstrip('.')}{_rank_hint(at)}."
         )
 
 
@@ -199,12 +199,12 @@ def output_rows(at: InputVJP) -> Tensor:
         raise ArgumentValueError(
             f"{at.options.name}: expected an output with one row for each of {count} samples, "
             f"got {validation.describe(y)}; leave out the mean over the batch, or select "
-            f"another output with output={_of_one(at)}."
+            f"another output with output={_rank_hint(at)}."
         )
     return y.reshape(count, -1)
 
 
-def _of_one(at: InputVJP) -> str:
+def _rank_hint(at: InputVJP) -> str:
     """A hint for points [D]: perhaps one sample without a batch dimension; "" for other points."""
     return validation.OF_ONE.format("example") if any(x.dim() == 1 for x in at.leaves) else ""
 
@@ -219,7 +219,7 @@ def check_batch_dependence(at: InputVJP) -> None:
     for module in at.modules:
         if isinstance(module, BATCH_NORMS) and (name := _batch_norm_name(module, loss)):
             layers.append(name)
-    if not layers and not _found_dependent(at):
+    if not layers and not _recall_dependence(at):
         return
     how = f", through {', '.join(layers)}, which normalises by the whole batch" if layers else ""
     warn(
@@ -256,7 +256,7 @@ def _batch_norm_name(module: nn.Module, func: Callable[..., Any]) -> str:
     return f"{type(module).__name__}{name}{' in training mode' if module.training else ''}"
 
 
-def _found_dependent(at: InputVJP) -> bool:
+def _recall_dependence(at: InputVJP) -> bool:
     """`is_batch_dependent`, computed once and remembered.
 
     The key is a parameter, the function's owner and name, and the modes of its modules. Lambdas that

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from hoglib import functional_loss, penalties, trainable_params
-from hoglib.penalties.distributed import averaged
+from hoglib.penalties.distributed import average_gradients
 from tests.penalties.processes import (
     HALF,
     LAYOUTS,
@@ -230,9 +230,9 @@ def not_wrapped():
     net = critic()
     x = shard(data(0))[0]
     penalty = by_hand(net, x)
-    same = averaged("r1", penalty) is penalty
+    same = average_gradients("r1", penalty) is penalty
     value = penalty.detach()
-    same &= averaged("r1", value) is value
+    same &= average_gradients("r1", value) is value
     return "the same" if same else "another tensor"
 
 

@@ -23,7 +23,7 @@ from hoglib._core.runtime.ambient import AMBIENT, inside
 from hoglib._core.substrate.autograd import Vector, at_even
 from hoglib.capture.api import Compiled
 from hoglib.capture.capturing import CacheSlot
-from hoglib.capture.passes import VIEWS, functionalized
+from hoglib.capture.passes import VIEWS, functionalize
 from hoglib.capture.runners import make_runner
 from hoglib.curvature.maps.linear_map import CurvatureKind, LinearMap
 from hoglib.ring import ring
@@ -127,7 +127,7 @@ class PartialEval:
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
         count = self.count
         # The parts are told apart by what a node reads, so writes in place must go first.
-        module = functionalized(module, inputs)
+        module = functionalize(module, inputs)
         given = module.graph.find_nodes(op="placeholder")
         outputs: Any = module.graph.output_node().args[0]
         depends = set(given[:count])
