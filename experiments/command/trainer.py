@@ -16,7 +16,7 @@ from experiments import runs
 from experiments.shared.style import new_figure, picture
 
 # Not among the public names: it makes `verify` print and exit exactly as `hoglib audit` does.
-from hoglib.cli.isolation import found_here
+from hoglib.cli.isolation import run_here
 from hoglib.cli.outcomes import Outcomes, stdout_for
 from hoglib.errors import ArgumentValueError
 from hoglib.lightning import second_order_problems
@@ -66,7 +66,7 @@ class Trainer(pl.Trainer):
             outcomes = Outcomes(torch.initial_seed(), as_json=json)
             audit = partial(hog.audit, routes=routes, stand_ins=stand_ins)
             checks = [(name, partial(audit, *problem)) for name, *problem in problems]
-            for found in found_here([(type(model).__name__, partial(iter, checks))], outcomes.seed):
+            for found in run_here([(type(model).__name__, partial(iter, checks))], outcomes.seed):
                 outcomes.take(found, "auditing")
         self.status = outcomes.conclude(problem=description, stand_ins=stand_ins)
 

@@ -19,7 +19,7 @@ from hoglib.auditing.api import audit as audit_loss
 from hoglib.auditing.problem import parse_problems
 from hoglib.capture.runners import cache_dir, cpp_compiler
 from hoglib.cli import self_test
-from hoglib.cli.isolation import Check, Targets, found_here, found_in_child
+from hoglib.cli.isolation import Check, Targets, run_here, run_in_child
 from hoglib.cli.outcomes import RIGHT, WRONG, Outcomes, stdout_for
 from hoglib.cli.targets import SAMPLES, Target, factories, functions, object_of
 from hoglib.stand_ins.mode import stand_in_table
@@ -63,8 +63,8 @@ def verify(
         here = make()
         names = [one.name for one in targets]
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(names) == 1)
-        isolated = found_in_child(make, seed, names, time_limit)
-        for one in isolated if time_limit > 0 else found_here(here, seed):
+        isolated = run_in_child(make, seed, names, time_limit)
+        for one in isolated if time_limit > 0 else run_here(here, seed):
             outcomes.take(one, "verifying")
     missing = ", ".join(without_samples)
     note = f", {len(without_samples)} without {SAMPLES}() ({missing})" if missing else ""
@@ -114,7 +114,7 @@ def audit(target: str, *, json: bool, verbose: bool, seed: int, **options: Any) 
         found = factories(target)
         outcomes = Outcomes(seed, as_json=json, show_tables=verbose or len(found) == 1)
         targets = [(name, partial(_problems, name, make, options)) for name, make in found.items()]
-        for one in found_here(targets, seed, making=""):
+        for one in run_here(targets, seed, making=""):
             outcomes.take(one, "auditing")
     return outcomes.conclude()
 

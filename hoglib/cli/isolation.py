@@ -38,7 +38,7 @@ Targets = Sequence[tuple[str, Callable[[], Iterator[Check]]]]
 Make = Callable[[], Targets]
 
 
-def found_here(
+def run_here(
     targets: Targets, seed: int, start: int = 0, making: str = "its inputs could not be made: "
 ) -> Iterator[Found]:
     """Run the checks of all targets from index `start` on, in this process."""
@@ -68,7 +68,7 @@ def _error_text(error: BaseException) -> str:
     return error_text(error)
 
 
-def found_in_child(make: Make, seed: int, names: list[str], limit: float) -> Iterator[Found]:
+def run_in_child(make: Make, seed: int, names: list[str], limit: float) -> Iterator[Found]:
     """Run the checks of all targets in child processes, with at most `limit` seconds for each check.
 
     Args:
@@ -154,7 +154,7 @@ def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
             os._exit(0)
         to.send(found)
 
-    for found in found_here(make(), seed, start):
+    for found in run_here(make(), seed, start):
         send(found)
     send(None)
 

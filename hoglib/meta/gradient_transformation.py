@@ -126,7 +126,7 @@ def minus(x: Tensor, a: Option, y: Tensor) -> Tensor:
 _SMALLEST = {x: torch.finfo(x).tiny for x in (torch.float32, torch.float64, torch.bfloat16)}
 
 
-def root(v: Tensor) -> Tensor:
+def safe_sqrt(v: Tensor) -> Tensor:
     """sqrt(v) with derivative 0 at v = 0, and 0 for a v that rounding made negative.
 
     The derivative of torch.sqrt at 0 is infinite, and becomes NaN when multiplied by zero. So v is
@@ -136,7 +136,7 @@ def root(v: Tensor) -> Tensor:
     in float32.
     """
     if v.dtype is torch.float16:
-        return root(v.float()).half()
+        return safe_sqrt(v.float()).half()
     return v.clamp_min(_SMALLEST[v.dtype]).sqrt()
 
 

@@ -25,8 +25,8 @@ from hoglib._core.torch_api.pytree import Tree
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory
 from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient, implicit_graph
-from hoglib.meta.inner_loop import check_mixed, mixed
-from hoglib.meta.training import Replay, Training, TrainingOptions, add, detached, pullback
+from hoglib.meta.inner_loop import check_mixed, mixed_mode
+from hoglib.meta.training import Replay, Training, TrainingOptions, add_grads, detach_all, pullback
 from hoglib.ring import ring
 
 Method = Literal["unrolled", "cg", "neumann"]
@@ -171,13 +171,13 @@ def hypergradient(
         if solver is not None:
             found = _implicit(training, at, solver, create_graph)
         elif memory == "store":
-            found = _unrolled(training, at)
+            found = _unroll(training, at)
         else:
             at_every_step = memory in ("remat", "mixed")
             # a new object for each training: it learns from the first steps if forward mode needs
             # gradients enabled
-            replayed = replace(training, mixed=mixed() if memory == "mixed" else None)
-            found = _replayed(replayed, at, "remat" if at_every_step else schedule, where)
+            replayed = replace(training, mixed=mixed_mode() if memory == "mixed" else None)
+            found = _replay(replayed, at, "remat" if at_every_step else schedule, where)
         leaves, form = pytree.flatten(at)
 
         def again(*own: Tensor) -> Tensor:
@@ -190,17 +190,17 @@ def hypergradient(
         return found
 
 
-def _unrolled(training: Training, hyper: Tree) -> Hypergradient:
+def _unroll(training: Training, hyper: Tree) -> Hypergradient:
     """The gradient through the graph of all steps."""
     given, own, at = _own_leaves(hyper)
     params, losses = training.unrolled(at)
     value = training.outer_value(params, at)
     training.check_finite(losses, value)
     grads = _outer_grads(value, own, given)
-    return Hypergradient(value.detach(), _gradient(grads, own, hyper), detached(params), None)
+    return Hypergradient(value.detach(), _gradient(grads, own, hyper), detach_all(params), None)
 
 
-def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None) -> Hypergradient:
+def _replay(training: Training, hyper: Tree, schedule: str, path: Path | None) -> Hypergradient:
     """The gradient by a replay of the steps, from last to first."""
     given, own, at = _own_leaves(hyper)
     bar = ProgressBar("hypergradient", training.progress, unit="step")
@@ -208,7 +208,7 @@ def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None)
     start = params, training.steps.rule(0, at).init(params)
     files = None
     if path is not None:
-        files = OnDisk(path, _described(training, schedule, start, hyper))
+        files = OnDisk(path, _describe_call(training, schedule, start, hyper))
     with nullcontext() if files is None else files.held(), bar.over("steps, forward and backward"):
         if files is not None:
             training.batches.begin(files)
@@ -218,7 +218,7 @@ def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None)
                 first = training.value(params, at, training.batches.at(0))
             autograd.check_uses_given_params(graph_summary(first), given, "hypergradient")
             del first
-        replay = Replay(training, detached(start), at, schedule, files, lambda: bar.advance(1))
+        replay = Replay(training, detach_all(start), at, schedule, files, lambda: bar.advance(1))
         (found, state), losses = replay.run()
         leaves, form = pytree.flatten(found)
         final = [x.detach().requires_grad_() for x in leaves]
@@ -230,7 +230,7 @@ def _replayed(training: Training, hyper: Tree, schedule: str, path: Path | None)
         pulled = replay.pull(end, slopes[len(final) :])
         _warn_of_rounding(pulled.rounding.sqrt(), value.detach(), final)
         of_start = pullback(pytree.leaves(start), pulled.carry, own)
-    gradient = _gradient(add(pulled.constants, of_start), own, hyper)
+    gradient = _gradient(add_grads(pulled.constants, of_start), own, hyper)
     return Hypergradient(value.detach(), gradient, found, None)
 
 
@@ -241,7 +241,7 @@ def _outer_grads(value: Tensor, inputs: list[Tensor], given: list[Tensor]) -> li
     return autograd.vjp([value], inputs, [torch.ones_like(value)], "hypergradient")
 
 
-def _described(training: Training, schedule: str, start: Tree, hyper: Tree) -> dict[str, Any]:
+def _describe_call(training: Training, schedule: str, start: Tree, hyper: Tree) -> dict[str, Any]:
     """The properties that tell calls apart, with names for messages."""
     tensors = pytree.tensors(start)
     return {
@@ -271,9 +271,9 @@ def _gradient(grads: Sequence[Tensor | None], own: autograd.Vector, hyper: Tree)
 def _implicit(training: Training, hyper: Tree, solver: Solver, graph: bool) -> Hypergradient:
     """The gradient through the minimum at the end of the training."""
     with torch.no_grad():
-        params, losses = training.unrolled(detached(hyper))
+        params, losses = training.unrolled(detach_all(hyper))
     # the minimum of a single loss: the loss on the last batch
-    params, batch = detached(params), training.batches.last(training.count)
+    params, batch = detach_all(params), training.batches.last(training.count)
     inner = partial(training.value, batch=batch)
     given = training.outer_value, inner, params, hyper, solver
     if graph and any(x.requires_grad for x in pytree.leaves(hyper)):
@@ -433,7 +433,7 @@ def leave_k_out(
     shown = bar.over("without random subsets", subsets)
     restored = preserve_random_state(*training.generators())
     with ring(training.policy, inner), shown, torch.no_grad(), restored:
-        at = detached(autograd.clone_inference_tensors(hyper))
+        at = detach_all(autograd.clone_inference_tensors(hyper))
         before = RandomState(training.generators())
         for subset in chosen:
             # equal random numbers in each training, so that only the subset makes a difference

@@ -144,7 +144,7 @@ def adapt(
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
     validation.choice("memory", memory, get_args(Memory))
-    lifted = _lifted_from(loss, rule, params) if memory != "store" else ({}, [], [], [])
+    lifted = _lift_inputs(loss, rule, params) if memory != "store" else ({}, [], [], [])
     rest, modules, modes, drawn_from = lifted
     constant = lambda i: first_order or is_truncated(i, steps, truncate)  # noqa: E731
     own: Any = {"modes_of": modes, "generators": drawn_from}
@@ -265,7 +265,7 @@ def unroll(inner: InnerSteps, steps: int, params: Params, constants: Any, memory
     """Run the steps in chunks; each chunk is stored, or recomputed in backward as a whole."""
     carry = params, inner.rule(0, constants).init(params) if steps else {}, None
     if memory == "mixed":
-        inner, memory = inner._replace(mixed=mixed()), "store"
+        inner, memory = inner._replace(mixed=mixed_mode()), "store"
     run: Callable[..., Any] = inner.run
     if memory != "store":
         run, constants = _lift_tensors(run, constants)
@@ -274,7 +274,7 @@ def unroll(inner: InnerSteps, steps: int, params: Params, constants: Any, memory
     changes = (i for i in range(1, steps) if constant(i) != constant(i - 1))
     found: list[tuple[Tensor, Any]] = []
     begin = 0
-    for end in sorted({*kept_states(memory, 0, steps), *changes, steps} - {0}):
+    for end in sorted({*states_to_keep(memory, 0, steps), *changes, steps} - {0}):
         if memory == "store" or constant(begin):  # a constant gradient has no graph to save
             carry, new = run(begin, end, carry, constants)
         else:
@@ -298,7 +298,7 @@ def check_mixed(caller: str, policy: Policy) -> None:
         )
 
 
-def mixed() -> ByTangents:
+def mixed_mode() -> ByTangents:
     """Forward over reverse for the gradients of one loop with memory="mixed"."""
     return ByTangents("memory='mixed'", "Take memory='remat'.")
 
@@ -390,7 +390,7 @@ def is_truncated(i: int, steps: int, truncate: int | None) -> bool:
     return truncate is not None and i < steps - truncate
 
 
-def kept_states(memory: str, begin: int, end: int) -> Iterator[int]:
+def states_to_keep(memory: str, begin: int, end: int) -> Iterator[int]:
     """The states to keep between two states; all states in between can be recomputed from them.
 
     "store"                 none (the graph of every step is kept)
@@ -423,7 +423,7 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
     return run_lifted, [*filter(is_lifted, pytree.leaves(constants))]
 
 
-def _lifted_from(loss: Loss, rule: Any, params: Params) -> tuple[Params, Any, Any, Any]:
+def _lift_inputs(loss: Loss, rule: Any, params: Params) -> tuple[Params, Any, Any, Any]:
     """Inputs for a recomputation of a loss: the model's other parameters, and a criterion module; also
     all modules with a mode, and the generators that loss and rule draw from."""
     drawn_from = closures.refuse("adapt(rule=...)", rule.update)

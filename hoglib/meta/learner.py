@@ -187,7 +187,7 @@ class Learner(nn.Module, ABC):
         refuse_graph(f"{type(self).__name__}(params=...)", placement)
         with refuse_saved_tensor_hooks(RECOMPUTES_LATER):
             loop = replace(self._loop(), placement=placement)
-            return loop.call(spread(params, placement.local), *args, **kwargs)
+            return loop.call(map_params(params, placement.local), *args, **kwargs)
 
     @when_compiled(run_uncompiled)
     @validation.explain_arguments
@@ -219,14 +219,14 @@ class Learner(nn.Module, ABC):
             loop = replace(loop, placement=placement.defer(self.model, blocks))
             support = autograd.clone_inference_tensors(support)
             adapted = loop.unrolling(start, support, count)().params
-        return spread({**start.model, **adapted}, placement.wrap)
+        return map_params({**start.model, **adapted}, placement.wrap)
 
     def _placed(self, loop: ModuleLoop, start: MetaParams) -> tuple[Placement, MetaParams]:
         """The placement of the parameters over processes, and the local parts of the parameters."""
         placement = placement_of([*start.model.values()], lambda: [*start.model])
         if placement.is_sharded:
             refuse_settings(type(self).__name__, loop, start)
-        return placement, start._replace(model=spread(start.model, placement.local))
+        return placement, start._replace(model=map_params(start.model, placement.local))
 
     def _ring(self, loop: ModuleLoop, placement: Placement, *, of_tasks: bool = False) -> ring:
         """The ring around the inner loop. of_tasks: a captured graph enters the stand-ins itself."""
@@ -358,7 +358,7 @@ class Learner(nn.Module, ABC):
         """The result of all tasks, which have been checked."""
         policy = loop.options.policy
         if policy.one_graph:
-            of_task, of_stack = _captured(self, loop, start, wanted)
+            of_task, of_stack = _capture_tasks(self, loop, start, wanted)
         else:
             # a model or rule may write in place: clone here, except what each task clones itself
             model = {n: p if n in loop.adapting else p.clone() for n, p in start.model.items()}
@@ -493,7 +493,7 @@ def _replay(learner: int, options: int, parts: list[Any], args: Any, _: Any) -> 
         return [same.loss(tasks)]
 
 
-def _captured(
+def _capture_tasks(
     learner: object, loop: ModuleLoop, start: MetaParams, wanted: bool
 ) -> tuple[TaskFunction, TaskFunction]:
     """The functions of one task and of a pair of stacks, as captured graphs. The cache of graphs
@@ -655,7 +655,7 @@ def _other_leaves(values: list[Tensor], own: list[Tensor]) -> list[Tensor]:
 # averaged over the processes, so that all take equal inner steps.
 
 
-def spread(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:
+def map_params(params: Params, part: Callable[[Sequence[Tensor]], Sequence[Tensor]]) -> Params:
     """Apply `placement.local` (DTensors to local shards) or `placement.wrap` (back) to parameters."""
     return dict(zip(params, part(list(params.values())), strict=True))
 

@@ -336,11 +336,11 @@ class Reptile(Learner):
             )
 
     def _of_task(self, loop: ModuleLoop, start: MetaParams, wanted: bool) -> TaskFunction:
-        return partial(_moved, loop, start) if wanted else partial(loop.value, start)
+        return partial(_reptile_move, loop, start) if wanted else partial(loop.value, start)
 
 
 @torch.no_grad()
-def _moved(loop: ModuleLoop, start: MetaParams, support: Tree, query: Tree) -> TaskResult:
+def _reptile_move(loop: ModuleLoop, start: MetaParams, support: Tree, query: Tree) -> TaskResult:
     """The move theta - theta_i of the parameters, in the place of a gradient."""
     _, (result, adapted) = loop.outer_loss(start, support, query)
     own = start.model.items()

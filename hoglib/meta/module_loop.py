@@ -246,7 +246,7 @@ class ModuleLoop:
         with self._record_statistics() as statistics:
             value = self.outer_value(start, found.params, query, steps)
         if weights is not None:
-            value = _weighted(weights[-1], value)
+            value = _scale(weights[-1], value)
             value = value if found.outer is None else found.outer + value
         result = TaskResult(value, (), torch.stack(found.losses), [*found.notes, statistics])
         return value, (result, found.params)
@@ -275,7 +275,7 @@ class ModuleLoop:
                 return None
             with inner_loop.refuse_saved_tensor_hooks():
                 value = self.outer_value(start, params, query, i + 1)
-            return _weighted(weight, value)
+            return _scale(weight, value)
 
         # without learned parts the rule is equal in all steps: make it once
         fixed_rule = None if start.modules else self.rule_at(0, start)
@@ -449,7 +449,7 @@ def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams
     return found
 
 
-def _weighted(weight: float | Tensor, value: Tensor) -> Tensor:
+def _scale(weight: float | Tensor, value: Tensor) -> Tensor:
     return (weight.to(value.dtype) if isinstance(weight, Tensor) else weight) * value
 
 

@@ -23,7 +23,7 @@ def find_batch_norms(model: nn.Module) -> BatchNorms:
     return {n: m for n, m in named if isinstance(m, BATCH_NORMS) and m.track_running_stats}
 
 
-def frozen(patch: swap.ModulePatch, layer: nn.Module) -> None:
+def freeze_statistics(patch: swap.ModulePatch, layer: nn.Module) -> None:
     """A policy: the layer uses the model's running statistics in train mode, too."""
     if isinstance(layer, NORMS) and layer.track_running_stats and layer.training:
         patch.put(layer, "training", False)
@@ -32,7 +32,7 @@ def frozen(patch: swap.ModulePatch, layer: nn.Module) -> None:
 FIXED_POLICIES: dict[str, swap.NormPolicy] = {
     "by_mode": swap.train_mode_batch_statistics,
     "transductive": swap.use_batch_statistics,
-    "frozen": frozen,
+    "frozen": freeze_statistics,
 }
 
 

@@ -29,7 +29,7 @@ from hoglib.meta.gradient_transformation import (
     check_number,
     check_pair,
     plus,
-    root,
+    safe_sqrt,
     to_leaf,
     transformation,
     without_dims,
@@ -322,7 +322,7 @@ def rmsprop(
                 a = torch.lerp(rest[0], g, w)
                 variance = torch.addcmul(v, a, a, value=-1)
                 kept.append(a)
-            u = g / (root(variance) + to_leaf(eps_, g))
+            u = g / (safe_sqrt(variance) + to_leaf(eps_, g))
             if has_momentum:
                 u = plus(u, to_leaf(mu_, g), rest[-1])
                 kept.append(u)
@@ -385,7 +385,7 @@ def adagrad(
 
         def direction(g: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor]]:
             v = torch.addcmul(v, g, g)
-            u = g / (root(v + to_leaf(v_0, g)) + to_leaf(eps_, g))
+            u = g / (safe_sqrt(v + to_leaf(v_0, g)) + to_leaf(eps_, g))
             return u * to_leaf(factor, g), (v,)
 
         return direction
@@ -439,7 +439,7 @@ def adadelta(
         def direction(g: Tensor, v: Tensor, d: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             w, e = to_leaf(weight, g), to_leaf(eps_, g)
             v = torch.lerp(v, g * g, w)
-            u = root(d + e) / root(v + e) * g
+            u = safe_sqrt(d + e) / safe_sqrt(v + e) * g
             return u, (v, torch.lerp(d, u * u, w))
 
         return direction
@@ -560,7 +560,7 @@ def radam(
             m = torch.lerp(m, g, to_leaf(1 - b1, g))
             v = torch.lerp(v, g * g, to_leaf(1 - b2, g))
             s = to_leaf(scale, g)
-            factor = s / (root(v) + to_leaf(eps_, g))
+            factor = s / (safe_sqrt(v) + to_leaf(eps_, g))
             if isinstance(s, Tensor):
                 factor = torch.where(s > 0, factor, 1)
             elif not s:
@@ -663,7 +663,7 @@ EXPECTED = (
 def resolve_rule(rule: Any, lr: object, options: dict[str, Any]) -> GradientTransformation:
     """The update rule for a name, a function of the learning rate, or a rule object."""
     if isinstance(rule, str):
-        return _named(validation.choice("rule", rule, RULES), lr, options)
+        return _rule_by_name(validation.choice("rule", rule, RULES), lr, options)
     if options:
         raise ArgumentValueError(
             "rule_options: expected none with a rule that is not a name, got "
@@ -695,7 +695,7 @@ def rule_name(rule: object) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__))
 
 
-def _named(name: str, lr: object, options: dict[str, Any]) -> GradientTransformation:
+def _rule_by_name(name: str, lr: object, options: dict[str, Any]) -> GradientTransformation:
     known = [n for n in inspect.signature(RULES[name]).parameters if n != "lr"] if options else []
     for option in options:
         if option not in known:
@@ -725,7 +725,7 @@ def _adam(
             m = torch.lerp(memory[0], g, to_leaf(weight1, g))
             v = torch.lerp(memory[1], g * g, to_leaf(weight2, g))
             kept = (m, v, torch.maximum(memory[2], v)) if amsgrad else (m, v)
-            return m / (root(kept[-1]) * to_leaf(slope, g) + to_leaf(floor, g)), kept
+            return m / (safe_sqrt(kept[-1]) * to_leaf(slope, g) + to_leaf(floor, g)), kept
 
         return direction
 

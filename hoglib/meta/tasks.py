@@ -156,7 +156,7 @@ def run_tasks(
                 ) from error
     # without vmap, the loop raises a real error again, or works
     with translate_errors(what):
-        result = loop_tasks(of_task, unstacked(tasks))
+        result = loop_tasks(of_task, unstack(tasks))
     if stack is None:
         return result, vmappable
     warn_once(
@@ -170,7 +170,7 @@ def _stack_for_vmap(tasks: object, params: Params, over_tasks: str, vmappable: b
     """The tasks as one stack if vmap shall run them, otherwise None."""
     if over_tasks == "loop" or (over_tasks == "auto" and not (vmappable and prefer_vmap(params))):
         return None
-    stack = stacked(tasks)
+    stack = to_stacks(tasks)
     if stack is None and over_tasks == "vmap":
         raise errors.ArgumentValueError(
             "tasks: expected tasks of the same shapes with over_tasks='vmap', got a list of "
@@ -294,7 +294,7 @@ def stacks_in_errors(what: str, tasks: object, count: int) -> Iterator[None]:
         raise
 
 
-def unstacked(tasks: object) -> Sequence[Task]:
+def unstack(tasks: object) -> Sequence[Task]:
     """The tasks one by one."""
     if isinstance(tasks, list):
         return tasks
@@ -307,7 +307,7 @@ def first_task(tasks: object) -> Task:
     return tasks[0] if isinstance(tasks, list) else pytree.map_tensors(itemgetter(0), tasks)
 
 
-def stacked(tasks: object) -> Any | None:
+def to_stacks(tasks: object) -> Any | None:
     """Tasks as one pair of stacks; None if the tasks of a list differ in size or structure."""
     if not isinstance(tasks, list):
         return tasks

@@ -246,7 +246,7 @@ class Training:
     def initial(self, hyper: Tree) -> Any:
         """The parameters before the first step."""
         given = clone_inference_tensors(self.start)
-        return given(hyper) if callable(given) else detached(given)
+        return given(hyper) if callable(given) else detach_all(given)
 
     def value(self, params: Tree, hyper: Tree, batch: object) -> Tensor:
         """The inner loss."""
@@ -314,7 +314,7 @@ def make_batches(source: Any, steps: int | None) -> Batches:
     return Batches(source.__getitem__, count) if indexed else Passes(source, steps, count)
 
 
-def detached(tree: Tree) -> Any:
+def detach_all(tree: Tree) -> Any:
     return pytree.map_tensors(Tensor.detach, tree)
 
 
@@ -371,7 +371,7 @@ class Replay:
         Losses are checked every sqrt(n) steps; a diverged training raises.
         """
         count = self.training.count
-        kept = set(inner_loop.kept_states(self._schedule, 0, count))
+        kept = set(inner_loop.states_to_keep(self._schedule, 0, count))
         begin, state, losses = self._last_kept()
         every = max(1, isqrt(count))
         # a state kept besides the schedule's, so that an interrupted run can resume
@@ -475,7 +475,7 @@ class Replay:
                     state, begin = found, position
         # for "sqrt", keep all states of the current segment
         schedule = "remat" if self._schedule == "sqrt" else self._schedule
-        keep = {*inner_loop.kept_states(schedule, begin, step + 1)} - {step}
+        keep = {*inner_loop.states_to_keep(schedule, begin, step + 1)} - {step}
         self._generators.set(state.generators)
         for i in range(begin, step):
             state, _ = self._step(i, state)
@@ -496,7 +496,7 @@ class Replay:
         carry = [next(left) if _is_wanted(x) else None for x in own]
         self._advance()
         rounding = at.rounding + self._rounding(at.carry, after)
-        return Cotangents(at.step - 1, carry, add(at.constants, [*left]), rounding)
+        return Cotangents(at.step - 1, carry, add_grads(at.constants, [*left]), rounding)
 
     def _rounding(self, cotangents: list[Tensor | None], leaves: list[Any]) -> Tensor:
         """sum (u theta eps)^2 over a state: the squared effect of its rounding on the result."""
@@ -554,7 +554,7 @@ def pullback(outputs: list[Any], cotangents: Sequence[Any], inputs: list[Tensor]
     return gradients([y for y, _ in pairs], inputs, [u for _, u in pairs])
 
 
-def add(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
+def add_grads(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The sums of two lists of gradients; None stands for zero."""
     return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
 

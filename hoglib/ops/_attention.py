@@ -172,7 +172,7 @@ def attention_dropout_mask(
         shape = count, heads, length, key.shape[-2]
         return form.result(torch.ones(shape, dtype=torch.bool, device=key.device))
     rows = torch.arange(heads * length, device=key.device)
-    kept = blocks.kept_by_dropout(form.inputs.keys, rows, key.shape[-2], dropout_p)
+    kept = blocks.dropout_mask(form.inputs.keys, rows, key.shape[-2], dropout_p)
     return form.result(kept.unflatten(1, (heads, length)))
 
 

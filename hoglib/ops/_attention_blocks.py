@@ -96,7 +96,7 @@ def softmax_of(scores: Tensor, mask: Tensor | None, future: Tensor | None) -> Te
     return torch.softmax(scores, -1).masked_fill(empty, 0.0)
 
 
-def kept_by_dropout(keys: Tensor, rows: Tensor, columns: int, dropout_p: float) -> Tensor:
+def dropout_mask(keys: Tensor, rows: Tensor, columns: int, dropout_p: float) -> Tensor:
     """The mask of weights that dropout keeps, [N, R, columns]; rows: the row numbers [R]."""
     return random_words(keys, rows, columns) >= round(dropout_p * WORDS)
 
@@ -129,7 +129,7 @@ class _Block(NamedTuple):
         rows = torch.arange(start, stop, device=self.keys.device)
         rows = rows + length * torch.arange(heads, device=self.keys.device)[:, None]
         p = self.plan.dropout_p
-        kept = kept_by_dropout(self.keys, rows.flatten(), self.k.shape[1], p)
+        kept = dropout_mask(self.keys, rows.flatten(), self.k.shape[1], p)
         factors = kept.unflatten(1, self.q.shape[1:3]).to(self.q.dtype)
         return factors / (1 - p) if p < 1 else factors
 
@@ -396,14 +396,14 @@ def _derivative_of_curvature(which: str, x: _Block, g: Tensor, along: Parts, giv
     outputs, pull, *_ = torch.func.vjp(curvature, *primals)
     if which == "jvp":  # as the transpose of the linear vjp: forward mode may be active already
         _, turn, *_ = torch.func.vjp(pull, list(outputs))
-        (found,) = turn(_or_zeros([given[i] for i in known], primals))
+        (found,) = turn(_fill_zeros([given[i] for i in known], primals))
         return by_name(KINDS, kinds, found)
     arrived = [c for kind, c in zip(KINDS, given, strict=True) if kind in kinds]
-    gradients = dict(zip(known, pull(list(_or_zeros(arrived, outputs))), strict=True))
+    gradients = dict(zip(known, pull(list(_fill_zeros(arrived, outputs))), strict=True))
     return [gradients.get(i) for i in range(len(values))]
 
 
-def _or_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _fill_zeros(parts: Parts, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     both = zip(parts, like, strict=True)
     return tuple(torch.zeros_like(y) if x is None else x.expand_as(y).contiguous() for x, y in both)
 

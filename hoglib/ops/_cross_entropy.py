@@ -115,7 +115,7 @@ def softmax_cross_entropy(
     return reduce_loss(torch.where(counts, rows.squeeze(axis), 0), number, counts)
 
 
-def _picked(values: Tensor, classes: Tensor, axis: int, smoothing: float) -> Tensor:
+def _average(values: Tensor, classes: Tensor, axis: int, smoothing: float) -> Tensor:
     """sum_c q_c v_c for each row, with keepdim."""
     picked = values.gather(axis, classes)
     if not smoothing:
@@ -124,7 +124,7 @@ def _picked(values: Tensor, classes: Tensor, axis: int, smoothing: float) -> Ten
 
 
 def _softmax_forward(z: Tensor, *rows: Any) -> Tensor:
-    return -_picked(torch.log_softmax(z, rows[1]), *rows)
+    return -_average(torch.log_softmax(z, rows[1]), *rows)
 
 
 def _softmax_vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,7 +138,7 @@ def _softmax_vjp(saved: Saved, g: Tensor) -> tuple[Tensor | None, ...]:
 
 def _softmax_jvp(saved: Saved, tangent: Tensor, *_: None) -> Tensor:
     z, *rows = saved.inputs
-    return (torch.softmax(z, rows[1]) * tangent).sum(rows[1], True) - _picked(tangent, *rows)
+    return (torch.softmax(z, rows[1]) * tangent).sum(rows[1], True) - _average(tangent, *rows)
 
 
 def _check_target(logits: Tensor, target: Tensor, axis: int) -> None:
@@ -354,7 +354,7 @@ def _logits(rows: Rows) -> Tensor:
 
 def _target_values(values: Tensor, rows: Rows) -> Tensor:
     """q_n . v_n for each row, v = values."""
-    return _picked(values, rows.targets.unsqueeze(1), 1, rows.smoothing).squeeze(1)
+    return _average(values, rows.targets.unsqueeze(1), 1, rows.smoothing).squeeze(1)
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:

@@ -92,13 +92,13 @@ def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = (), **_: 
         own, row = found if nested else (found[: len(init)], found[len(init) :])
         carry = pytree.leaves(own)
         rows.append(row)
-    stacked = _stacked(rows)
+    stacked = _stack_rows(rows)
     return (own, stacked) if nested else [*carry, *stacked]
 
 
 def map_rows(f: Any, xs: Any, pos_args: Any = (), **_: Any) -> Any:
     """f of each row, stacked."""
-    return _stacked([f(*(x[i] for x in xs), *pos_args) for i in range(len(xs[0]))])
+    return _stack_rows([f(*(x[i] for x in xs), *pos_args) for i in range(len(xs[0]))])
 
 
 def while_loop(
@@ -187,7 +187,7 @@ def requires_grad(x: Tensor) -> bool:
     return x.requires_grad and frame.f_code is not check.__code__
 
 
-def _stacked(rows: list[Any]) -> Any:
+def _stack_rows(rows: list[Any]) -> Any:
     structure = pytree.flatten(rows[0])[1]
     parts = zip(*map(pytree.leaves, rows), strict=True)
     return pytree.unflatten([torch.stack(part) for part in parts], structure)

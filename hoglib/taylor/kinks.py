@@ -160,7 +160,7 @@ def warn_if_linear(caller: str, kinks: Kinks, algebra: Algebra, series: list[Par
                 return
     warn_once(
         f"{caller}: expected a func with second derivatives, got one that is piecewise linear, "
-        f"whose derivatives of order 2 and above are zero: {_listed(kinks.passed)}. Use {SMOOTH}."
+        f"whose derivatives of order 2 and above are zero: {_text(kinks.passed)}. Use {SMOOTH}."
     )
 
 
@@ -168,13 +168,13 @@ def without_derivative(caller: str, order: int, kinks: Iterable[Kink]) -> str:
     """The text of the warning about points exactly at a kink."""
     return (
         f"{caller}: expected points where func has a derivative of order {order}, got some exactly "
-        f"at a kink: {_listed(kinks)}. Its result has torch's first derivative there and zeros as the "
+        f"at a kink: {_text(kinks)}. Its result has torch's first derivative there and zeros as the "
         "higher ones. Move the points or use a smoother function; where that is what you want, pass "
         "message='.*exactly at a kink' to warnings.filterwarnings('ignore')."
     )
 
 
-def _listed(kinks: Iterable[Kink]) -> str:
+def _text(kinks: Iterable[Kink]) -> str:
     shown = [str(kink) for kink in kinks]
     more = f", and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return "; ".join(shown[:_SHOWN]) + more

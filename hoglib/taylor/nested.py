@@ -23,7 +23,7 @@ Leaves = list[Tensor]
 Path = Callable[[Tensor], Leaves]
 
 
-def nested(
+def differentiate_path(
     caller: str, path: Path, like: Tensor, variables: int, orders: Sequence[int]
 ) -> tuple[Leaves, list[Leaves]]:
     """The value of y = path(t) at t = 0, t [variables], and derivatives of y.
@@ -72,7 +72,7 @@ def along_path(
             moved.append(x)
         return run(*moved)
 
-    value, rows = nested(caller, path, xs[0], 1, [0] * K)
+    value, rows = differentiate_path(caller, path, xs[0], 1, [0] * K)
     return value, [list(of_output) for of_output in zip(*rows, strict=True)]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hoglib.taylor.derivatives import POINTWISE
-from hoglib.taylor.series import Bilinear, Call, NoRule, Parts, Rule, mapped, multiply, plus, times
+from hoglib.taylor.series import Bilinear, Call, NoRule, Parts, Rule, apply, multiply, plus, times
 
 aten = torch.ops.aten
 Map = Callable[[Tensor], Tensor]
@@ -75,10 +75,10 @@ def _div(call: Call) -> Any:
     if call.kwargs.get("rounding_mode"):
         return None
     if not isinstance(b, Tensor):
-        return mapped(lambda part: part / b, call.known(a))
+        return apply(lambda part: part / b, call.known(a))
     b_n = call.parts(b)
     if b_n is None:
-        return mapped(lambda part: part / b, call.aligned(call.known(a)))
+        return apply(lambda part: part / b, call.aligned(call.known(a)))
     # a / b = a (1 / b): compose the series of 1 / b, then multiply
     inverse = b.reciprocal()
     n = call.algebra.compose(POINTWISE["reciprocal"](b, inverse, call.algebra.order), b_n)
@@ -105,7 +105,7 @@ def _convolution(call: Call) -> Parts:
     own = call.parts(bias)
     if own is not None:
         spatial = (None,) * (x.dim() - 2)
-        found = plus(found, call.aligned(mapped(lambda part: part[(..., *spatial)], own)))
+        found = plus(found, call.aligned(apply(lambda part: part[(..., *spatial)], own)))
     return found
 
 
@@ -118,7 +118,7 @@ def _inverse(call: Call) -> list[Parts | None]:
     return [_fixed_point(call, X, A_n, lambda part: X @ part, call.algebra.zeros()), None]
 
 
-def _solved(call: Call) -> list[Parts | None]:
+def _solve(call: Call) -> list[Parts | None]:
     """X = A^-1 B, also for a vector B; or X = B A^-1, solved as A^T X^T = B^T."""
     A, B = call.args[:2]
     left = call.kwargs.get("left", call.args[2] if len(call.args) > 2 else True)
@@ -128,10 +128,10 @@ def _solved(call: Call) -> list[Parts | None]:
     if B.dim() == 1 or (A.dim() - 1 == B.dim() and B.shape == A.shape[:-1]):
         columns, back = (lambda t: t.unsqueeze(-1)), (lambda t: t.squeeze(-1))
     X = columns(call.out[0])
-    A_n = call.aligned(mapped(turn, call.known(A)), X.dim())
-    B_n = call.aligned(mapped(columns, call.known(B)), X.dim())
+    A_n = call.aligned(apply(turn, call.known(A)), X.dim())
+    B_n = call.aligned(apply(columns, call.known(B)), X.dim())
     solve = lambda part: torch.linalg.solve(turn(A), part)  # noqa: E731
-    return [mapped(back, _fixed_point(call, X, A_n, solve, B_n)), None, None, None]
+    return [apply(back, _fixed_point(call, X, A_n, solve, B_n)), None, None, None]
 
 
 def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Map, start: Parts) -> Parts:
@@ -141,23 +141,23 @@ def _fixed_point(call: Call, X: Tensor, A_n: Parts, solve: Map, start: Parts) ->
 
     solve: multiplies by A^-1. The iteration is exact after K steps, because A_n is nilpotent.
     """
-    n = start = mapped(solve, start)
+    n = start = apply(solve, start)
     if all(p is None for p in A_n):
         return n
     for _ in range(call.algebra.order):
-        rest = plus(mapped(lambda p: p @ X, A_n), call.algebra.product(_broadcast_matmul, A_n, n))
-        n = plus(start, times(-1, mapped(solve, rest)))
+        rest = plus(apply(lambda p: p @ X, A_n), call.algebra.product(_broadcast_matmul, A_n, n))
+        n = plus(start, times(-1, apply(solve, rest)))
     return n
 
 
 def _log_determinant(call: Call, A: Tensor) -> Parts:
     """log |det(A + a)| - log |det A| = sum_k (-1)^(k + 1) / k tr (A^-1 a)^k"""
-    M = mapped(lambda p: torch.linalg.solve(A, p), call.known(A))
+    M = apply(lambda p: torch.linalg.solve(A, p), call.known(A))
     power, found = M, call.algebra.zeros()
     for k in range(1, call.algebra.order + 1):
         if k > 1:
             power = call.algebra.product(_broadcast_matmul, power, M)
-        traces = mapped(lambda p: p.diagonal(dim1=-2, dim2=-1).sum(-1), power)
+        traces = apply(lambda p: p.diagonal(dim1=-2, dim2=-1).sum(-1), power)
         found = plus(found, times((-1) ** (k + 1) / k, traces))
     return found
 
@@ -181,6 +181,6 @@ PRODUCTS: dict[str, Rule] = {
     "div": _div,
     "convolution": _convolution,
     "linalg_inv_ex": _inverse,
-    "_linalg_solve_ex": _solved,
+    "_linalg_solve_ex": _solve,
     "_linalg_slogdet": _slogdet,
 }

@@ -22,7 +22,7 @@ from hoglib.ops._special_points import product, scan
 from hoglib.taylor.derivatives import POINTWISE, power_of
 from hoglib.taylor.kinks import KINKS, one_sided
 from hoglib.taylor.products import PRODUCTS
-from hoglib.taylor.series import Bilinear, Call, Parts, Rule, mapped, multiply, plus, times
+from hoglib.taylor.series import Bilinear, Call, Parts, Rule, apply, multiply, plus, times
 from hoglib.taylor.structural import CONSTANT, JOINS, LINEAR, SEVERAL, ZERO, where_parts
 
 
@@ -58,7 +58,7 @@ def _vector_norm(call: Call) -> Parts:
         beside = _norm_beside_zero(call, x, squares)
         if beside is not None:
             return where_parts(call, zero, beside, found)
-    return mapped(lambda part: torch.where(zero, 0, part), found)
+    return apply(lambda part: torch.where(zero, 0, part), found)
 
 
 def _norm_beside_zero(call: Call, x: Tensor, squares: Bilinear) -> Parts | None:
@@ -143,7 +143,7 @@ RULES: dict[str, Rule] = {
     **PRODUCTS,
     **JOINS,
     "atan2": _atan2,
-    "view_as_complex": lambda call: mapped(
+    "view_as_complex": lambda call: apply(
         lambda part: torch.view_as_complex(part.contiguous()), call.known(call.args[0])
     ),
     "pow": _pow,

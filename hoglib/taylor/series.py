@@ -316,7 +316,7 @@ def plus(a: Parts, b: Parts) -> Parts:
     return [add(x, y) for x, y in zip(a, b, strict=True)]
 
 
-def mapped(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
+def apply(function: Callable[[Tensor], Tensor], parts: Parts) -> Parts:
     return [None if part is None else function(part) for part in parts]
 
 

@@ -23,19 +23,19 @@ aten = torch.ops.aten
 Linear = Callable[..., Tensor]
 
 
-def _reshaped(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any) -> Tensor:
+def _reshape(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any) -> Tensor:
     return part.reshape(part.shape[:lead] + out.shape)
 
 
-def _expanded(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
+def _expand(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
     return align(part, lead, out.dim()).expand(part.shape[:lead] + out.shape)
 
 
-def _same(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
+def _identity(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any) -> Tensor:
     return part
 
 
-def _permuted(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[int] = ()) -> Tensor:
+def _permute(part: Tensor, lead: int, x: Tensor, out: Tensor, dims: Sequence[int] = ()) -> Tensor:
     return part.permute([*range(lead), *(d % x.dim() + lead for d in dims)])
 
 
@@ -46,50 +46,50 @@ def by_dim(operation: Callable[..., Any]) -> Linear:
         part: Tensor, lead: int, x: Tensor, out: Any, dim: object = 0, *args: Any, **kwargs: Any
     ) -> Any:
         if lead and not x.dim():  # torch accepts dim=0 for a scalar, as if it had one dimension
-            found = operation(part.unsqueeze(1), shifted(dim, lead, x), *args, **kwargs)
+            found = operation(part.unsqueeze(1), shift_dims(dim, lead, x), *args, **kwargs)
             return found.reshape(part.shape + out.shape)
-        return operation(part, shifted(dim, lead, x), *args, **kwargs)
+        return operation(part, shift_dims(dim, lead, x), *args, **kwargs)
 
     return run
 
 
-def shifted(dim: Any, lead: int, x: Tensor) -> Any:
+def shift_dims(dim: Any, lead: int, x: Tensor) -> Any:
     if isinstance(dim, list | tuple):
-        return [shifted(d, lead, x) for d in dim]
+        return [shift_dims(d, lead, x) for d in dim]
     return dim % max(x.dim(), 1) + lead
 
 
-def _reduced(operation: Callable[..., Tensor]) -> Linear:
+def _reduce(operation: Callable[..., Tensor]) -> Linear:
     def run(
         part: Tensor, lead: int, x: Tensor, out: Any, dim: Any = None, keep: bool = False, **_: Any
     ) -> Tensor:
         dims = list(range(x.dim())) if dim is None or dim == [] else dim
-        return part if x.dim() == 0 else operation(part, shifted(dims, lead, x), keep)
+        return part if x.dim() == 0 else operation(part, shift_dims(dims, lead, x), keep)
 
     return run
 
 
-def _transposed(part: Tensor, lead: int, x: Tensor, out: Tensor, a: int, b: int) -> Tensor:
-    return part if x.dim() == 0 else part.transpose(shifted(a, lead, x), shifted(b, lead, x))
+def _transpose(part: Tensor, lead: int, x: Tensor, out: Tensor, a: int, b: int) -> Tensor:
+    return part if x.dim() == 0 else part.transpose(shift_dims(a, lead, x), shift_dims(b, lead, x))
 
 
-def _indexed(part: Tensor, lead: int, x: Tensor, out: Tensor, indices: Sequence[Any]) -> Tensor:
+def _index(part: Tensor, lead: int, x: Tensor, out: Tensor, indices: Sequence[Any]) -> Tensor:
     found = part.movedim(0, -1) if lead else part  # indices apply to the first dimensions
     found = aten.index.Tensor(found, list(indices))
     return found.movedim(-1, 0) if lead else found
 
 
-def _gathered(
+def _gather(
     part: Tensor, lead: int, x: Tensor, out: object, dim: int, index: Tensor, *args: Any, **_: Any
 ) -> Tensor:
     if x.dim() == 0:
         return part.reshape(part.shape[:lead] + index.shape)
     if lead:
         index = index.expand(part.shape[:1] + index.shape)
-    return part.gather(shifted(dim, lead, x), index)
+    return part.gather(shift_dims(dim, lead, x), index)
 
 
-def _batched(operation: Any, rank: int) -> Linear:
+def _batch(operation: Any, rank: int) -> Linear:
     """A linear rule from an operation on [N, ...] or [...], such as pooling: directions join N.
 
     rank: the number of dimensions with N.
@@ -109,7 +109,7 @@ def _cast(part: Tensor, lead: int, x: Tensor, out: Tensor, *args: Any, **_: Any)
     return to_dtype(part, out.dtype).to(out.device)
 
 
-def _strided(
+def _as_strided(
     part: Tensor, lead: int, x: Tensor, out: object, size: Any, stride: Any, offset: Any = None
 ) -> Tensor:
     start = 0 if offset is None else offset - x.storage_offset()
@@ -122,9 +122,9 @@ def _strided(
     return part.as_strided(shape, strides, part.storage_offset() + start)
 
 
-def _rolled(part: Tensor, lead: int, x: Tensor, out: object, shifts: Any, dims: Any = ()) -> Tensor:
+def _roll(part: Tensor, lead: int, x: Tensor, out: object, shifts: Any, dims: Any = ()) -> Tensor:
     if dims and x.dim():
-        return part.roll(shifts, shifted(list(dims), lead, x))
+        return part.roll(shifts, shift_dims(list(dims), lead, x))
     return part.flatten(lead).roll(shifts, lead).reshape(part.shape) if x.dim() else part
 
 
@@ -140,30 +140,30 @@ _BATCHED = {
 }  # fmt: skip
 # Linear rules by the name of torch's operation: "name.overload", or "name" for all overloads.
 LINEAR: dict[str, Linear] = {
-    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshaped),
-    **dict.fromkeys(("clone", "alias", "lift_fresh", "add.Scalar", "sub.Scalar"), _same),
+    **dict.fromkeys(("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze"), _reshape),
+    **dict.fromkeys(("clone", "alias", "lift_fresh", "add.Scalar", "sub.Scalar"), _identity),
     # x - n y with an integer n: the slope is 1 between jumps
-    **dict.fromkeys(("remainder.Scalar", "fmod.Scalar"), _same),
+    **dict.fromkeys(("remainder.Scalar", "fmod.Scalar"), _identity),
     **dict.fromkeys(("_conj", "_conj_physical", "conj_physical"), lambda part, *_: part.conj()),
     **dict.fromkeys(("neg", "_neg_view"), lambda part, *_: -part),
     "view_as_real": lambda part, *_: torch.view_as_real(part.resolve_conj()),
     **{name: by_dim(getattr(aten, name)) for name in ("_fft_r2c", "_fft_c2r", "_fft_c2c")},
-    **dict.fromkeys(("as_strided", "as_strided_copy"), _strided),
+    **dict.fromkeys(("as_strided", "as_strided_copy"), _as_strided),
     "_to_copy": _cast,
-    "expand": _expanded,
-    **dict.fromkeys(("permute", "permute_copy"), _permuted),
-    "transpose": _transposed,
+    "expand": _expand,
+    **dict.fromkeys(("permute", "permute_copy"), _permute),
+    "transpose": _transpose,
     "t": lambda part, lead, x, out: part.transpose(-1, -2) if x.dim() == 2 else part,
     "select": by_dim(torch.select),
     "slice": by_dim(aten.slice.Tensor),
     "index_select": by_dim(torch.index_select),
     "diagonal": lambda part, lead, x, out, offset=0, dim1=0, dim2=1: part.diagonal(
-        offset, shifted(dim1, lead, x), shifted(dim2, lead, x)
+        offset, shift_dims(dim1, lead, x), shift_dims(dim2, lead, x)
     ),
-    "index.Tensor": _indexed,
-    "gather": _gathered,
+    "index.Tensor": _index,
+    "gather": _gather,
     "flip": by_dim(torch.flip),
-    "roll": _rolled,
+    "roll": _roll,
     "repeat": lambda part, lead, x, out, n=(): align(part, lead, len(n)).repeat([*(1,) * lead, *n]),
     "unfold": by_dim(Tensor.unfold),
     "tril": lambda part, lead, x, out, diagonal=0: part.tril(diagonal),
@@ -173,15 +173,15 @@ LINEAR: dict[str, Linear] = {
         part, offset, dim1 % (x.dim() + 1) + lead, dim2 % (x.dim() + 1) + lead
     ),
     "trace": lambda part, lead, x, out: part.diagonal(dim1=-2, dim2=-1).sum(-1),
-    "sum": _reduced(torch.sum),
-    "mean": _reduced(torch.mean),
+    "sum": _reduce(torch.sum),
+    "mean": _reduce(torch.mean),
     "mul.Scalar": lambda part, lead, x, out, factor: part * factor,
     "div.Scalar": lambda part, lead, x, out, divisor: part / divisor,
     # the padding value is a constant, with coefficients 0
     "constant_pad_nd": lambda part, lead, x, out, pad, value=0: torch.constant_pad_nd(part, pad, 0),
     "rsub.Scalar": lambda part, lead, x, out, other, alpha=1: -alpha * part,
     **{
-        name: _batched(getattr(aten, name), rank)
+        name: _batch(getattr(aten, name), rank)
         for rank, names in _BATCHED.items()
         for name in names
     },
@@ -189,7 +189,7 @@ LINEAR: dict[str, Linear] = {
 
 
 def _split(part: Tensor, lead: int, x: Tensor, out: object, sizes: object, dim: int = 0) -> Any:
-    return part.split(sizes, shifted(dim, lead, x))
+    return part.split(sizes, shift_dims(dim, lead, x))
 
 
 # Linear operations with several outputs.
@@ -216,7 +216,7 @@ CONSTANT = {
 }  # fmt: skip
 
 
-def _added(sign: float, swapped: bool = False) -> Rule:
+def _add(sign: float, swapped: bool = False) -> Rule:
     def rule(call: Call) -> Parts:
         a, b = call.args[:2]
         alpha = call.kwargs.get("alpha", call.args[2] if len(call.args) > 2 else 1)
@@ -227,7 +227,7 @@ def _added(sign: float, swapped: bool = False) -> Rule:
     return rule
 
 
-def _joined(operation: Any) -> Rule:
+def _join(operation: Any) -> Rule:
     def rule(call: Call) -> Parts:
         tensors, dim = call.args[0], call.args[1] if len(call.args) > 1 else 0
         if operation is torch.cat:  # torch.cat skips tensors of shape [0]
@@ -296,7 +296,7 @@ def _reduced_extremum(call: Call) -> Parts:
     return call.algebra.of_each(total, call.known(x))
 
 
-def _selecting(call: Call) -> list[Parts | None]:
+def _select(call: Call) -> list[Parts | None]:
     x = call.args[0]
     given = [a for a in call.args[1:] if isinstance(a, int) and not isinstance(a, bool)]
     kwargs = call.kwargs
@@ -309,13 +309,13 @@ def _selecting(call: Call) -> list[Parts | None]:
     index = indices if keep else indices.unsqueeze(dim)
 
     def pick(part: Tensor, lead: int) -> Tensor:
-        found = _gathered(part, lead, x, None, dim, index)
-        return found if keep else found.squeeze(shifted(dim, lead, x))
+        found = _gather(part, lead, x, None, dim, index)
+        return found if keep else found.squeeze(shift_dims(dim, lead, x))
 
     return [call.algebra.of_each(pick, call.known(x)), None]
 
 
-def _written(source: int) -> Rule:
+def _write(source: int) -> Rule:
     """A rule for operations that write args[source] into args[0]: linear in both tensors.
 
     The operation runs once for each direction.
@@ -345,23 +345,23 @@ def _written(source: int) -> Rule:
 
 
 JOINS: dict[str, Rule] = {
-    "add.Tensor": _added(1),
-    "sub.Tensor": _added(-1),
-    "rsub.Tensor": _added(1, swapped=True),
-    "cat": _joined(torch.cat),
-    "stack": _joined(torch.stack),
+    "add.Tensor": _add(1),
+    "sub.Tensor": _add(-1),
+    "rsub.Tensor": _add(1, swapped=True),
+    "cat": _join(torch.cat),
+    "stack": _join(torch.stack),
     "where.self": lambda call: where_tensors(call, *call.args),
     "masked_fill": lambda call: where_tensors(call, call.args[1], call.args[2], call.args[0]),
     "maximum": _extremum,
     "minimum": _extremum,
     **dict.fromkeys(("amax", "amin", "max", "min"), _reduced_extremum),
-    **dict.fromkeys(SELECTING, _selecting),
-    "index_put": _written(2),
-    "scatter": _written(3),
-    "scatter_add": _written(3),
-    "index_add": _written(3),
-    "index_copy": _written(3),
-    "select_scatter": _written(1),
-    "slice_scatter": _written(1),
-    "diagonal_scatter": _written(1),
+    **dict.fromkeys(SELECTING, _select),
+    "index_put": _write(2),
+    "scatter": _write(3),
+    "scatter_add": _write(3),
+    "index_add": _write(3),
+    "index_copy": _write(3),
+    "select_scatter": _write(1),
+    "slice_scatter": _write(1),
+    "diagonal_scatter": _write(1),
 }

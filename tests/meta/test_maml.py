@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import hoglib as hog
-from hoglib.meta.tasks import prefer_vmap, stacked
+from hoglib.meta.tasks import prefer_vmap, to_stacks
 from tests.long_tail import FULL
 from tests.meta.networks import as_list
 from tests.models import MODELS, Fn, build
@@ -288,8 +288,8 @@ def test_parameters_and_state_are_those_of_the_model():
 
 
 def test_tasks_with_other_leaves_than_tensors_are_no_stack():
-    assert stacked([((SX, "a"), (QX, "a"))] * 2) is None
-    assert [x.shape for x in stacked([(SX, QX)] * 2)] == [(2, *SX.shape), (2, *QX.shape)]
+    assert to_stacks([((SX, "a"), (QX, "a"))] * 2) is None
+    assert [x.shape for x in to_stacks([(SX, QX)] * 2)] == [(2, *SX.shape), (2, *QX.shape)]
 
 
 def diverging():

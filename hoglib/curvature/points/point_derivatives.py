@@ -37,7 +37,7 @@ from hoglib.curvature.points.input_derivatives import (
 from hoglib.curvature.points.sparse_points import coloured_directions
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
 from hoglib.taylor.jet import TaylorMode, TaylorOptions, as_returned, by_taylor
-from hoglib.taylor.nested import along_path, nested
+from hoglib.taylor.nested import along_path, differentiate_path
 from hoglib.taylor.series import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 
 PointMode = Literal["auto", "collapsed", "nested"]
@@ -759,7 +759,7 @@ def partial_derivative(
                 moved = moved + t[i] * vector
             return [values(moved)]
 
-        (value,), rows = nested("partial_derivative", along, x, len(orders), order)
+        (value,), rows = differentiate_path("partial_derivative", along, x, len(orders), order)
         return as_returned(given, value, rows[-1][0])
 
     return given.evaluate(func, body, tuple(index), x, args)
