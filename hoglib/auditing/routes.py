@@ -297,8 +297,8 @@ def _slope(f: Scalar, v: Vector) -> Scalar:
 
 def _vmap_of_one(function: Callable[..., tuple[Tensor, ...]], v: Vector) -> Vector:
     """The function under vmap over a single sample."""
-    found = vmap(function, randomness="same")(*(part[None] for part in v))
-    return [part[0] for part in found]
+    result = vmap(function, randomness="same")(*(part[None] for part in v))
+    return [part[0] for part in result]
 
 
 FIRST = Route("first", "reverse", "first", lambda f, leaves, v, w: gradient_function(f)(leaves))
@@ -388,32 +388,32 @@ class Checker:
         leaves = self._copies()
         self._w = (self._w or self._draw_w()) if route.takes_w else []
         try:
-            found = route.product(self._f, leaves, self._v, self._w)
+            product = route.product(self._f, leaves, self._v, self._w)
         except Exception as error:
             return CheckResult(None, raised=error)
         del leaves
-        found = [dense(part.detach()) for part in found]
-        if not _all_finite(found):
+        product = [dense(part.detach()) for part in product]
+        if not _all_finite(product):
             return CheckResult(True, nan)
         if not compare:
-            return CheckResult(False, product=found)
-        result = self._compare(route, found)
+            return CheckResult(False, product=product)
+        result = self._compare(route, product)
         if not result.wrong and route.quantity != "first":  # nothing is compared with it later
-            self.products.setdefault(route.quantity, found)
+            self.products.setdefault(route.quantity, product)
         return result
 
-    def _compare(self, route: Route, found: Vector) -> CheckResult:
+    def _compare(self, route: Route, product: Vector) -> CheckResult:
         # everything is compared in units of the leaves: <g, v> and w^T H v are one number each
         quantity, limit = route.quantity, DOUBT_OF_VECTOR
         size = None  # denominator of the relative error of a number; None for a vector
         if quantity == "first":
-            size, limit = float(pytree.norm(_times(found, self._scales))), DOUBT_OF_NUMBER
-            found = [pytree.dot(found, self._v)]
+            size, limit = float(pytree.norm(_times(product, self._scales))), DOUBT_OF_NUMBER
+            product = [pytree.dot(product, self._v)]
         elif quantity != "curvature":
-            found = _times(found, self._scales)
+            product = _times(product, self._scales)
         # zero is suspect in float64: no relative error exists, and it may be a cut graph
         zero = self._dtype == torch.float64 and quantity == "hessian"
-        zero = zero and not any(part.any() for part in found)
+        zero = zero and not any(part.any() for part in product)
         tried: list[tuple[Vector, float]] = []  # slopes, and their relative bends
         best = doubt = inf
         for step in steps("route", self._dtype):
@@ -423,7 +423,7 @@ class Checker:
             if quantity == "curvature":
                 size, limit = float(pytree.norm(central)), DOUBT_OF_NUMBER
                 central = [self._along_w(central)]
-            error = _relative_distance(found, central, size)
+            error = _relative_distance(product, central, size)
             if error < RIGHT_WITHIN.get(self._dtype, RIGHT_WITHIN[torch.float32]):
                 return self._compare_zero(error) if zero else CheckResult(False, error)
             one_sided = self._one_sided(quantity, step)
@@ -485,8 +485,8 @@ class Checker:
         kind = "hessian" if quantity == "curvature" else quantity
         along = self._w if kind == "third" else self._v
         above = self._function(kind, shifted(self._leaves, along, step))
-        found = difference_quotient(above, self._function(kind, self._copies()), step / 2)
-        return found if kind == "first" else _times(found, self._scales)
+        slope = difference_quotient(above, self._function(kind, self._copies()), step / 2)
+        return slope if kind == "first" else _times(slope, self._scales)
 
     def _difference(self, kind: str, along: Vector, step: float) -> Vector | None:
         above, below = both_sides(lambda x: self._function(kind, x), self._leaves, along, step)
@@ -526,10 +526,10 @@ class Checker:
             return self._f(*own)
 
 
-def _relative_distance(found: Vector, truth: Vector, size: float | None) -> float:
+def _relative_distance(got: Vector, truth: Vector, size: float | None) -> float:
     """The largest difference of two vectors, tensor by tensor; relative to their sizes, or to
     `size`."""
-    pairs = list(zip(found, truth, strict=True))
+    pairs = list(zip(got, truth, strict=True))
     sizes = [max(float(a.norm()), float(b.norm())) if size is None else 0.0 for a, b in pairs]
     floor = SMALL_SHARE * sum(one**2 for one in sizes) ** 0.5 if size is None else size
     sized = zip(pairs, sizes, strict=True)

@@ -127,9 +127,9 @@ def functionalize(module: fx.GraphModule, tensors: list[Tensor]) -> fx.GraphModu
     module.recompile()
     run: Any = torch.func.functionalize(module, remove="mutations")
     with torch.no_grad():
-        found: fx.GraphModule = make_fx(run, tracing_mode="fake")(*tensors)
-    simplify(found)
-    return found
+        result: fx.GraphModule = make_fx(run, tracing_mode="fake")(*tensors)
+    simplify(result)
+    return result
 
 
 def pin_strides(module: fx.GraphModule) -> None:
@@ -141,14 +141,14 @@ def pin_strides(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.target not in RESHAPES or 1 not in fake_value(node).shape:
             continue
-        source, found = _layout_of(node.args[0]), _layout_of(node)
-        if source is None or found is None or not _is_static(source) or not _is_static(found):
+        source, target = _layout_of(node.args[0]), _layout_of(node)
+        if source is None or target is None or not _is_static(source) or not _is_static(target):
             continue
         _, shape, strides, _ = source
-        real = torch.empty_strided(shape, strides, device="meta").reshape(found[1])
-        if real.stride() != found[2]:
+        real = torch.empty_strided(shape, strides, device="meta").reshape(target[1])
+        if real.stride() != target[2]:
             node.target = aten.as_strided.default
-            node.args = (node.args[0], list(found[1]), list(found[2]))
+            node.args = (node.args[0], list(target[1]), list(target[2]))
 
 
 def _is_static(layout: tuple[Any, ...]) -> bool:
@@ -229,8 +229,8 @@ def expand_alpha_beta(module: fx.GraphModule) -> None:
     for node in list(graph.nodes):
         if has_factors(node.target, node.kwargs):
             with graph.inserting_before(node):
-                found = by_products(partial(new_node, graph), node.target, node.args, node.kwargs)
-                replace_node(graph, node, found)
+                result = by_products(partial(new_node, graph), node.target, node.args, node.kwargs)
+                replace_node(graph, node, result)
 
 
 def has_factors(operation: object, kwargs: dict[str, Any] | None) -> bool:
@@ -251,10 +251,10 @@ def by_products(call: Callable[..., Any], operation: Any, args: Any, kwargs: Any
     if operation in SUMS:
         return call(operation, args[0], scaled(args[1], alpha))
     x, a, b = args
-    found = scaled(call(PRODUCTS[operation], a, b), alpha)
+    total = scaled(call(PRODUCTS[operation], a, b), alpha)
     if beta != 0:  # beta = 0 ignores x, also its NaN and infinity
-        found = call(aten.add.Tensor, scaled(x, beta), found)
-    return call(aten.copy_.default, x, found) if operation._schema.is_mutable else found
+        total = call(aten.add.Tensor, scaled(x, beta), total)
+    return call(aten.copy_.default, x, total) if operation._schema.is_mutable else total
 
 
 def lay_out_concatenations(module: fx.GraphModule) -> None:
@@ -273,13 +273,13 @@ def lay_out_concatenations(module: fx.GraphModule) -> None:
         if len(left) == len(tensors) > 1 or not left or node.kwargs:
             continue
         with graph.inserting_before(node):
-            found = left[0]
+            joint = left[0]
             if len(left) > 1:
-                found = new_node(graph, aten.cat.default, left, *node.args[1:])
-            elif fake_value(found).dtype is not (dtype := fake_value(node).dtype):
-                found = new_node(graph, _to_copy, found, dtype=dtype)
+                joint = new_node(graph, aten.cat.default, left, *node.args[1:])
+            elif fake_value(joint).dtype is not (dtype := fake_value(node).dtype):
+                joint = new_node(graph, _to_copy, joint, dtype=dtype)
             layout = _suggest_memory_format(fake_value(node))
-            copy = new_node(graph, aten.clone.default, found, memory_format=layout)
+            copy = new_node(graph, aten.clone.default, joint, memory_format=layout)
             replace_node(graph, node, copy)
 
 
@@ -320,12 +320,12 @@ def merge_sums(module: fx.GraphModule) -> None:
             left = [_insert_transpose(graph, b) if turned else a for _, (a, b, turned) in pairs]
             right = [_insert_transpose(graph, a) if turned else b for _, (a, b, turned) in pairs]
             factors = _concatenate(graph, left, 1), _concatenate(graph, right, 0)
-            found = new_node(graph, aten.mm.default, *factors)
+            total = new_node(graph, aten.mm.default, *factors)
             for term, turned in terms:
                 if term not in known:
                     other = _insert_transpose(graph, term) if turned else term
-                    found = new_node(graph, aten.add.Tensor, found, other)
-        root.replace_all_uses_with(found)
+                    total = new_node(graph, aten.add.Tensor, total, other)
+        root.replace_all_uses_with(total)
         graph.eliminate_dead_code()
 
 
@@ -401,16 +401,16 @@ def _use_weight_gradient(graph: fx.Graph, node: fx.Node) -> None:
     if not plain or not all(map(_is_exchanged, (x, g, *node.users))):
         return
     x, g = x.args[0], g.args[0]  # type: ignore[union-attr]
-    found, images, outputs = fake_value(node).shape, fake_value(x).shape, fake_value(g).shape
-    symbols = not all(isinstance(n, int) for n in (*found, *images, *outputs))
+    kernel, images, outputs = fake_value(node).shape, fake_value(x).shape, fake_value(g).shape
+    symbols = not all(isinstance(n, int) for n in (*kernel, *images, *outputs))
     # with a kernel g no larger than the result it is an ordinary convolution, which is fast
-    if symbols or found[2:].numel() >= outputs[2:].numel() or not node.users:
+    if symbols or kernel[2:].numel() >= outputs[2:].numel() or not node.users:
         return
-    sizes = list(zip(images[2:], padding, stride, found[2:], dilation, strict=True))  # type: ignore[arg-type]
+    sizes = list(zip(images[2:], padding, stride, kernel[2:], dilation, strict=True))  # type: ignore[arg-type]
     # with the result as weight, and stride and dilation exchanged, x has to give outputs of g's size
     if [(n + 2 * p - s * (k - 1) - 1) // d + 1 for n, p, s, k, d in sizes] != list(outputs[2:]):
         return
-    weight = (found[1], found[0], *found[2:])
+    weight = (kernel[1], kernel[0], *kernel[2:])
     with graph.inserting_before(node):
         shape = new_node(graph, aten.new_empty.default, g, weight)
         # output_padding, which a convolution that is not transposed ignores

@@ -376,8 +376,8 @@ torch.library.define(
 
 
 def _operator(which: str, tensors: list[Tensor | None], *plan: Any) -> list[Tensor]:
-    found = _MAPS[which](*tensors, _make_plan(*plan))
-    parts = [found] if isinstance(found, Tensor) else found
+    result = _MAPS[which](*tensors, _make_plan(*plan))
+    parts = [result] if isinstance(result, Tensor) else result
     return [x.contiguous() for x in parts if x is not None]
 
 
@@ -407,11 +407,11 @@ def _run(which: str, *given: Any) -> Any:
         traced = torch_internals.tracing() and not torch.compiler.is_dynamo_compiling()
         # a tracer that differentiates must see the operations
         if not traced or blocks.is_recorded(given):
-            found = _MAPS[which](*given)
+            result = _MAPS[which](*given)
         else:
-            found = torch.ops.hoglib.attention(which, tensors, *plan)
-            found = found[0] if which == "tangents" else found
-    return found if isinstance(found, Tensor) else tuple(x for x in found if x is not None)
+            result = torch.ops.hoglib.attention(which, tensors, *plan)
+            result = result[0] if which == "tangents" else result
+    return result if isinstance(result, Tensor) else tuple(x for x in result if x is not None)
 
 
 def _reference_value(*given: Any) -> tuple[Tensor, Tensor]:
@@ -425,8 +425,8 @@ def _gradients_by(needs: str, *given: Any) -> blocks.Parts:
     *tensors, plan = given
     if not needs:
         return (None,) * len(blocks.NAMES)
-    found = apply_function(_GRADIENTS, None, *tensors, plan._replace(needs=needs))
-    return by_name(blocks.NAMES, needs, found)
+    grads = apply_function(_GRADIENTS, None, *tensors, plan._replace(needs=needs))
+    return by_name(blocks.NAMES, needs, grads)
 
 
 def _values_backward(saved: Saved, g: Tensor, _: object) -> blocks.Parts:
@@ -444,55 +444,55 @@ def _values_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, Tensor]:
 def _curvature_by(needs: str, *given: Any) -> blocks.Parts:
     """The curvature as a Function: the parts by the inputs named in `needs`, and Y'."""
     *tensors, plan = given
-    found = apply_function(_CURVATURE, None, *tensors, plan._replace(needs=needs))
-    return by_name(blocks.KINDS, (*needs, "y"), found)
+    parts = apply_function(_CURVATURE, None, *tensors, plan._replace(needs=needs))
+    return by_name(blocks.KINDS, (*needs, "y"), parts)
 
 
 def _curvature_backward(saved: Saved, *grads: Tensor | None) -> blocks.Parts:
     *tensors, plan = saved.inputs
     cotangents = by_name(blocks.KINDS, (*plan.needs, "y"), grads)
-    found = list(blocks.derivative_of_curvature("vjp", *tensors, *cotangents, plan))
-    found.insert(4, None)  # the keys of dropout
-    pairs = zip(found, saved.needs_input_grad, strict=False)
+    results = list(blocks.derivative_of_curvature("vjp", *tensors, *cotangents, plan))
+    results.insert(4, None)  # the keys of dropout
+    pairs = zip(results, saved.needs_input_grad, strict=False)
     return [*(x if need else None for x, need in pairs), None]
 
 
 def _curvature_jvp(saved: Saved, *tangents: Any) -> tuple[Tensor, ...]:
     *tensors, plan = saved.inputs
     along = *tangents[:4], *tangents[5:10]
-    found = blocks.derivative_of_curvature("jvp", *tensors, *along, plan)
-    return tuple(x for x in found if x is not None)
+    parts = blocks.derivative_of_curvature("jvp", *tensors, *along, plan)
+    return tuple(x for x in parts if x is not None)
 
 
 def _gradients_backward(saved: Saved, *grads: Tensor | None) -> blocks.Parts:
     *tensors, g, _, _, plan = saved.inputs
     along = by_name(blocks.NAMES, plan.needs, grads)
-    found = _curvature_by(saved.needed(blocks.NAMES), *tensors, g, *along, plan)
-    return *found[:4], None, found[4] if saved.needs_input_grad[5] else None, None, None, None
+    results = _curvature_by(saved.needed(blocks.NAMES), *tensors, g, *along, plan)
+    return *results[:4], None, results[4] if saved.needs_input_grad[5] else None, None, None, None
 
 
 def _gradients_jvp(saved: Saved, *tangents: Any) -> Any:
     *tensors, g, y, logsumexp, plan = saved.inputs
     along, dg = tangents[:4], tangents[5]
-    found: list[blocks.Parts] = []
+    terms: list[blocks.Parts] = []
     if any(x is not None for x in along):
-        found.append(_curvature_by(plan.needs, *tensors, g, *along, plan)[:4])
+        terms.append(_curvature_by(plan.needs, *tensors, g, *along, plan)[:4])
     if dg is not None:
-        found.append(_gradients_by(plan.needs, *tensors, dg, y, logsumexp, plan))
-    if not found:
+        terms.append(_gradients_by(plan.needs, *tensors, dg, y, logsumexp, plan))
+    if not terms:
         return tuple(map(g.new_zeros, saved.output_shapes))
-    parts = zip(*found, strict=True)
+    parts = zip(*terms, strict=True)
     return tuple(sum_terms([x for x in of if x is not None]) for of in parts if of[0] is not None)
 
 
 def _tangents_backward(saved: Saved, g: Tensor) -> blocks.Parts:
     *tensors, dq, dk, dv, dm, plan = saved.inputs
     needs = saved.needed(blocks.NAMES)
-    found: blocks.Parts = (None,) * 4
+    grads: blocks.Parts = (None,) * 4
     if needs:
-        found = _curvature_by(needs, *tensors, g, dq, dk, dv, dm, plan)[:4]
+        grads = _curvature_by(needs, *tensors, g, dq, dk, dv, dm, plan)[:4]
     by_tangents = _gradients_by(saved.needed(blocks.NAMES, 5), *tensors, g, None, None, plan)
-    return *found, None, *by_tangents, None
+    return *grads, None, *by_tangents, None
 
 
 def _tangents_jvp(saved: Saved, *tangents: Any) -> Tensor:
@@ -521,10 +521,10 @@ def _fold_batch(batch: Batch, *given: Any) -> tuple[tuple[Tensor, ...] | Tensor,
         size = folded[3].shape[0] // batch.size if own_masks else 0
         every = tuple(b * size + place for b in range(batch.size) for place in places)
         plan = plan._replace(places=every if own_masks or plan.places else None)
-    found = batch.function.apply(*folded, plan)
-    parts = found if isinstance(found, tuple) else (found,)
+    result = batch.function.apply(*folded, plan)
+    parts = result if isinstance(result, tuple) else (result,)
     outputs = tuple(x.unflatten(0, (batch.size, x.shape[0] // batch.size)) for x in parts)
-    return (outputs, (0,) * len(outputs)) if isinstance(found, tuple) else (outputs[0], 0)
+    return (outputs, (0,) * len(outputs)) if isinstance(result, tuple) else (outputs[0], 0)
 
 
 def _make_map(which: str, count: int, backward: Any, jvp: Any, **kept: Any) -> Any:

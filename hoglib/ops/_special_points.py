@@ -57,7 +57,7 @@ def logaddexp2(input: Tensor, other: Tensor) -> Tensor:
 @stands_in_for(torch.sinc, Tensor.sinc, torch.special.sinc, name=_POINTS["name"])
 def sinc(input: Tensor) -> Tensor:
     """torch.sinc; near 0, where derivatives of the quotient cancel, by its series."""
-    if not _is_real(input):
+    if not _is_real(input) or only_plain_operations():
         return torch.sinc(input)
     z = math.pi * input
     # twelve terms: for |z| < 1 the next term is below 1e-25

@@ -19,11 +19,11 @@ Polynomial = Sequence[float]  # coefficients, the constant first
 
 
 def _evaluate_polynomial(p: Polynomial, x: Tensor) -> Tensor | float:
-    found: Tensor | float = p[-1] if p else 0.0
+    value: Tensor | float = p[-1] if p else 0.0
     for coefficient in reversed(p[:-1]):
-        found = found * x if isinstance(found, Tensor) or found != 1 else x
-        found = found + coefficient if coefficient else found
-    return found
+        value = value * x if isinstance(value, Tensor) or value != 1 else x
+        value = value + coefficient if coefficient else value
+    return value
 
 
 def _differentiate_polynomial(p: Polynomial) -> list[float]:
@@ -31,11 +31,11 @@ def _differentiate_polynomial(p: Polynomial) -> list[float]:
 
 
 def _multiply_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
-    found = [0.0] * (len(p) + len(q) - 1)
+    product = [0.0] * (len(p) + len(q) - 1)
     for i, a in enumerate(p):
         for j, b in enumerate(q):
-            found[i + j] += a * b
-    return found
+            product[i + j] += a * b
+    return product
 
 
 def _add_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
@@ -44,34 +44,34 @@ def _add_polynomials(p: Polynomial, q: Polynomial) -> list[float]:
 
 def autonomous(first: Polynomial, y: Tensor, K: int) -> list[Derivative]:
     """The derivatives of a y with y' = P(y), P = first: y'' = P'(y) P(y), and so on."""
-    found: list[Derivative] = []
+    derivs: list[Derivative] = []
     p = list(first)
     for _ in range(K):
-        found.append(_evaluate_polynomial(p, y))
+        derivs.append(_evaluate_polynomial(p, y))
         p = _multiply_polynomials(_differentiate_polynomial(p), first)
-    return found
+    return derivs
 
 
 def weighted(w: Tensor, r: Polynomial, x: Tensor, K: int) -> list[Derivative]:
     """[w, w', ..., w^(K-1)] for a w with w' = r(x) w: w^(k) = p_k(x) w."""
-    found: list[Derivative] = []
+    derivs: list[Derivative] = []
     p = [1.0]
     for _ in range(K):
-        found.append(_evaluate_polynomial(p, x) * w)
+        derivs.append(_evaluate_polynomial(p, x) * w)
         p = _add_polynomials(_differentiate_polynomial(p), _multiply_polynomials(r, p))
-    return found
+    return derivs
 
 
 def power(x: Tensor, p: Any, K: int) -> list[Derivative]:
-    found: list[Derivative] = []
+    derivs: list[Derivative] = []
     factor: Any = 1.0
     for k in range(1, K + 1):
         factor *= p - k + 1
         exponent = p - k
         power = 1.0 if exponent == 0 else x if exponent == 1 else x**exponent
         # not 0 * power, which is NaN at x = 0
-        found.append(None if factor == 0 else factor * power)
-    return found
+        derivs.append(None if factor == 0 else factor * power)
+    return derivs
 
 
 def _quadratic_power(c: float, p: float, x: Tensor, h: Tensor, K: int) -> list[Derivative]:
@@ -79,11 +79,11 @@ def _quadratic_power(c: float, p: float, x: Tensor, h: Tensor, K: int) -> list[D
 
     q h^(m+1) = c (2 (p - m) x h^(m) + m (2p - m + 1) h^(m-1))
     """
-    q, found = 1 + c * x * x, [h]
+    q, derivs = 1 + c * x * x, [h]
     for m in range(K - 1):
-        previous = m * (2 * p - m + 1) * found[m - 1] if m else 0.0
-        found.append(c * (2 * (p - m) * x * found[m] + previous) / q)
-    return list(found)
+        previous = m * (2 * p - m + 1) * derivs[m - 1] if m else 0.0
+        derivs.append(c * (2 * (p - m) * x * derivs[m] + previous) / q)
+    return list(derivs)
 
 
 def _times_x(x: Tensor, inner: list[Any]) -> list[Derivative]:
@@ -156,12 +156,12 @@ def _clamp(x: Tensor, y: Tensor, K: int, low: Any = None, high: Any = None) -> l
 def power_of(x: Tensor, y: Tensor, K: int, p: object) -> list[Derivative]:
     if not isinstance(p, Tensor):
         return power(x, p, K)
-    factor, found = torch.ones_like(p, dtype=y.dtype), []
+    factor, derivs = torch.ones_like(p, dtype=y.dtype), []
     for k in range(1, K + 1):
         factor = factor * (p - k + 1)
         # a zero factor makes the derivative zero, also at x = 0 where the power is infinite
-        found.append(torch.where(factor == 0, 0, factor * x ** torch.where(factor == 0, 0, p - k)))
-    return list(found)
+        derivs.append(torch.where(factor == 0, 0, factor * x ** torch.where(factor == 0, 0, p - k)))
+    return list(derivs)
 
 
 def _polygammas(x: Tensor, first: int, K: int) -> list[Derivative]:
@@ -187,7 +187,7 @@ def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
     small, large = torch.where(near, z, 0), torch.where(near, limit, z)
     sin, cos = large.sin(), large.cos()
     sines: list[Any] = [sin, *_cycle(K, cos, -sin, -cos, sin)]
-    found: list[Derivative] = []
+    derivs: list[Derivative] = []
     f = sin / large
     for k in range(1, K + 1):
         f = (sines[k] - k * f) / large
@@ -195,18 +195,18 @@ def _sinc(x: Tensor, y: Tensor, K: int) -> list[Derivative]:
         for n in range(k % 2, len(series), 2):
             m = (n + k) // 2
             series[n] = (-1) ** m / (math.factorial(n) * (2 * m + 1))
-        found.append(math.pi**k * torch.where(near, _evaluate_polynomial(series, small), f))
-    return found
+        derivs.append(math.pi**k * torch.where(near, _evaluate_polynomial(series, small), f))
+    return derivs
 
 
 def _by_value(p: float) -> Tower:
     """The derivatives g^(k) = (p - k + 1) g^(k-1) / x of g = c x^p, from its value."""
 
     def tower(x: Tensor, y: Tensor, K: int) -> list[Any]:
-        found: list[Any] = [y]
+        derivs: list[Any] = [y]
         for k in range(1, K + 1):
-            found.append((p - k + 1) * found[-1] / x)
-        return found[1:]
+            derivs.append((p - k + 1) * derivs[-1] / x)
+        return derivs[1:]
 
     return tower
 

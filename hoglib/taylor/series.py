@@ -42,7 +42,7 @@ class Algebra(ABC):
 
     def compose(self, derivatives: Sequence[Derivative], n: Parts) -> Parts:
         """The nilpotent part of g(u_0 + n), from the derivatives g', g'', ..., g^(K) at u_0."""
-        power, found = n, [_times(derivatives[0], part) for part in n]
+        power, sums = n, [_times(derivatives[0], part) for part in n]
         for k in range(2, self.order + 1):
             if all(derivative is None for derivative in derivatives[k - 1 :]):
                 break
@@ -54,8 +54,8 @@ class Algebra(ABC):
             if derivative is not None:
                 # float, because factorials above 20! overflow 64-bit integers
                 terms = [_times(derivative / float(factorial(k)), part) for part in power]
-                found = [add(a, b) for a, b in zip(found, terms, strict=True)]
-        return found
+                sums = [add(a, b) for a, b in zip(sums, terms, strict=True)]
+        return sums
 
     def zeros(self) -> Parts:
         return [None] * len(self.leads)
@@ -84,7 +84,7 @@ class Univariate(Algebra):
         self.leads = (directions,) * (order - 1) + (directions and weights is None,)
 
     def product(self, bilinear: Bilinear, a: Parts, b: Parts) -> Parts:
-        found: Parts = [None]
+        parts: Parts = [None]
         lead = self.leads[0]
         for m in range(2, self.order + 1):
             total: Tensor | None = None
@@ -98,8 +98,8 @@ class Univariate(Algebra):
                     term = self.collapsed(term)
                 # float, because large binomials overflow, too
                 total = add(total, term * float(comb(m, i)))
-            found.append(total)
-        return found
+            parts.append(total)
+        return parts
 
     def collapsed(self, term: Tensor) -> Tensor:
         """The weighted sum of a term [R, ...] over its directions."""
@@ -134,15 +134,15 @@ class MultiIndex(Algebra):
         ]
 
     def product(self, bilinear: Bilinear, a: Parts, b: Parts) -> Parts:
-        found: Parts = []
+        parts: Parts = []
         for terms in self._terms:
             total: Tensor | None = None
             for i, j, factor in terms:
                 x, y = a[i], b[j]
                 if x is not None and y is not None:
                     total = add(total, bilinear(x, y, False, False) * factor)
-            found.append(total)
-        return found
+            parts.append(total)
+        return parts
 
 
 @final
@@ -207,8 +207,8 @@ class Biharmonic(Algebra):
         """sum_k of the product of x_k and pairs_ki."""
         if x is None or pairs is None:
             return None
-        found = term(x[self._second], pairs[self._full], True, True)
-        return found.unflatten(0, (self.D, self.D)).sum(1)
+        total = term(x[self._second], pairs[self._full], True, True)
+        return total.unflatten(0, (self.D, self.D)).sum(1)
 
 
 def multiply(a: Tensor, b: Tensor, lead_a: bool, lead_b: bool) -> Tensor:
@@ -274,15 +274,15 @@ class Call(NamedTuple):
         """
         a_n = self.parts(a) if a_n is ... else a_n
         b_n = self.parts(b) if b_n is ... else b_n
-        found = self.algebra.zeros()
+        parts = self.algebra.zeros()
         if a_n is not None:
-            found = self.algebra.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
+            parts = self.algebra.of_each(lambda p, lead: bilinear(p, b, bool(lead), False), a_n)
         if b_n is not None:
             terms = self.algebra.of_each(lambda p, lead: bilinear(a, p, False, bool(lead)), b_n)
-            found = plus(found, terms)
+            parts = plus(parts, terms)
         if a_n is not None and b_n is not None:
-            found = plus(found, self.algebra.product(bilinear, a_n, b_n))
-        return found
+            parts = plus(parts, self.algebra.product(bilinear, a_n, b_n))
+        return parts
 
     def known(self, x: object) -> Parts:
         """The coefficients of a tensor, zeros if it is constant."""

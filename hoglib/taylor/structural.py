@@ -46,8 +46,8 @@ def by_dim(operation: Callable[..., Any]) -> Linear:
         part: Tensor, lead: int, x: Tensor, out: Any, dim: object = 0, *args: Any, **kwargs: Any
     ) -> Any:
         if lead and not x.dim():  # torch accepts dim=0 for a scalar, as if it had one dimension
-            found = operation(part.unsqueeze(1), shift_dims(dim, lead, x), *args, **kwargs)
-            return found.reshape(part.shape + out.shape)
+            result = operation(part.unsqueeze(1), shift_dims(dim, lead, x), *args, **kwargs)
+            return result.reshape(part.shape + out.shape)
         return operation(part, shift_dims(dim, lead, x), *args, **kwargs)
 
     return run
@@ -74,9 +74,9 @@ def _transpose(part: Tensor, lead: int, x: Tensor, out: Tensor, a: int, b: int) 
 
 
 def _index(part: Tensor, lead: int, x: Tensor, out: Tensor, indices: Sequence[Any]) -> Tensor:
-    found = part.movedim(0, -1) if lead else part  # indices apply to the first dimensions
-    found = aten.index.Tensor(found, list(indices))
-    return found.movedim(-1, 0) if lead else found
+    result = part.movedim(0, -1) if lead else part  # indices apply to the first dimensions
+    result = aten.index.Tensor(result, list(indices))
+    return result.movedim(-1, 0) if lead else result
 
 
 def _gather(
@@ -232,7 +232,7 @@ def _join(operation: Any) -> Rule:
         tensors, dim = call.args[0], call.args[1] if len(call.args) > 1 else 0
         if operation is torch.cat:  # torch.cat skips tensors of shape [0]
             tensors = [x for x in tensors if x.shape != (0,)] or list(tensors)
-        found = call.algebra.zeros()
+        joined = call.algebra.zeros()
         like = call.out if operation is torch.cat else call.out.select(dim, 0)
         dim %= call.out.dim()
         for c, lead in enumerate(call.algebra.leads):
@@ -243,8 +243,8 @@ def _join(operation: Any) -> Rule:
             size = given.shape[: int(lead)]
             pairs = zip(parts, tensors, strict=True)
             filled = [like.new_zeros(size + x.shape) if p is None else p for p, x in pairs]
-            found[c] = operation(filled, dim + lead)
-        return found
+            joined[c] = operation(filled, dim + lead)
+        return joined
 
     return rule
 
@@ -256,26 +256,26 @@ def where_tensors(call: Call, mask: Tensor, a: object, b: object) -> Parts:
 
 def where_parts(call: Call, mask: Tensor, a_n: Parts, b_n: Parts) -> Parts:
     """The coefficients a_n where mask is True, b_n elsewhere."""
-    found: Parts = []
+    parts: Parts = []
     for p, q, lead in zip(a_n, b_n, call.algebra.leads, strict=True):
         sides: list[Any] = [0 if r is None else align(r, lead, call.out.dim()) for r in (p, q)]
-        found.append(None if p is q is None else torch.where(mask, sides[0], sides[1]))
-    return found
+        parts.append(None if p is q is None else torch.where(mask, sides[0], sides[1]))
+    return parts
 
 
 def _extremum(call: Call) -> Parts:
     a, b = call.args
     larger = a > b if call.name == "maximum" else a < b
-    found = where_tensors(call, larger, a, b)
+    chosen = where_tensors(call, larger, a, b)
     ties = a == b  # torch's derivative: half of each
     if call.side:
         sign = call.direction(plus(call.known(a), times(-1, call.known(b))))
         if sign is None:
-            return found
+            return chosen
         first = sign > 0 if call.name == "maximum" else sign < 0
         return where_tensors(call, torch.where(ties, first, larger), a, b)
     half = times(0.5, plus(where_tensors(call, ties, a, 0.0), where_tensors(call, ties, b, 0.0)))
-    return where_parts(call, ties, half, found)
+    return where_parts(call, ties, half, chosen)
 
 
 def _reduced_extremum(call: Call) -> Parts:
@@ -309,8 +309,8 @@ def _select(call: Call) -> list[Parts | None]:
     index = indices if keep else indices.unsqueeze(dim)
 
     def pick(part: Tensor, lead: int) -> Tensor:
-        found = _gather(part, lead, x, None, dim, index)
-        return found if keep else found.squeeze(shift_dims(dim, lead, x))
+        picked = _gather(part, lead, x, None, dim, index)
+        return picked if keep else picked.squeeze(shift_dims(dim, lead, x))
 
     return [call.algebra.of_each(pick, call.known(x)), None]
 
@@ -322,7 +322,7 @@ def _write(source: int) -> Rule:
     """
 
     def rule(call: Call) -> Parts:
-        found: Parts = []
+        parts: Parts = []
         args = list(call.args)
         operation = getattr(aten, call.name)
         x: Any = args[0]
@@ -330,7 +330,7 @@ def _write(source: int) -> Rule:
         for p, q, lead in zip(call.known(x), call.known(y), call.algebra.leads, strict=True):
             given = p if p is not None else q
             if given is None:
-                found.append(None)
+                parts.append(None)
                 continue
             rows = []
             for r in range(len(given)) if lead else [...]:
@@ -338,8 +338,8 @@ def _write(source: int) -> Rule:
                 zero = torch.zeros_like(y) if isinstance(y, Tensor) else 0.0
                 args[source] = zero if q is None else q[r]
                 rows.append(operation(*args, **call.kwargs))
-            found.append(torch.stack(rows) if lead else rows[0])
-        return found
+            parts.append(torch.stack(rows) if lead else rows[0])
+        return parts
 
     return rule
 

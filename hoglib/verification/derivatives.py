@@ -125,13 +125,13 @@ class Derivatives:
         at = [self._comparer.with_differences(self._first(x)) for x in self._points]
         yield self._kinks(at[0])
         row = self._judged(FIRST, self._comparer.compared(at, "r"))
-        found = self.found[FIRST]
-        words, column = [row.text], found.worst.column
+        result = self.found[FIRST]
+        words, column = [row.text], result.worst.column
         if row.status == "fail":
             words = [f"{row.text.rstrip('.')}.", *self._where()]
-            if found.raised is None:
+            if result.raised is None:
                 with suppress(Exception):  # a failing description must not hide the row
-                    at_inputs = (subject.map, subject.x, found.worst.row, column)
+                    at_inputs = (subject.map, subject.x, result.worst.row, column)
                     words.append(wrong_elements(*at_inputs, subject.random))
                 looks = describe_forward(subject, column) or DECLARE
                 words.append(CONSTANT if self._is_none(column) else looks)
@@ -142,8 +142,8 @@ class Derivatives:
         asked = self._options.modes
         wanted = subject.offers_forward is not False if asked is None else "f" in "".join(asked)
         if wanted:
-            found = self._comparer.compared(at, "f")
-            row = self._judged("first derivative: forward", found, may_lack=True)
+            result = self._comparer.compared(at, "f")
+            row = self._judged("first derivative: forward", result, may_lack=True)
             rules = sorted(f.__name__ for f in subject.functions if function_rules.offers_jvp(f))
             if row.status == "fail" and rules:
                 row = row._replace(text=f"the jvp of {', '.join(rules)} is wrong: {row.text}")
@@ -195,10 +195,10 @@ class Derivatives:
             for x in self._points
         )
         try:
-            found = self._comparer.compared(at, mode)
+            result = self._comparer.compared(at, mode)
         except Exception as error:
-            found = Discrepancy.of_error(error)
-        row = self._judged(name, found, may_lack=mode != "rr")
+            result = Discrepancy.of_error(error)
+        row = self._judged(name, result, may_lack=mode != "rr")
         if mode != "rr" or order != 2:
             return row
         if isnan(self.found[name].worst.got):
@@ -221,10 +221,10 @@ class Derivatives:
             tried += [(f, IN_PARTS) for f in maps.stack_outputs(subject.map, values)]
             for map_, where in tried:
                 f = maps.gradient_of_composition(map_, values, weights)
-                found = self._comparer.compared([Target(f, x, rows, subject.names)], "r")
-                if found.wrong and found.raised is None:
-                    self.found[row.name] = found
-                    judged = self._judged(row.name, found)
+                result = self._comparer.compared([Target(f, x, rows, subject.names)], "r")
+                if result.wrong and result.raised is None:
+                    self.found[row.name] = result
+                    judged = self._judged(row.name, result)
                     return judged._replace(text=f"{judged.text} {where}")
         return row
 
@@ -243,33 +243,33 @@ class Derivatives:
     def _first(self, x: list[Tensor]) -> Target:
         return Target(self.subject.map, x, self.subject.rows, self.subject.names)
 
-    def _judged(self, name: str, found: Discrepancy, *, may_lack: bool = False) -> Row:
+    def _judged(self, name: str, result: Discrepancy, *, may_lack: bool = False) -> Row:
         """The row of a comparison. may_lack: the mode has a forward level. An error in it is a fault
         only if every Function declares a jvp, or the user asked for modes."""
-        text = "" if found.raised is None else f"it raised {format_error(found.raised)}"
+        text = "" if result.raised is None else f"it raised {format_error(result.raised)}"
         if text and may_lack and not (self.subject.offers_forward or self._options.modes):
             return Row(name, "skip", None, f"it is not offered: {text}.")
-        self.found[name] = found
+        self.found[name] = result
         if text:
             text = f"{text}." if may_lack else f"{name.split(':')[0]} is missing: {text}"
             return Row(name, "fail", None, text)
-        if found.wrong:
-            others = self._labels(found.faulty - {found.worst.column})
+        if result.wrong:
+            others = self._labels(result.faulty - {result.worst.column})
             also = f" Also wrong: by {', '.join(others)}." if others else ""
-            return Row(name, "fail", found.error, f"{found.wrong}{ratio(found)}.{also}")
-        if not (found.unknown or found.blank):
-            return Row(name, "pass", found.error)
-        why = f" ({found.problem})" if found.problem else ""
+            return Row(name, "fail", result.error, f"{result.wrong}{ratio(result)}.{also}")
+        if not (result.unknown or result.blank):
+            return Row(name, "pass", result.error)
+        why = f" ({result.problem})" if result.problem else ""
         nothing = f"{NOT_COMPARED}: finite differences do not converge{why}."
-        error: float | None = found.error
-        if found.unknown and not found.checked:
+        error: float | None = result.error
+        if result.unknown and not result.checked:
             text, error = f"{nothing} {NOWHERE}", None
-            if "Error: " in found.problem:  # forward raised while differences were taken
+            if "Error: " in result.problem:  # forward raised while differences were taken
                 text = f"{NOT_COMPARED}: forward refuses points near the inputs{why}. {REFUSES}"
-        elif found.unknown:
-            text = f"by {', '.join(self._labels(found.unknown))} {nothing} {UNKNOWN}"
+        elif result.unknown:
+            text = f"by {', '.join(self._labels(result.unknown))} {nothing} {UNKNOWN}"
         else:
-            text = f"of {', '.join(sorted(found.blank))} {nothing} {BLANK}"
+            text = f"of {', '.join(sorted(result.blank))} {nothing} {BLANK}"
         return Row(name, "warn", error, text)
 
     def _labels(self, columns: Iterable[int]) -> list[str]:
@@ -314,9 +314,9 @@ class Derivatives:
                 yield f"{function.__name__}.backward starts at {line}."
 
 
-def ratio(found: Discrepancy) -> str:
+def ratio(result: Discrepancy) -> str:
     """The ratio of the worst number to the expected one, in words."""
-    got, expected = found.worst.got, found.worst.expected
+    got, expected = result.worst.got, result.worst.expected
     if not expected or isnan(got):
         return ""
     share = got / expected
@@ -336,12 +336,12 @@ def nan_operation(f: TensorMap, x: Tensors, u: Tensors, w: Tensors | None = None
         weights = u
         if w is not None:
             results, weights = maps.grad(results, leaves, u, create_graph=True), w
-    found: list[Any] = []
-    note_not_finite(results, found)
-    maps.grad(results, leaves, weights)  # the hooks of note_not_finite fill `found`
-    if not found:
+    nodes: list[Any] = []
+    note_not_finite(results, nodes)
+    maps.grad(results, leaves, weights)  # the hooks of note_not_finite fill `nodes`
+    if not nodes:
         return ""
-    node = found[0]
+    node = nodes[0]
     function = torch_internals.custom_function(node)
     if function is not None:
         return f"{function.__name__}.backward"

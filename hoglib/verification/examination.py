@@ -278,24 +278,24 @@ def _judge(given: Case) -> Verdict:
     options = options.in_dtype(subject.dtype)
     # a failure need not be the Function's: try directions that the arguments can actually take, and
     # values that are computed elsewhere
-    found = _compare_derivatives(function, subject, here, options)
-    if found.is_reported:
-        found, subject = _restricted_verdict(given, subject, here, options, found)
-    if found.is_reported and given.by_module is None:
-        found = _with_value_from_elsewhere(app, options, found)
-    if found.of_second and (cast := casts(given)[0]):
-        found = found._replace(text=f"{found.text} {CAST.format(', '.join(cast))}")
-    if found.status == "right" and not options.surrogate:
+    verdict = _compare_derivatives(function, subject, here, options)
+    if verdict.is_reported:
+        verdict, subject = _restricted_verdict(given, subject, here, options, verdict)
+    if verdict.is_reported and given.by_module is None:
+        verdict = _with_value_from_elsewhere(app, options, verdict)
+    if verdict.of_second and (cast := casts(given)[0]):
+        verdict = verdict._replace(text=f"{verdict.text} {CAST.format(', '.join(cast))}")
+    if verdict.status == "right" and not options.surrogate:
         for i in filter(partial(_depends_on, app), given.hiding):
             text = IN_CONTAINER.format(name=function.__qualname__, given=app.name(i))
             return Verdict("wrong", text, order=1)
-    if found.status == "right" and given.by_vmap and not subject.draws:
+    if verdict.status == "right" and given.by_vmap and not subject.draws:
         with suppress(Exception):  # vmap raises at the entry point, too
             base = baseline(subject, subject.x, options)
             if fault := vmap_fault(base, [subject.perturbed_point()]):
                 text = f"the derivative of {function.__qualname__} is wrong by its vmap rule: "
                 return Verdict("wrong", f"{text}{fault}. {OWN_RULE}")
-    return found
+    return verdict
 
 
 def ranges_of(args: Sequence[Any]) -> tuple[Range, ...]:
@@ -340,7 +340,7 @@ def _depends_on(app: Application, i: int) -> bool:
 
 
 def _restricted_verdict(
-    given: Case, subject: Subject, here: list[list[Tensor]], options: Options, found: Verdict
+    given: Case, subject: Subject, here: list[list[Tensor]], options: Options, verdict: Verdict
 ) -> tuple[Verdict, Subject]:
     """Judge a wrong Function once more on smaller spaces of directions and outputs.
 
@@ -358,10 +358,10 @@ def _restricted_verdict(
         if Derivatives(one, here, options).are_right():
             domain = tuple((place_of[j], structure) for j, structure in one.kept.items())
             return RIGHT._replace(domain=domain), one
-    for one in subject.phase_fixings(real_too=found.status != "wrong"):
+    for one in subject.phase_fixings(real_too=verdict.status != "wrong"):
         if Derivatives(one, here, options).are_right():
             return RIGHT, one
-    return found, subject
+    return verdict, subject
 
 
 # A value computed elsewhere; a Function F only supplies the derivative:
@@ -445,8 +445,8 @@ def other_points_rows(subject: Subject, options: Options) -> list[Row] | None:
             if any(row.status in ("warn", "fail") for row in first):
                 continue
             failed = [row for row in derivatives.higher_order(2) if row.status == "fail"]
-            found = [derivatives.found[row.name] for row in failed]
-            if any(one.raised is not None or isnan(one.worst.got) for one in found):
+            results = [derivatives.found[row.name] for row in failed]
+            if any(one.raised is not None or isnan(one.worst.got) for one in results):
                 continue
             judged = True
             causes_of = attribution_rows(subject, x, derivatives.found) if failed else ()
@@ -626,10 +626,10 @@ def _preserve_reached(app: Application) -> Iterator[Callable[[], list[str]]]:
     """Restore tensors, modules, generators and class attributes that the Function reaches besides its
     arguments. Yields a function that describes tensors with a changed .grad."""
     function = app.function
-    own, found = _attributes_of(function), _reachable_objects(app)
-    modules = [x for x in found if isinstance(x, nn.Module)]
-    generators = [x for x in found if isinstance(x, torch.Generator)]
-    tensors = [x for x in found if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]
+    own, objects = _attributes_of(function), _reachable_objects(app)
+    modules = [x for x in objects if isinstance(x, nn.Module)]
+    generators = [x for x in objects if isinstance(x, torch.Generator)]
+    tensors = [x for x in objects if isinstance(x, Tensor) and not (is_lazy(x) or x.is_inference())]
     values = [(x, x.detach().clone()) for x in tensors]
     with StateGuard(modules, generators), preserve_grads(function, *app.args) as changed:
         try:
