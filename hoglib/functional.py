@@ -33,7 +33,7 @@ from hoglib._core.modules.swap import (
     swap_parameters,
     train_mode_batch_statistics,
 )
-from hoglib._core.numerics.trust import found_once
+from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.substrate.autograd import translate_hook_errors
 from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.substrate.placement import refuse_fsdp1
@@ -436,7 +436,7 @@ class FunctionalLoss:
         if (names := tuple(params)) not in self._searched:
             look = partial(self._refuse_own_parameters, params, outputs)
             # once for a model and names, because the walk visits each node of the graph
-            if found_once(self.model, ("parameters from elsewhere", names), look):
+            if memoize_on(self.model, ("parameters from elsewhere", names), look):
                 self._searched.add(names)
         return outputs
 

@@ -35,14 +35,14 @@ from hoglib._core.messages.call_errors import explain_kind_of_tensor
 from hoglib._core.messages.closures import name_of, owner_of
 from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.modules.swap import keep_swapped, restore_buffers
-from hoglib._core.numerics.trust import found_once
+from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.problem import Policy, Problem
 from hoglib._core.remat.blocks import BlockForward, rematerialized
 from hoglib._core.remat.recomputation import recompute
 from hoglib._core.runtime.ambient import AMBIENT, Examiner
 from hoglib._core.runtime.source_location import warn_once
 from hoglib._core.substrate import autograd
-from hoglib._core.substrate.placement import WHOLE, Placement
+from hoglib._core.substrate.placement import UNSHARDED, Placement
 from hoglib._core.torch_api.torch_internals import after_backward, eagerly, has_dynamo
 from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib._core.torch_api.torch_version import NEWEST, TORCH_VERSION
@@ -91,7 +91,7 @@ class ring:  # noqa: N801 a context manager
         examine: bool = True,
         first_order: bool = False,
         gradients: Callable[[], AbstractContextManager[None]] = autograd.grad_enabled,
-        placement: Placement = WHOLE,
+        placement: Placement = UNSHARDED,
         buffers: bool = False,
         autocast_off: Iterable[str] = (),
         around_graph: bool = False,
@@ -182,7 +182,7 @@ def warn_if_derivatives_not_finite(
         _explain_not_finite(problem, func)
     elif by and value_checks_on() and not by[0].is_meta:
         shapes = [x.shape for x in problem.leaves]
-        known: Any = found_once(by[0], (caller, *shapes), list)
+        known: Any = memoize_on(by[0], (caller, *shapes), list)
         explain = partial(_explain_not_finite, problem, func, list(by))
         for part in parts if not known else ():
             if not part.requires_grad:

@@ -48,7 +48,7 @@ RECORDS = {
     "_core.modules.swap._CLAIMED": "two threads that swap one model's parameters: an error",
     "_core.modules.swap._SLOTS": "where the parameters of a model are, while it is as it was",
     "_core.torch_api.torch_forward_mode._FORWARD_THREADS": "torch has one level of forward mode for all threads",
-    "_core.numerics.trust._FOUND": "what was compared once is trusted: whether samples of a critic are apart",
+    "_core.numerics.trust._MEMO": "what was compared once is trusted: whether samples of a critic are apart",
     "_core.torch_api.torch_internals._CONSTRUCTOR_WATCHES": "who watches, for what stands in torch's place",
     "_core.torch_api.torch_internals._SCRIPT_WATCHES": "who watches, for what stands in torch's place",
     "_core.torch_api.function_watch._WATCHES": "who watches, for what stands in torch's place",

@@ -23,7 +23,7 @@ from hoglib._core.remat.blocks import Remat, check_remat, find_blocks
 from hoglib._core.runtime.source_location import entry_keywords, warn_once
 from hoglib._core.substrate.autograd import Vector, clone_inference_tensors
 from hoglib._core.substrate.placement import (
-    WHOLE,
+    UNSHARDED,
     Placement,
     Sharding,
     full_tensor,
@@ -186,7 +186,7 @@ class Problem:
     structure: Any
     leaves: Vector
     args: tuple[Any, ...]
-    placement: Placement = WHOLE
+    placement: Placement = UNSHARDED
     call: str = "func(params, *args)"
 
     @classmethod
@@ -224,7 +224,7 @@ class Problem:
             if names and hasattr(loss, "with_parameters"):
                 loss = loss.with_parameters({n: full_tensor(own[n]) for n in names})
             leaves = [x.detach() for x in self.placement.gather(self.leaves)]
-        return replace(self, loss=loss, leaves=leaves, placement=WHOLE)
+        return replace(self, loss=loss, leaves=leaves, placement=UNSHARDED)
 
     def weighted_by_rows(self) -> "Problem":
         """The same, as the mean over the rows of the batches of processes that share parameters."""

@@ -14,7 +14,7 @@ from hoglib._core.messages import results, validation
 from hoglib._core.messages.closures import owner_of
 from hoglib._core.modules.state import generator_state
 from hoglib._core.modules.swap import call_with
-from hoglib._core.numerics.trust import found_once
+from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.problem import Policy
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate import autograd
@@ -491,7 +491,7 @@ def _check_root(
         )
     changes = _changes(F, own, value, 1e-3)
     key = spec.function, *(x.shape for x in own)
-    found_once(owner_of(owner), key, partial(_check_derivatives, spec, F, own, value, changes))
+    memoize_on(owner_of(owner), key, partial(_check_derivatives, spec, F, own, value, changes))
     # differentiate once, so that the examination on exit judges custom Functions
     if graph.functions:
         vjp([value], own, [torch.ones_like(value)], spec.policy.caller, create_graph=True)

@@ -20,7 +20,7 @@ from hoglib._core.messages import closures, validation
 from hoglib._core.modules.swap import Params, swap_parameters
 from hoglib._core.problem import EvaluationOptions, Policy
 from hoglib._core.substrate.autograd import materialize_grads, without_graph
-from hoglib._core.substrate.placement import WHOLE, Placement
+from hoglib._core.substrate.placement import UNSHARDED, Placement
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.pytree import Tree
 from hoglib._core.torch_api.torch_modes import without_stand_ins
@@ -205,7 +205,7 @@ class ModuleLoop:
     statistics: norms.PerStepStatistics | None  # for batch_norm="per_step"
     batch_norms: norms.BatchNorms  # the model's batch norm layers
     strength: float = 0.0  # of the proximal term, strength / 2 |params - start|^2
-    placement: Placement = WHOLE  # of the parameters over processes
+    placement: Placement = UNSHARDED  # of the parameters over processes
 
     def meta_params(self) -> MetaParams:
         """The present values of all learned tensors."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from hoglib._core.messages import validation
 from hoglib._core.messages.closures import owner_of
 from hoglib._core.modules.module_kinds import BATCH_NORMS
-from hoglib._core.numerics.trust import found_once
+from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import Vector
 from hoglib._core.torch_api import pytree
@@ -269,4 +269,4 @@ def _recall_dependence(at: InputVJP) -> bool:
     # not getattr of a module, whose __getattr__ is slow for a missing name
     name = "" if isinstance(func, nn.Module) else getattr(func, "__name__", "")
     key = id(owner_of(func)), name, modes
-    return found_once(parameter, key, lambda: is_batch_dependent(at)) or False
+    return memoize_on(parameter, key, lambda: is_batch_dependent(at)) or False

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.substrate.autograd import Vector, fresh_leaves, materialize_grads, vjp
-from hoglib._core.substrate.placement import WHOLE, Placement
+from hoglib._core.substrate.placement import UNSHARDED, Placement
 from hoglib._core.torch_api import pytree
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
@@ -76,7 +76,7 @@ def difference_quotient(above: Sequence[Tensor], below: Sequence[Tensor], h: flo
 
 
 def directional_derivative(
-    function: VectorFunction, leaves: Vector, vector: Vector, placement: Placement = WHOLE
+    function: VectorFunction, leaves: Vector, vector: Vector, placement: Placement = UNSHARDED
 ) -> Vector:
     """The derivative of a function along a vector, in float64, by Richardson's extrapolation.
 
@@ -103,7 +103,7 @@ def central_differences(
     leaves: Vector,
     vector: Vector,
     steps: Sequence[float],
-    placement: Placement = WHOLE,
+    placement: Placement = UNSHARDED,
 ) -> list[Vector]:
     """D(h) for several steps along a nonzero vector, each with the current random numbers.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hoglib._core.messages import validation
-from hoglib._core.numerics.trust import DIGITS, agree, found_once
+from hoglib._core.numerics.trust import DIGITS, agree, memoize_on
 from hoglib._core.torch_api.mixed_precision import autocast_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 
@@ -170,7 +170,7 @@ def read_sparse(
             )
         return matrix
     # one or none: the pattern at the last point, which another point may not have
-    remembered: Any = found_once(owner, (caller, shape, device), list)
+    remembered: Any = memoize_on(owner, (caller, shape, device), list)
     for compression in remembered:
         matrix, outside = compression.read(products)
         if outside is None:
@@ -205,10 +205,10 @@ def _given_compression(
         return Compression.of(_given_entries(sparsity, shape, device), shape)
 
     if not isinstance(sparsity, Tensor):
-        return cast(Compression, found_once(owner, (shape, device, repr(sparsity)), find))
+        return cast(Compression, memoize_on(owner, (shape, device, repr(sparsity)), find))
     if sparsity.is_inference():  # has no version, so that an in-place write would not be seen
         return find()
-    return cast(Compression, found_once(sparsity, (shape, device, sparsity._version), find))
+    return cast(Compression, memoize_on(sparsity, (shape, device, sparsity._version), find))
 
 
 def _given_entries(sparsity: object, shape: Shape, device: torch.device) -> Tensor:

@@ -94,16 +94,16 @@ def _largest_of(*given: Tensor | float) -> list[float]:
     ]
 
 
-_FOUND: Any = WeakIdKeyDictionary()  # object -> key -> result of find()
+_MEMO: Any = WeakIdKeyDictionary()  # object -> key -> result of find()
 
 
-def found_once(owner: object, key: Hashable, find: Callable[[], T | None]) -> T | None:
+def memoize_on(owner: object, key: Hashable, find: Callable[[], T | None]) -> T | None:
     """The first result of `find` that is not None, kept while `owner` lives.
 
     key: Everything but the owner that the result depends on.
     """
     try:
-        known: dict[Hashable, T] = _FOUND.setdefault(owner, {})
+        known: dict[Hashable, T] = _MEMO.setdefault(owner, {})
     except TypeError:  # the owner, such as a builtin function, has no weak references
         return find()
     if key not in known:

@@ -180,7 +180,7 @@ class _Exchange(torch.autograd.Function):
 
 @final
 @dataclass(frozen=True)
-class Whole:
+class Unsharded:
     """The placement of tensors that this process holds whole; nothing is communicated.
 
     Its methods are the ones of :class:`Sharding`, which documents them.
@@ -238,13 +238,13 @@ class Whole:
         return nullcontext()
 
 
-WHOLE = Whole()
+UNSHARDED = Unsharded()
 
 
 def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) -> "Placement":
-    """The distribution of tensors over processes, with equal weights: WHOLE, or a Sharding."""
+    """The distribution of tensors over processes, with equal weights: UNSHARDED, or a Sharding."""
     if not any_sharded(tensors):
-        return WHOLE
+        return UNSHARDED
     from torch.distributed.tensor import Replicate
 
     mesh = mesh_of(tensors)  # each tensor's mesh is this one or a part of it
@@ -505,7 +505,7 @@ class Sharding:
         return all_reduce(value, self.mesh, op)
 
 
-Placement = Whole | Sharding
+Placement = Unsharded | Sharding
 
 
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:

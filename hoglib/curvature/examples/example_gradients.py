@@ -22,7 +22,7 @@ from hoglib._core.messages import results, validation
 from hoglib._core.messages.files import ScoreFile, digest
 from hoglib._core.messages.progress import ProgressBar
 from hoglib._core.modules.module_kinds import BATCH_NORMS
-from hoglib._core.numerics.trust import SUMS, agree, found_once
+from hoglib._core.numerics.trust import SUMS, agree, memoize_on
 from hoglib._core.problem import Options, Policy, Problem, check_option_names
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.runtime.source_location import warn
@@ -173,7 +173,7 @@ def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
     if number_of_examples(own) < 2:
         return
     shapes = tuple((x.shape, x.dtype) for x in pytree.tensors(own))
-    found = found_once(loss, ("halves", shapes), lambda: _halves(loss, params, own) or "unknown")
+    found = memoize_on(loss, ("halves", shapes), lambda: _halves(loss, params, own) or "unknown")
     if found in ("coupled", "mean and sum"):
         raise errors.ArgumentValueError(
             f"{caller}: expected a loss that is a sum or mean over examples, got one that couples "
@@ -182,7 +182,7 @@ def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
             "loss, or none; use `hoglib.GGNOperator`, or the gradients of whole batches."
         )
     if found == "weighted" and example_counts(loss, own) is None:
-        found_once(loss, caller, lambda: _warn_of_weights(caller))
+        memoize_on(loss, caller, lambda: _warn_of_weights(caller))
 
 
 def _warn_of_weights(caller: str) -> bool:
@@ -357,7 +357,7 @@ class _Compared:
         shapes = [(x.shape, x.dtype) for x in pytree.tensors((problem.leaves, problem.args))]
         modules = getattr(loss, "model", nn.Identity()).modules()
         key = CALLER, problem.structure, *shapes, *(module.training for module in modules)
-        known = found_once(loss, key, _Compared) or _Compared()
+        known = memoize_on(loss, key, _Compared) or _Compared()
         known.calls += 1
         # calls 1, 2, 4, 8, ...: compare again
         if not known.calls & (known.calls - 1):

@@ -34,7 +34,7 @@ from torch import distributions as D
 
 from hoglib._core.messages import validation
 from hoglib._core.numerics.factorizations import symmetric_eigen
-from hoglib._core.numerics.trust import DIGITS, SUMS, Rule, agree, found_once, largest
+from hoglib._core.numerics.trust import DIGITS, SUMS, Rule, agree, largest, memoize_on
 from hoglib._core.problem import Policy
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import (
@@ -270,7 +270,7 @@ def _distribution(
     if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
         # No warning for a criterion that refuses half of the coordinates.
         with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
-            found_once(loss, ("terms", p.batch_shape), lambda: _warn_of_terms(loss, p, at))
+            memoize_on(loss, ("terms", p.batch_shape), lambda: _warn_of_terms(loss, p, at))
     return chosen, p, weight
 
 
@@ -422,7 +422,7 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
     index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
     find = lambda: compare_halves(value, (outputs, at.batch, index)) or "unknown"  # noqa: E731
-    if found_once(loss, ("halves of outputs", key), find) in ("coupled", "mean and sum"):
+    if memoize_on(loss, ("halves of outputs", key), find) in ("coupled", "mean and sum"):
         raise ArgumentValueError(
             "kind='empirical': expected a criterion that is a sum or mean over examples, got one that "
             "couples them, as contrastive losses, correlations and statistics over the batch do: there "

@@ -12,7 +12,7 @@ from torch import Tensor
 from hoglib import errors
 from hoglib._core.messages import validation
 from hoglib._core.numerics.tolerances import TOLERANCES
-from hoglib._core.numerics.trust import found_once
+from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.problem import Options, Policy, Problem
 from hoglib._core.runtime.ambient import AMBIENT, inside
 from hoglib._core.substrate.autograd import (
@@ -24,7 +24,7 @@ from hoglib._core.substrate.autograd import (
     vjp,
 )
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_summary, half_dtypes
-from hoglib._core.substrate.placement import WHOLE, Placement, refuse_sharded
+from hoglib._core.substrate.placement import UNSHARDED, Placement, refuse_sharded
 from hoglib._core.torch_api import function_watch, pytree, torch_forward_mode, torch_internals
 from hoglib._core.torch_api.torch_modes import ActiveStandIns, value_checks_on, without_stand_ins
 from hoglib.capture.within import when_compiled, within_compile
@@ -358,7 +358,7 @@ def are_adjoint(
     inputs: Pair,
     outputs: Pair,
     graphs: Iterable[Tensor],
-    placement: Placement = WHOLE,
+    placement: Placement = UNSHARDED,
     mode: str = REVERSE,
 ) -> bool:
     """Whether <v, J^T w> = <J v, w>; not so if either product lacks a part.
@@ -380,7 +380,7 @@ def are_adjoint(
         return _are_adjoint(sides, placement, graphs)
     key = ("adjoint", mode, *(x.shape for x in (*v, *Jv)))
     # Number of calls that agreed, or were not checked
-    before = found_once(func, key, lambda: [0]) or [0]
+    before = memoize_on(func, key, lambda: [0]) or [0]
     skipped = before[0] & (before[0] + 1) if on_cpu else before[0]
     agreed = bool(skipped) or _are_adjoint(sides, placement, graphs)
     before[0] += agreed

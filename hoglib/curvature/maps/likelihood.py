@@ -23,7 +23,7 @@ from hoglib import nn as hog_nn
 from hoglib import ops
 from hoglib._core.messages import validation
 from hoglib._core.modules.state import draw_from, generator_state, preserve_random_state
-from hoglib._core.numerics.trust import DERIVATIVES, SUMS, Rule, agree, found_once
+from hoglib._core.numerics.trust import DERIVATIVES, SUMS, Rule, agree, memoize_on
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.substrate.autograd import Vector
@@ -339,7 +339,7 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     if target.device.type == "cpu" or target.is_inference():
         return counts()
     key = ("counts", target._version, ignored, id(weights), getattr(weights, "_version", 0))
-    return found_once(target, key, counts)  # else every pass would wait for the device
+    return memoize_on(target, key, counts)  # else every pass would wait for the device
 
 
 # What a mean over a batch divides by: the criterion's denominator, the number of terms of a given

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hoglib._core.messages.closures import owner_of
-from hoglib._core.numerics.trust import DIGITS, agree, found_once
+from hoglib._core.numerics.trust import DIGITS, agree, memoize_on
 from hoglib._core.problem import Problem
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.substrate.autograd import Vector
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
             return None
         shapes = tuple((x.shape, x.dtype) for x in _given(problem))
         key = policy.caller, self.name, shapes, numbers
-        known = found_once(owner_of(problem.loss), key, _Known)
+        known = memoize_on(owner_of(problem.loss), key, _Known)
         return known if known is not None and known.side_by_side else None
 
     def map(self, chunk: Chunk, count: int, chunk_size: int | None = None, dim: int = 0) -> Vector:

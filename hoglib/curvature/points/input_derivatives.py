@@ -22,7 +22,7 @@ from hoglib._core.messages.closures import owner_of
 from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.modules.swap import call_with
 from hoglib._core.numerics.finite_differences import fixed_random_numbers
-from hoglib._core.numerics.trust import found_once, largest
+from hoglib._core.numerics.trust import largest, memoize_on
 from hoglib._core.substrate.autograd import (
     fresh_leaves,
     materialize_grads,
@@ -298,7 +298,7 @@ class _MixingCheck:
                 return depends_on_others(half @ u, [points], [last], CALLER)
             return None
 
-        if found_once(self._owner, (point, self._modules), mixes):
+        if memoize_on(self._owner, (point, self._modules), mixes):
             raise ArgumentValueError(
                 "func(x, *args): expected each point's value to depend on that point alone, got one "
                 "that depends on others, as through attention, a mean, a convolution or a Fourier "

@@ -22,7 +22,7 @@ from hoglib._core.numerics.sparsity import (
     random_factors,
     read_sparse,
 )
-from hoglib._core.numerics.trust import found_once
+from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.substrate.autograd import fresh_leaves, materialize_grads, vjp
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib.curvature.points.input_derivatives import CALLER, point_values
@@ -62,7 +62,7 @@ def coloured_directions(
         )
     # functions of one code, with other values in their closures, may have other patterns
     owner, method = getattr(func, "__self__", func), getattr(func, "__func__", None)
-    known = found_once(owner, (CALLER, method, x.shape, x.dtype, x.device), _Known) or _Known()
+    known = memoize_on(owner, (CALLER, method, x.shape, x.dtype, x.device), _Known) or _Known()
     given = sparsity, *(value for value in pytree.leaves(args) if is_plain(value))
     same = len(given) == len(known.given) and all(
         a is b or (not isinstance(a, Tensor) and a == b)

@@ -21,7 +21,7 @@ from hoglib._core.modules.state import (
     line_that_draws,
     preserve_random_state,
 )
-from hoglib._core.numerics.trust import DERIVATIVES, found_once
+from hoglib._core.numerics.trust import DERIVATIVES, memoize_on
 from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib._core.runtime.source_location import warn, warn_once
 from hoglib._core.substrate import autograd
@@ -280,7 +280,7 @@ class Symmetry(Watcher):
         """
         name, loss, space = self.at.policy.caller, self.at.loss, self.at.space
         key = ("symmetric", name)
-        known = rows.device.type != "cpu" and found_once(loss, key, lambda: None)
+        known = rows.device.type != "cpu" and memoize_on(loss, key, lambda: None)
         self._done = self._done or bool(known)
         if self._done:
             return
@@ -293,7 +293,7 @@ class Symmetry(Watcher):
         self._first, self._done = (), True
         gap, size = space.asymmetry(v, Av, w, Aw)
         if not space.exceeds(gap, size, space.precision):
-            found_once(loss, key, lambda: True)
+            memoize_on(loss, key, lambda: True)
         elif (dtype := half()) is None or space.exceeds(gap, size, dtype):
             if (
                 rows.dtype == torch.float32
@@ -303,7 +303,7 @@ class Symmetry(Watcher):
                 if not space.exceeds(*rounding, torch.float32):
                     return
             own = object()  # only the first operator of a loss warns
-            if found_once(loss, ("asymmetry", name), lambda: own) is not own:
+            if memoize_on(loss, ("asymmetry", name), lambda: own) is not own:
                 return
             warn(
                 f"{name}: expected a symmetric matrix, got v.Aw and w.Av that differ by "
