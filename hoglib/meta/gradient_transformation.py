@@ -209,14 +209,14 @@ def check_number(what: str, value: object, *, below: float = inf) -> Option:
     return found
 
 
-def check_pair(what: str, value: object, *, below: float) -> tuple[Option, Option]:
-    """Check a pair of numbers, each as by `check_number`."""
+def check_betas(value: object) -> tuple[Option, Option]:
+    """Check a pair of numbers, each less than 1 as by `check_number`."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ArgumentTypeError(
-            f"{what}: expected a pair of numbers or tensors, got {validation.describe(value)}; pass "
-            f"two, as in `(0.9, 0.999)`."
+            f"betas: expected a pair of numbers or tensors, got {validation.describe(value)}; pass "
+            "two, as in `(0.9, 0.999)`."
         )
-    first, second = (check_number(f"{what}[{i}]", x, below=below) for i, x in enumerate(value))
+    first, second = (check_number(f"betas[{i}]", x, below=1) for i, x in enumerate(value))
     return first, second
 
 

@@ -26,8 +26,8 @@ from hoglib.meta.gradient_transformation import (
     Direction,
     GradientTransformation,
     Option,
+    check_betas,
     check_number,
-    check_pair,
     plus,
     safe_sqrt,
     to_leaf,
@@ -485,7 +485,7 @@ def adamax(
         >>> params["w"]
         tensor([0.9000, 1.9000])
     """
-    beta1, beta2 = check_pair("betas", betas, below=1)
+    beta1, beta2 = check_betas(betas)
     epsilon = check_number("eps", eps)
 
     def at(step: int) -> Direction:
@@ -548,7 +548,7 @@ def radam(
         >>> params["w"]
         tensor([0.9000, 1.9000])
     """
-    beta1, beta2 = check_pair("betas", betas, below=1)
+    beta1, beta2 = check_betas(betas)
     epsilon = check_number("eps", eps)
     validation.boolean("decoupled_weight_decay", decoupled_weight_decay)
 
@@ -709,7 +709,7 @@ def _rule_by_name(name: str, lr: object, options: dict[str, Any]) -> GradientTra
 def _adam(
     lr: object, betas: object, eps: object, weight_decay: object, amsgrad: bool, *, decoupled: bool
 ) -> GradientTransformation:
-    beta1, beta2 = check_pair("betas", betas, below=1)
+    beta1, beta2 = check_betas(betas)
     epsilon = check_number("eps", eps)
     validation.boolean("amsgrad", amsgrad)
 

@@ -118,10 +118,6 @@ def _raise(message: str, *_: object) -> NoReturn:
     raise RuntimeError(message)
 
 
-def _slice(own: Any, start: int | None, stop: int | None, step: int) -> Any:
-    return own[start:stop:step]
-
-
 def _tensor(data: Any, dtype: int | None, device: Any, requires_grad: bool = False) -> Tensor:
     """`torch.tensor` or `as_tensor`; their operators accept no lists. dtype: TorchScript's number."""
     kind = None if dtype is None else torch.ops.aten.to.dtype(torch.empty(0), dtype).dtype
@@ -158,7 +154,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 # operators on numbers, strings and containers only
 _BY_NAME: dict[str, Callable[..., Any]] = {
-    "slice": _slice,
+    "slice": lambda own, *bounds: own[slice(*bounds)],
     "sort": lambda own, reverse=False: own.sort(reverse=reverse),
     "sorted": sorted,
     "Delete": operator.delitem,
