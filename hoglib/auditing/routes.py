@@ -247,12 +247,12 @@ def third_order(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
 
 def forward_over_reverse(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """The jvp of grad f."""
-    return list(jvp(_by_all(grad, f, leaves), tuple(leaves), tuple(v))[1])
+    return list(jvp(_wrt_all(grad, f, leaves), tuple(leaves), tuple(v))[1])
 
 
 def reverse_over_forward(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """The gradient of the jvp of f."""
-    return list(_by_all(grad, _slope(f, v), leaves)(*leaves))
+    return list(_wrt_all(grad, _slope(f, v), leaves)(*leaves))
 
 
 def forward_over_forward(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
@@ -262,13 +262,13 @@ def forward_over_forward(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vec
 
 def func_hessian(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """H v as torch.func.hessian = jacfwd(jacrev(f)) computes a column: vmap over directions."""
-    jacobian = _by_all(jacrev, f, leaves)
+    jacobian = _wrt_all(jacrev, f, leaves)
     return _vmap_of_one(lambda *one: jvp(jacobian, tuple(leaves), one)[1], v)
 
 
 def jacrev_of_jacrev(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     """v^T H as jacrev(jacrev(f)) computes a row: vmap over the cotangents of a gradient."""
-    pull = torch.func.vjp(_by_all(jacrev, f, leaves), *leaves)[1]
+    pull = torch.func.vjp(_wrt_all(jacrev, f, leaves), *leaves)[1]
     return _vmap_of_one(lambda *one: pull(one), v)
 
 
@@ -278,14 +278,14 @@ def grad_of_vmap(f: Scalar, leaves: Vector, v: Vector, w: Vector) -> Vector:
     def total(*own: Tensor) -> Tensor:
         def task(e: Tensor) -> Tensor:
             adapted = [x + e * y for x, y in zip(own, w, strict=True)]
-            return pytree.dot(list(_by_all(grad, f, leaves)(*adapted)), v)
+            return pytree.dot(list(_wrt_all(grad, f, leaves)(*adapted)), v)
 
         return vmap(task, randomness="same")(leaves[0].new_zeros(1)).mean()
 
-    return list(_by_all(grad, total, leaves)(*leaves))
+    return list(_wrt_all(grad, total, leaves)(*leaves))
 
 
-def _by_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
+def _wrt_all(transform: Any, f: Scalar, leaves: Vector) -> Callable[..., tuple[Tensor, ...]]:
     """torch.func.grad or jacrev of f by all leaves."""
     return transform(f, argnums=tuple(range(len(leaves))))
 

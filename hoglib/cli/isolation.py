@@ -23,7 +23,7 @@ from hoglib.verification.report import Report
 START = 300.0  # seconds for a child to import torch and the user's file
 
 
-class Found(NamedTuple):
+class News(NamedTuple):
     """News of one check: its report, or why there is none; if it has neither, the check has begun."""
 
     place: int  # index of the target
@@ -40,25 +40,25 @@ Make = Callable[[], Targets]
 
 def run_here(
     targets: Targets, seed: int, start: int = 0, making: str = "its inputs could not be made: "
-) -> Iterator[Found]:
+) -> Iterator[News]:
     """Run the checks of all targets from index `start` on, in this process."""
     for place, (name, checks) in enumerate(targets[start:], start):
-        yield Found(place, name)
+        yield News(place, name)
         torch.manual_seed(seed)
         try:
             made = list(checks())
         except BaseException as error:
-            yield Found(place, name, why=making + _error_text(error))
+            yield News(place, name, why=making + _error_text(error))
             continue
         for label, check in made:
-            yield Found(place, label)
+            yield News(place, label)
             torch.manual_seed(seed)
             try:
                 # the user's code runs some hundred times: hide its output
                 with contextlib.redirect_stdout(io.StringIO()):
-                    found = Found(place, label, check())
+                    found = News(place, label, check())
             except BaseException as error:
-                found = Found(place, label, why=_error_text(error))
+                found = News(place, label, why=_error_text(error))
             yield found
 
 
@@ -68,7 +68,7 @@ def _error_text(error: BaseException) -> str:
     return error_text(error)
 
 
-def run_in_child(make: Make, seed: int, names: list[str], limit: float) -> Iterator[Found]:
+def run_in_child(make: Make, seed: int, names: list[str], limit: float) -> Iterator[News]:
     """Run the checks of all targets in child processes, with at most `limit` seconds for each check.
 
     Args:
@@ -79,14 +79,14 @@ def run_in_child(make: Make, seed: int, names: list[str], limit: float) -> Itera
     """
     start = 0
     while start < len(names):
-        at = Found(start, names[start])
+        at = News(start, names[start])
         for found in _of_child(make, seed, at, limit):
             at = found
             yield found
         start = at.place + 1
 
 
-def _of_child(make: Make, seed: int, at: Found, limit: float) -> Iterator[Found]:
+def _of_child(make: Make, seed: int, at: News, limit: float) -> Iterator[News]:
     """Results of one child, until all targets are done or the child ends."""
     # not fork: a copy of this process would inherit locks held by threads that it does not have
     context = get_context("spawn")
@@ -102,7 +102,7 @@ def _of_child(make: Make, seed: int, at: Found, limit: float) -> Iterator[Found]
                 yield at._replace(report=None, why=f"it did not return within {limit:g} seconds.")
                 return
             try:
-                found: Found | None = ours.recv()
+                found: News | None = ours.recv()
             except EOFError:
                 child.join()
                 yield at._replace(report=None, why=_describe_exit(child.exitcode))
@@ -149,7 +149,7 @@ def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
     Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the user's code runs some hundred times
 
-    def send(found: Found | None) -> None:
+    def send(found: News | None) -> None:
         if generation:  # this copy was forked by a Function, and has continued like its original
             os._exit(0)
         to.send(found)

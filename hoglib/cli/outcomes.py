@@ -10,7 +10,7 @@ from typing import final
 import torch
 
 from hoglib._version import __version__
-from hoglib.cli.isolation import Found
+from hoglib.cli.isolation import News
 from hoglib.verification.report import Report
 
 RIGHT, WRONG, NOT_RUN = 0, 1, 2  # exit statuses
@@ -28,7 +28,7 @@ class Outcomes:
         self.reports: list[Report] = []
         self.failures: list[tuple[str, str]] = []  # (label, reason) of checks without a report
 
-    def take(self, found: Found, doing: str) -> None:
+    def take(self, found: News, doing: str) -> None:
         """Print a report, or the reason why there is none."""
         # a check has begun: the next message overwrites this line
         if found.report is None and not found.why:

@@ -192,7 +192,7 @@ def hypergradient(
 
 def _unroll(training: Training, hyper: Tree) -> Hypergradient:
     """The gradient through the graph of all steps."""
-    given, own, at = _own_leaves(hyper)
+    given, own, at = _copy_leaves(hyper)
     params, losses = training.unrolled(at)
     value = training.outer_value(params, at)
     training.check_finite(losses, value)
@@ -202,7 +202,7 @@ def _unroll(training: Training, hyper: Tree) -> Hypergradient:
 
 def _replay(training: Training, hyper: Tree, schedule: str, path: Path | None) -> Hypergradient:
     """The gradient by a replay of the steps, from last to first."""
-    given, own, at = _own_leaves(hyper)
+    given, own, at = _copy_leaves(hyper)
     bar = ProgressBar("hypergradient", training.progress, unit="step")
     params = training.initial(at)
     start = params, training.steps.rule(0, at).init(params)
@@ -256,7 +256,7 @@ def _describe_call(training: Training, schedule: str, start: Tree, hyper: Tree) 
     }  # fmt: skip
 
 
-def _own_leaves(hyper: Tree) -> tuple[autograd.Vector, autograd.Vector, Any]:
+def _copy_leaves(hyper: Tree) -> tuple[autograd.Vector, autograd.Vector, Any]:
     """The leaves of hyper; copies of them that require grad; and hyper made of the copies."""
     given, structure = pytree.flatten(hyper)
     own = [leaf.detach().requires_grad_() for leaf in given]

@@ -317,11 +317,11 @@ def gauss_newton_product(rows: Rows, g: Tensor, vector: Gradients, needs: str) -
 
 def _formula(rows: Rows, weight: Tensor | None = None) -> Tensor:
     """The loss of each row by torch operations, for all kinds of targets, with all logits at once."""
-    return _of_logits(F.linear(*rows[:3]), rows.targets, weight, rows.smoothing)
+    return _nll_losses(F.linear(*rows[:3]), rows.targets, weight, rows.smoothing)
 
 
 @full_precision(widen=True)
-def _of_logits(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+def _nll_losses(z: Tensor, t: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
     z = upcast_half(z)
     shifted = z - z.detach().amax(1, True)  # detached, because the maximum cancels in derivatives
     log_p = shifted - shifted.exp().sum(1, True).log()
@@ -412,7 +412,7 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, overwrite: bool) ->
     return _accumulate(total, a.mT @ b, overwrite)
 
 
-def _in_dtype(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if total is None else total.to(dtype)
 
 
@@ -451,7 +451,7 @@ def _gradients_forward(*given: Any) -> tuple[Tensor, ...]:
         if "b" in needs:
             by_b = _accumulate(by_b, r.sum(0), overwrite)
         del r  # before the next chunk
-    found = torch.cat(by_h) if by_h else None, _in_dtype(by_W, W.dtype), _in_dtype(by_b, W.dtype)
+    found = torch.cat(by_h) if by_h else None, _cast(by_W, W.dtype), _cast(by_b, W.dtype)
     return tuple(x for x in found if x is not None)
 
 
@@ -498,7 +498,7 @@ def _curvature(
         by_b = _accumulate(by_b, of_b, overwrite)
         by_g.append(of_g)
     found_h = torch.cat(by_h) if "h" in needs else None
-    return found_h, _in_dtype(by_W, dtype), _in_dtype(by_b, dtype), torch.cat(by_g)
+    return found_h, _cast(by_W, dtype), _cast(by_b, dtype), torch.cat(by_g)
 
 
 def _chunk_curvature(

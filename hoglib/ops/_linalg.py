@@ -34,7 +34,7 @@ _OVER_FORWARD: Any = {
 }
 
 
-def _of_input(op: Callable[..., Any]) -> Callable[..., Any]:
+def _rename_input(op: Callable[..., Any]) -> Callable[..., Any]:
     """The op with a first argument named input, torch's name outside of torch.linalg."""
 
     def adapter(input: Tensor, *args: Any, **options: Any) -> Any:
@@ -124,11 +124,11 @@ def slogdet(A: Tensor) -> Any:
     if not _has_factors(A) or reverse_only():
         return torch.linalg.slogdet(A)
     make: Any = torch.return_types.linalg_slogdet  # type: ignore[attr-defined]
-    return make(_by_factors(A))
+    return make(_slogdet_by_lu(A))
 
 
-stands_in_for(torch.det, Tensor.det, name="det")(_of_input(det))
-stands_in_for(torch.slogdet, Tensor.slogdet, name=_LOGARITHMS)(_of_input(slogdet))
+stands_in_for(torch.det, Tensor.det, name="det")(_rename_input(det))
+stands_in_for(torch.slogdet, Tensor.slogdet, name=_LOGARITHMS)(_rename_input(slogdet))
 
 
 @stands_in_for(torch.logdet, Tensor.logdet, name=_LOGARITHMS)
@@ -157,7 +157,7 @@ def logdet(input: Tensor) -> Tensor:
     """
     if not _has_factors(input) or reverse_only():
         return torch.logdet(input)
-    sign, logarithm = _by_factors(input)
+    sign, logarithm = _slogdet_by_lu(input)
     if input.is_complex():
         return sign.log() + logarithm
     return torch.where(sign == -1, float("nan"), logarithm)
@@ -204,10 +204,10 @@ def _decompose(B: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if reverse_only():
         sign, logarithm = torch.linalg.slogdet(B)
         return sign, logarithm, torch.linalg.solve_ex(B, W)[0]
-    return *_by_factors(B), torch.linalg.inv_ex(B)[0] @ W
+    return *_slogdet_by_lu(B), torch.linalg.inv_ex(B)[0] @ W
 
 
-def _by_factors(A: Tensor) -> tuple[Tensor, Tensor]:
+def _slogdet_by_lu(A: Tensor) -> tuple[Tensor, Tensor]:
     """Sign and logarithm from the LU factors, which torch differentiates in every mode."""
     LU, swaps, _ = torch.linalg.lu_factor_ex(A)
     pivots = LU.diagonal(dim1=-2, dim2=-1)
@@ -384,7 +384,7 @@ def cholesky_inverse(L: Tensor, upper: bool = False) -> Tensor:
 
 stands_in_for(
     torch.cholesky_inverse, Tensor.cholesky_inverse, name="cholesky_inverse", **_WRONG_FORWARD
-)(_of_input(cholesky_inverse))
+)(_rename_input(cholesky_inverse))
 
 
 @stands_in_for(torch.triangular_solve, Tensor.triangular_solve, **_WRONG_FORWARD)

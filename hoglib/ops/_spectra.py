@@ -108,7 +108,7 @@ def _labels(L: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(L[..., :1]), apart.to(L.dtype).cumsum(-1)], -1)
 
 
-def _over_gaps(X: Tensor, L: Tensor) -> Tensor:
+def _divide_by_gaps(X: Tensor, L: Tensor) -> Tensor:
     """X_ij / (L_j - L_i), and 0 within clusters."""
     same = _clusters(L)
     return X.masked_fill(same, 0.0) / (L[..., None, :] - L[..., :, None]).masked_fill(same, 1.0)
@@ -156,7 +156,7 @@ def _eigh_vjp(saved: Saved, by_L: Tensor | None, by_V: Tensor | None) -> list[Te
         # without by_L the function may be a projection onto the cluster: a Hermitian X is right
         unequal = inside if by_L is not None else inside - inside.mH
         directions.warn(unequal.abs() > _cluster_threshold(X), _CLOSE)
-        total = total + V @ _over_gaps(X, L) @ V.mH
+        total = total + V @ _divide_by_gaps(X, L) @ V.mH
     return [total, None, None]
 
 
@@ -170,7 +170,7 @@ def _eigh_jvp(saved: Saved, tangent: Tensor, *_: Any) -> Any:
     V = _between_clusters(V, L)
     K, R = _rotation_of_clusters(tangent, L, V)
     directions.tangent = V.detach() @ R
-    return _diagonal(K, R), V @ _over_gaps(V.mH @ tangent @ V, L)
+    return _diagonal(K, R), V @ _divide_by_gaps(V.mH @ tangent @ V, L)
 
 
 def _values_forward(by_L: Tensor, L: Tensor, V: Tensor, _: Directions) -> Tensor:

@@ -181,7 +181,7 @@ def _function(node: Any) -> Callable[..., Any]:
     space, name, overload = match.groups()
     own = getattr(getattr(getattr(torch.ops, space), name, None), overload or "default", None)
     if "Tensor" not in schema:
-        return _of_numbers(kind, name, own)
+        return _python_function(kind, name, own)
     if own is None:
         raise _Unknown(kind)
     if space == "prim":  # reads a property, such as a device, which vmap's wrappers lack
@@ -191,7 +191,7 @@ def _function(node: Any) -> Callable[..., Any]:
     return lambda *args: own(*args[:placed], **dict(zip(by_name, args[placed:], strict=False)))
 
 
-def _of_numbers(kind: str, name: str, own: Any) -> Callable[..., Any]:
+def _python_function(kind: str, name: str, own: Any) -> Callable[..., Any]:
     """The function of a node on numbers, strings and containers: of Python, or a method."""
     if name in _BY_NAME:
         return _BY_NAME[name]

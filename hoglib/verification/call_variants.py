@@ -306,14 +306,14 @@ def check_layouts(base: Baseline) -> Rows:
     yield (
         Row(name, "skip", None, reason)
         if reason
-        else _with_layout(base, name, base.f.laid_out(make_non_contiguous))
+        else _layout_row(base, name, base.f.laid_out(make_non_contiguous))
     )
     yield from gradient_layouts(base)
 
 
 def gradient_layouts(base: Baseline) -> Rows:
     """Whether derivatives are equal if incoming gradients have another memory layout."""
-    yield _with_layout(base, "layout: non-contiguous gradients", base.f.then(make_non_contiguous))
+    yield _layout_row(base, "layout: non-contiguous gradients", base.f.then(make_non_contiguous))
     yield _stride_zero_gradients(base)
 
 
@@ -322,7 +322,7 @@ def gradient_variants(base: Baseline) -> list[Row]:
     return [check_create_graph(base), *gradient_layouts(base)]
 
 
-def _with_layout(base: Baseline, name: str, f: Map) -> Row:
+def _layout_row(base: Baseline, name: str, f: Map) -> Row:
     try:
         values = f(*base.x)
     except Exception as raised:
