@@ -31,12 +31,6 @@ from hoglib._core.numerics.finite_differences import (
     steps,
 )
 from hoglib._core.runtime import source_location
-from hoglib._core.runtime.source_location import (
-    SourceLine,
-    caller_line,
-    running_module,
-    torch_call_line,
-)
 from hoglib._core.substrate.autograd import Vector, dense, fresh_leaves
 from hoglib._core.substrate.detachment import (
     ALIASES,
@@ -106,7 +100,7 @@ class StopGradient(NamedTuple):
     """A call that ended the graph, and its result."""
 
     how: str  # the call, as in messages
-    line: SourceLine | None
+    line: source_location.SourceLine | None
     module: nn.Module | None  # the module that was running
     value: Any
 
@@ -572,7 +566,7 @@ class RecordedCall:
     args: tuple[Any, ...] = ()  # copies
     kwargs: dict[str, Any] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)  # parameters given to a module
-    line: SourceLine | None = None  # of an operation
+    line: source_location.SourceLine | None = None  # of an operation
     function: type[Function] | None = None  # for a custom Function
     parts: dict[Any, "RecordedCall"] = field(default_factory=dict)  # calls inside, each kind once
 
@@ -732,26 +726,28 @@ class _OperationRecorder(CallMode):
         if not maps.is_part(function):
             name = function.__qualname__
             call = RecordedCall(run=function.apply, operation=name, function=function)
-            self._record(call, (args, {}), caller_line())
+            self._record(call, (args, {}), source_location.caller_line())
 
     def on_call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         call = key = None
         if any(map(requires_grad, pytree.leaves((args, kwargs)))):
             call = RecordedCall(run=func, operation=name or str(func))
-            key = self._record(call, (args, kwargs), torch_call_line())
+            key = self._record(call, (args, kwargs), source_location.torch_call_line())
         result = func(*args, **kwargs)
         made = any(map(requires_grad, pytree.leaves(result)))
         if call is not None and not made and self._parts().get(key) is call:
             del self._parts()[key]
         return result
 
-    def _record(self, call: RecordedCall, inputs: object, line: SourceLine | None) -> Any:
+    def _record(
+        self, call: RecordedCall, inputs: object, line: source_location.SourceLine | None
+    ) -> Any:
         """Keep a call, unless a similar call is kept, or its tensors cannot be copied."""
         parts = self._parts()
         key = call.operation, line, tuple((tuple(x.shape), x.dtype) for x in pytree.tensors(inputs))
         full = sum(bool(part.operation) for part in parts.values()) >= MAX_OPERATIONS
         if not (key in parts or full or transforms_active()):
             call.args, call.kwargs = detached_copy(inputs)
-            call.line, call.module = line, running_module()
+            call.line, call.module = line, source_location.running_module()
             parts[key] = call
         return key

@@ -17,13 +17,7 @@ from hoglib._core.messages import validation
 from hoglib._core.messages.call_errors import translate_batch_errors
 from hoglib._core.messages.closures import STATE, ClosureWalker, owner_of
 from hoglib._core.problem import Problem
-from hoglib._core.substrate.autograd import (
-    Vector,
-    fresh_leaves,
-    materialize_grads,
-    translate_errors,
-    vjp,
-)
+from hoglib._core.substrate import autograd
 from hoglib._core.substrate.detachment import DetachmentWatch
 from hoglib._core.substrate.gradient_graph import (
     GraphSummary,
@@ -121,7 +115,7 @@ class InputVJP:
     def _evaluate(self) -> None:
         """Run the function at fresh leaves; raise if its gradient cannot reach the parameters."""
         wanted = self.problem.policy.create_graph
-        self.leaves = fresh_leaves(self.problem.leaves, wanted)
+        self.leaves = autograd.fresh_leaves(self.problem.leaves, wanted)
         self.outputs = self._run()
         if not all(leaf.requires_grad for leaf in self.leaves):
             raise self.no_gradient_flow(
@@ -200,7 +194,7 @@ class InputVJP:
 
     def vjp(
         self, u: Tensor | None = None, retain_graph: bool = False, create_graph: bool | None = None
-    ) -> Vector:
+    ) -> autograd.Vector:
         """J^T u, one tensor for each leaf; by default for u = 1, the gradient of the sum of y.
 
         create_graph: whether the product gets a graph. Default: self.create_graph.
@@ -219,14 +213,14 @@ class InputVJP:
                         [self.y], self.leaves, [u], retain_graph=keep, create_graph=create_graph
                     )
             except Exception as error:
-                translate_errors(self.options.name).explain(error)
+                autograd.translate_errors(self.options.name).explain(error)
                 raise
         self._gathered.until_backward_of(grads)
         if self.create_graph and {*map(type, grads)} <= {NoneType}:  # all gradients are None
             raise self.no_gradient_flow(NOT_OF_POINTS)
-        return materialize_grads(grads, self.leaves)
+        return autograd.materialize_grads(grads, self.leaves)
 
-    def jvp(self, tangents: Vector) -> Tensor:
+    def jvp(self, tangents: autograd.Vector) -> Tensor:
         """J t, with the shape of y, without a graph: the transpose of the linear map u -> J^T u."""
         u = torch.zeros_like(self.y)
         if self._transform_vjp is not None:
@@ -236,13 +230,15 @@ class InputVJP:
         with self.backward_stand_ins():
             # u -> J^T u is linear, so that its graph at u = 0 serves all tangents
             if self._transposed is None:
-                grads = vjp([self.y], self.leaves, [u.requires_grad_()], name, create_graph=True)
+                grads = autograd.vjp(
+                    [self.y], self.leaves, [u.requires_grad_()], name, create_graph=True
+                )
                 self._transposed = u, grads
             u, grads = self._transposed
-            (product,) = vjp(grads, [u], tangents, name, retain_graph=True)
+            (product,) = autograd.vjp(grads, [u], tangents, name, retain_graph=True)
         return torch.zeros_like(self.y) if product is None else product
 
-    def squared_norms(self, grads: Vector) -> Tensor:
+    def squared_norms(self, grads: autograd.Vector) -> Tensor:
         """|g_n|^2 of each sample: [N]."""
         assert self.samples is not None
         return self.samples.squared_norms(grads)
@@ -264,7 +260,7 @@ class InputVJP:
         needed = self.graph.functions and self.graph.needs_stand_ins
         return self._suspended.resumed() if needed else nullcontext()
 
-    def warn_if_not_finite(self, parts: Vector) -> None:
+    def warn_if_not_finite(self, parts: autograd.Vector) -> None:
         """Warn of infinite or NaN parts if y is finite, now and in the user's backward of the parts."""
 
         def total(*leaves: Tensor) -> Tensor:

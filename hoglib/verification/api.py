@@ -24,22 +24,13 @@ from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_internals import eagerly, uncompiled
 from hoglib._core.torch_api.torch_private import nothing_refused
 from hoglib.errors import HoglibError
-from hoglib.verification import attribution, contract
+from hoglib.verification import attribution, contract, examination
 from hoglib.verification.attribution import detached_copy
 from hoglib.verification.call_variants import reference_rows, variant_rows
 from hoglib.verification.comparison import NATURAL, Bounds, Options, parse_modes, parse_orders
 from hoglib.verification.contract import preserve_grads
 from hoglib.verification.derivatives import FIRST, Derivatives
 from hoglib.verification.entry_points import no_examination
-from hoglib.verification.examination import (
-    LARGE,
-    Case,
-    Verdict,
-    casts,
-    examine,
-    make_case,
-    other_points_rows,
-)
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.maps import as_function, map_of, name_of
 from hoglib.verification.precision import PrecisionWatch, exact_products, run_derivatives
@@ -232,7 +223,7 @@ def _first_rows(
 ) -> tuple[tuple[Any, ...], list[Row]]:
     """As many of the first rows of the inputs as there is time for, and a report row if not all."""
     most = max(filter(is_float, pytree.leaves(inputs)), key=Tensor.numel, default=None)
-    if limit == inf or most is None or most.numel() < LARGE:
+    if limit == inf or most is None or most.numel() < examination.LARGE:
         return inputs, []
     count, rows = len(most), []
     # it may not run at all (`_report` says so), or refuse fewer rows
@@ -358,9 +349,12 @@ def _functions_apart(subject: Subject) -> Rows:
         yield Row(f"{ALONE} {name}", status, None, verdict.text)
 
 
-def _examine_each(subject: Subject) -> Iterator[tuple[str, Verdict]]:
+def _examine_each(subject: Subject) -> Iterator[tuple[str, examination.Verdict]]:
     for app in subject.applications:
-        yield app.function.__name__, examine(make_case(app.function, app.args, app.needed, ""))
+        yield (
+            app.function.__name__,
+            examination.examine(examination.make_case(app.function, app.args, app.needed, "")),
+        )
 
 
 # Derivatives, perhaps of a restricted subject, and the rows of the first derivative.
@@ -429,7 +423,7 @@ def _other_values(subject: Subject, options: Options) -> Rows:
     """The second derivative at values far from the inputs, where a Function may take another branch."""
     bounds = options.bounds._replace(natural=NATURAL)
     options = replace(options, orders=(1, 2), modes=("rr",), bounds=bounds)
-    wrong = other_points_rows(subject, options)
+    wrong = examination.other_points_rows(subject, options)
     if wrong is None:
         text = "it, or its first derivative, is not known at values of other signs and sizes."
         yield Row(OTHER_VALUES, "skip", None, text)
@@ -454,18 +448,18 @@ def _functions_alone(subject: Subject) -> Rows:
 
 def _in_given_dtypes(subject: Subject) -> Rows:
     """Custom Functions that lose a second derivative by casts, if the inputs keep their own dtypes."""
-    found: list[Case] = []
+    found: list[examination.Case] = []
 
     def seen(function: type[Function], args: tuple[Any, ...]) -> None:
         by = tuple(is_float(x) and x.requires_grad for x in args)
         if is_users_own(function) and any(by):
-            found.append(make_case(function, args, by, ""))
+            found.append(examination.make_case(function, args, by, ""))
 
     f = subject.map
     with suppress(Exception), watching_functions(seen):
         map_of(f.fn, f.inputs).run_with_grad()
     for one in found:
-        if casts(one)[0] and (verdict := examine(one)).status == "wrong":
+        if examination.casts(one)[0] and (verdict := examination.examine(one)).status == "wrong":
             yield Row(f"{ALONE} {one.app.function.__name__}", "fail", None, verdict.text)
 
 

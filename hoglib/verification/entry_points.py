@@ -25,20 +25,8 @@ from hoglib._core.runtime.provided import provide
 from hoglib._core.runtime.source_location import frames_of, user_line, warn, warn_once
 from hoglib._core.substrate.autograd import Gradient
 from hoglib._core.substrate.gradient_graph import graph_summary
-from hoglib._core.torch_api import pytree, torch_internals
-from hoglib._core.torch_api.function_watch import (
-    Ended,
-    as_around,
-    records_gradients,
-    sees_applications,
-    watching_functions,
-)
+from hoglib._core.torch_api import function_watch, pytree, torch_internals, torch_modes
 from hoglib._core.torch_api.torch_internals import transforms_active
-from hoglib._core.torch_api.torch_modes import (
-    needs_linear_backward,
-    value_checks_on,
-    without_stand_ins,
-)
 from hoglib._core.torch_api.torch_private import EXAMINATION, REFUSED, missing
 from hoglib.errors import HoglibError, NoSecondDerivative, UnsupportedError, VerificationError
 from hoglib.verification import function_rules
@@ -87,7 +75,7 @@ OUTSIDE = (
     "are right is not known. Apply it inside, or check it by `hoglib.verify({name}, inputs)`."
 )
 # The first private name that the examination needs and this torch lacks; "" if torch has all.
-_LACKING = missing(EXAMINATION) or "_backward_cls" * (not sees_applications())
+_LACKING = missing(EXAMINATION) or "_backward_cls" * (not function_watch.sees_applications())
 NOT_EXAMINED = (
     f"custom Functions are not examined on torch {torch.__version__}, which has no `{{}}`: whether "
     "their derivatives are right is not known. `hoglib check` lists what does not hold."
@@ -155,7 +143,7 @@ class examined_functions:  # noqa: N801 a context manager
     def __enter__(self) -> "AppliedFunctions | None":
         outside = AMBIENT.examination
         self._action = outside.on_wrong or "warn"  # of the outermost second_order(on_wrong=)
-        if self._action == "ignore" or outside.by_entry_point or not value_checks_on():
+        if self._action == "ignore" or outside.by_entry_point or not torch_modes.value_checks_on():
             return None
         if _LACKING:
             warn_once(NOT_EXAMINED.format(_LACKING))
@@ -163,7 +151,7 @@ class examined_functions:  # noqa: N801 a context manager
         self._functions = functions = AppliedFunctions()
         if self._by_hand:
             functions.by_hand = self._report_by_hand
-        self._watching = watching_functions(functions.record)
+        self._watching = function_watch.watching_functions(functions.record)
         self._watching.__enter__()
         self._outside = outside  # restored on exit
         AMBIENT.examination = Examination(outside.on_wrong, not self._by_hand, functions)
@@ -191,7 +179,7 @@ class examined_functions:  # noqa: N801 a context manager
         of: the tensors that were differentiated, if with a graph; Functions in their graphs that were
         applied outside of the context are reported as not examined.
         """
-        if value_checks_on():
+        if torch_modes.value_checks_on():
             graph = graph_summary(of)  # also calls note_cpp() for Functions written in C++
             functions.outside |= {f for _, f in graph.user_functions if f not in functions.met}
             with no_examination():
@@ -309,7 +297,7 @@ class AppliedFunctions:
         """Note a gradient without any graph: its product is zero. A linear loss has such a gradient;
         but if a Function's second derivative is wrong, the zero is wrong, too."""
         if self.differentiated and gradient.graph.user_functions:
-            with without_stand_ins():
+            with torch_modes.without_stand_ins():
                 self.gradient_has_no_graph |= gradient.has_no_graph
 
     def note_cpp(self, names: Set[str]) -> None:
@@ -324,7 +312,9 @@ class AppliedFunctions:
     def _noting_hooks(self) -> Callable[[str], None]:
         """A callback for a hook that changes a gradient. KFACOperator is wrong with such a hook after a
         single backward pass (order 1), because it multiplies by the Jacobian of the outputs."""
-        return partial(self._note_hook, 1 if needs_linear_backward() == "KFACOperator" else 2)
+        return partial(
+            self._note_hook, 1 if torch_modes.needs_linear_backward() == "KFACOperator" else 2
+        )
 
     def _note_hook(self, order: int, text: str) -> None:
         # first derivatives by hand: the user registered the hook in order to change the gradient
@@ -332,14 +322,14 @@ class AppliedFunctions:
             self.faults[text] = min(order, self.faults.get(text, order))
             self._report_after_backward()
 
-    def record(self, function: type[Function], args: Args) -> Ended | None:
+    def record(self, function: type[Function], args: Args) -> function_watch.Ended | None:
         """Record an application. The returned function is called with its node and its results."""
         self.met.add(function)
         if function.__module__.startswith("torch."):
             # under torch.func the applied Function is torch's wrapper of the user's one
             self.met.add(torch_internals.outside_transforms(function, ())[0])
             self._record_torchs(function.__name__, args)
-        if function.__module__.startswith("hoglib.") or not records_gradients():
+        if function.__module__.startswith("hoglib.") or not function_watch.records_gradients():
             return None
         if self.by_hand is not None and (
             AMBIENT.examination.by_entry_point or AMBIENT.examination.on_wrong == "ignore"
@@ -369,7 +359,7 @@ class AppliedFunctions:
             watch_module_hooks(self._noting_hooks())
         elif name == "CompiledFunction":
             self.faults[AOT] = 2
-        elif name == "CheckpointFunction" and records_gradients():
+        elif name == "CheckpointFunction" and function_watch.records_gradients():
             # the user's own `.backward()` does reach the parameters, if an input requires grad
             needed = any(isinstance(x, Tensor) and x.requires_grad for x in args)
             if self.by_hand is None or not needed:
@@ -417,7 +407,7 @@ class AppliedFunctions:
         if (verdict is None or verdict.retries) and key not in self.unjudged:
             # in a recomputation, the arguments' graphs are not from the first run: ignore them
             graphed = None if _runs_again() else given
-            with as_around():
+            with function_watch.as_around():
                 self.unjudged[key] = make_case(function, args, by, forward, graphed, given, mapped)
         return key, by
 
@@ -557,11 +547,11 @@ class AppliedFunctions:
             # inside a transform a gradient is a wrapper without memory: only plain tensors are compared
             own = (g for g in grads if g is not None and torch_internals.unwrap(g) is g)
             held = [(g, torch_internals.is_held_elsewhere(g)) for g in own]
-            with torch.no_grad(), without_stand_ins():
+            with torch.no_grad(), torch_modes.without_stand_ins():
                 seen.extend((Snapshot({"": g}), by_others) for g, by_others in held)
 
         def after(*_: Any) -> None:
-            with torch.no_grad(), without_stand_ins():
+            with torch.no_grad(), torch_modes.without_stand_ins():
                 changed = [held for snapshot, held in seen if snapshot.changed({})]
             seen.clear()
             if changed and self._mark_mutating(key, given) and any(changed):
