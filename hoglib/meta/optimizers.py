@@ -35,6 +35,20 @@ from hoglib.meta.gradient_transformation import (
     without_dims,
 )
 
+__all__ = [
+    "RULES",
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "momentum",
+    "radam",
+    "rmsprop",
+    "scheduled",
+    "sgd",
+]
+
 
 def sgd(
     lr: object,
