@@ -1,5 +1,5 @@
-"""Eigenpairs of symmetric operators by thick-restart Lanczos, with the basis on the operator's
-device."""
+"""Eigenpairs of symmetric operators by thick-restart Lanczos, and singular triplets of any by
+Golub-Kahan-Lanczos bidiagonalization, with the basis on the operator's device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -389,31 +389,189 @@ class Basis:
 
     def _subtract(self, v: Tensor, first: int, n: int) -> Tensor:
         """Subtract from v its components in V[first:n]; returns the components."""
-        V = self.V[first:n]
-        components = self._space.gram(V, v)
-        v.addmv_(V.T, components, alpha=-1)  # takes a third of the time of components @ V
-        return components
+        return _subtract(self._space, v, self.V[first:n])
 
     def _orthogonalize(self, v: Tensor, n: int) -> tuple[list[float], float]:
-        """Subtract from v its components in V[:n]; returns them, and the length of the rest.
+        """Subtract from v its components in V[:n]; returns them, and the length of the rest."""
+        return _orthogonalize(self._space, v, self.V[:n])
 
-        Repeated as long as that takes away more than rounding (Daniel, Gragg, Kaufman and Stewart,
-        1976).
-        """
-        total = [0.0] * n
-        for _ in range(3):
-            parts = [self._subtract(v, 0, n), self._space.norms(v[None])]
-            *components, length = torch.cat(parts).tolist()
-            total = [*map(add, total, components)]
-            if not _in_span(length, components):
-                break
-        return total, length
+
+def _subtract(space: Space, v: Tensor, V: Tensor) -> Tensor:
+    """Subtract from v its components in the orthonormal rows of V; returns the components."""
+    components = space.gram(V, v)
+    v.addmv_(V.T, components, alpha=-1)  # takes a third of the time of components @ V
+    return components
+
+
+def _orthogonalize(space: Space, v: Tensor, V: Tensor) -> tuple[list[float], float]:
+    """Subtract from v its components in the rows of V; returns them, and the length of the rest.
+
+    Repeated as long as that takes away more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
+    """
+    total = [0.0] * len(V)
+    for _ in range(3):
+        parts = [_subtract(space, v, V), space.norms(v[None])]
+        *components, length = torch.cat(parts).tolist()
+        total = [*map(add, total, components)]
+        if not _in_span(length, components):
+            break
+    return total, length
 
 
 def _in_span(length: float, components: list[float]) -> bool:
     """Whether too little is left of a vector that had these components in V: it must be
     orthogonalised again."""
     return not length > REORTHOGONALIZE_BELOW * hypot(length, *components)
+
+
+@final
+@dataclass(frozen=True)
+class SingularTriplets:
+    """The largest singular values, descending, with their vectors: A ~ left diag(values) right^T.
+
+    Unpacks and indexes as (left, values, right), like the result of `torch.svd_lowrank`.
+
+    Attributes:
+        left: [M, k], of length one.
+        values: [k].
+        right: [P, k], of length one.
+        residuals: [k], (|A v - value u|^2 + |A^T u - value v|^2)^(1/2), from the vectors themselves.
+        products: Products of A and A^T with one vector, not counting the 2 k for the residuals.
+    """
+
+    left: Tensor
+    values: Tensor
+    right: Tensor
+    residuals: Tensor
+    products: int
+
+    def __repr__(self) -> str:
+        values = validation.listing([f"{value:.5g}" for value in self.values.tolist()], 10)
+        return (
+            f"SingularTriplets({values}; residuals up to {float(self.residuals.max()):.1g}, "
+            f"{self.products} products)"
+        )
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.left, self.values, self.right))
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.left, self.values, self.right)[index]
+
+
+def svd(
+    operator: Any, k: int, tol: float | None, max_iter: int | None, generator: Any
+) -> SingularTriplets:
+    """The k largest singular values and their vectors; `RectangularOperator.svd` describes the
+    options."""
+    operator.space.refuse_sharded("svd")
+    # The Krylov space starts on the shorter side, which it can span.
+    flips, size = operator.shape[0] < operator.shape[1], min(operator.shape)
+    A, T = (operator.T, operator) if flips else (operator, operator.T)
+    if validation.at_least("k", k, 1) > size:
+        raise errors.ArgumentValueError(
+            f"k: expected at most {size} singular values, the smaller side of A, got {k}; ask for "
+            "fewer."
+        )
+    limit = 10 * size if max_iter is None else validation.at_least("max_iter", max_iter, 1)
+    wide = torch.promote_types(A.dtype, torch.float32)
+    default = max(TOLERANCES.get(operator.space.precision, 1e-2), TOLERANCES[wide])
+    tol = default if tol is None else validation.number("tol", tol, minimum=0)
+    random = validation.generator(generator) or torch.Generator().manual_seed(0)
+    scaled, unit = in_range(lambda rows: A.apply(rows.to(A.dtype)).to(wide), A.space)
+
+    def adjoint(rows: Tensor) -> Tensor:
+        return T.apply(rows.to(A.dtype)).to(wide) / unit()
+
+    def draw(space: Space) -> Tensor:
+        return random_normals(space, 1, random, wide)[0]
+
+    if size <= first_look(k, 1):
+        whole, products = operator.to_dense().double(), size
+        U, values, Vh = torch.linalg.svd(whole.T if flips else whole, full_matrices=False)
+        u, values, v = U.T[:k], values[:k], Vh[:k]
+    else:
+        u, v, values, products = bidiagonalize(
+            (scaled, adjoint), (A.space, A.target), draw, k, tol, limit, unit
+        )
+    u, v, values = (part.to(A.device, A.dtype) for part in (u, v, values))
+    images, back = scaled(v.to(wide)), adjoint(u.to(wide))
+    sigma = (values / unit())[:, None]
+    residuals = torch.hypot(A.target.norms(images - sigma * u), A.space.norms(back - sigma * v))
+    left, right = (v, u) if flips else (u, v)
+    return SingularTriplets(left.T, values, right.T, residuals * unit(), products)
+
+
+def bidiagonalize(
+    products: tuple[Apply, Apply],
+    spaces: tuple[Space, Space],
+    draw: Callable[[Space], Tensor],
+    k: int,
+    tol: float,
+    restarts: int,
+    unit: Callable[[], Any],
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Rows u [k, M] and v [k, P], singular values of A times its unit, descending, and the number of
+    products, by thick restarts; M >= P.
+
+        A V_m^T = U_m^T B        A^T U_m^T = V_m^T B^T + beta v_{m+1} e_m^T        U, V orthonormal rows
+
+    B is upper triangular: its columns are the components of A v in U. The residual of the triplet
+    (U^T x, sigma, V^T y) is |beta x_m|; allowed are tol sigma, or 10 eps |A|, which is rounding.
+
+    products: with A and A^T. spaces: of v and of u.
+    """
+    (apply, adjoint), (space, target) = products, spaces
+    size, first = space.size, first_look(k, 1)
+    most = min(size, 3 * first)
+    start = draw(space)
+    V, U = start.new_empty(min(most + 1, size), size), start.new_empty(most, target.size)
+    B = torch.zeros(most, most, dtype=torch.float64, device="cpu")
+    V[0] = start / space.norms(start[None])
+    eps, noise, m, done = torch.finfo(V.dtype).eps, TINY, 0, 0
+
+    def append(rows: Tensor, n: int, vector: Tensor, of: Space) -> tuple[list[float], float]:
+        """Orthogonalize a product and append it, or a random vector if it lies in the span;
+        returns its components, and its length or 0."""
+        nonlocal noise
+        parts, length = _orthogonalize(of, vector, rows[:n])
+        noise = max(noise, ROUNDING * eps * hypot(length, *parts))
+        inside, added = length <= noise, length
+        if n < len(rows):
+            if inside:
+                vector = draw(of)
+                _, added = _orthogonalize(of, vector, rows[:n])
+            torch.div(vector, added, out=rows[n])
+        return parts, 0.0 if inside else length
+
+    for _ in range(restarts):
+        while m < most:
+            parts, length = append(U, m, apply(V[m : m + 1])[0], target)
+            B[: m + 1, m] = torch.tensor([*parts, length], dtype=B.dtype, device="cpu")
+            _, beta = append(V, m + 1, adjoint(U[m : m + 1])[0], space)
+            m, done = m + 1, done + 2
+            # A look costs as much as a product of a small network.
+            if m < most and (m < first or (m - first) % 4):
+                continue
+            x, sigma, y = torch.linalg.svd(B[:m, :m])
+            residuals = beta * x[m - 1, :k].abs()
+            found = residuals <= (tol * sigma[:k]).clamp(min=noise)
+            if bool(found.all()):
+                values = sigma[:k].to(U) * unit()
+                return x[:, :k].T.to(U) @ U[:m], y[:k].to(V) @ V[:m], values, done
+        kept = k + (most - k) // 2
+        U[:kept], V[:kept] = x[:, :kept].T.to(U) @ U, y[:kept].to(V) @ V[:most]
+        V[kept] = V[most].clone()
+        B.zero_()[:kept, :kept] = torch.diag(sigma[:kept])
+        m = kept
+    raise errors.ConvergenceError(
+        f"svd: expected {k} singular values, got {int(found.sum())} after {done} products "
+        f"({', '.join(f'{v * float(unit()):.6g}' for v in sigma[:k][found].tolist())}); raise max_iter "
+        "or tol, or ask for fewer."
+    )
 
 
 def to_scipy(operator: Any) -> Any:

@@ -211,7 +211,11 @@ class RectangularOperator(ABC):
         if isinstance(v, RectangularOperator):
             return product_of(_chain_of(self) + _chain_of(v))
         rows, rebuild = self.space.rows(v)
-        found, target = self.apply(rows), self.target
+        return self._in_form(v, self.apply(rows), rebuild)
+
+    def _in_form(self, v: Tree, found: Tensor, rebuild: Callable[[Tensor], Tree]) -> Tree:
+        """Rows [k, M] of the row space in the form of v. rebuild: gives rows [k, P] that form."""
+        target = self.target
         # A symmetric operator returns the form of v, any other the structure of its row space.
         if target is self.space:
             return rebuild(found)
@@ -326,6 +330,92 @@ class RectangularOperator(ABC):
         self.space.refuse_sharded("to_sparse")
         with self._algorithm("to_sparse"):
             return read_sparse(self, sparsity, self, "to_sparse", chunk_size).to_csr()
+
+    def lstsq(
+        self,
+        b: object,
+        *,
+        damping: float = 0.0,
+        tol: float | None = None,
+        max_iter: int | None = None,
+        return_info: bool = False,
+    ) -> Any:
+        r"""Solve a least-squares problem by LSMR: one product with A and one with A^T an iteration.
+
+            x = argmin |b - A x|^2 + damping |x|^2        (A^T A + damping I) x = A^T b,  r = b - A x
+            |A^T r - damping x| <= tol |A| |(r, sqrt(damping) x)|
+            or |(r, sqrt(damping) x)| <= tol (|b| + |A| |x|)
+
+        Without damping, and for an A of any rank, x is the shortest of the minimizers. The columns of a
+        block are solved side by side, until the last has converged. The tolerance is of the gradient:
+        the error of x is larger by up to the condition number of A. A warning says if the tolerance
+        was missed, unless ``return_info`` is given.
+
+        Args:
+            b: A vector or a block on the row space, flat or in its structure: for a Jacobian, like the
+                outputs.
+            damping: The factor of |x|^2.
+            tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
+            max_iter: Iterations at most. Default: 10 min(M, P), at most 1000.
+            return_info: Also return how well the problem was solved.
+        Returns:
+            x, flat if b is, else in the structure of the column space; with ``return_info``,
+            ``(x, LeastSquares)``.
+        Raises:
+            UnsupportedError: for parameters that several processes share.
+        Shape:
+            - b: [M], [M, k], or like the outputs
+        References:
+            Fong and Saunders, LSMR: An Iterative Algorithm for Sparse Least-Squares Problems, 2011.
+        Example:
+            >>> x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [1.0, 2.0]])
+            >>> J = hog.JacobianOperator(lambda p, x: x @ p, torch.zeros(2), x)
+            >>> J.lstsq(torch.tensor([1.0, 3.0, 5.0]))  # a line through three points
+            tensor([1.0000, 2.0000])
+        """
+        with self._algorithm("lstsq"):
+            return linear_systems.lsmr(self, b, damping, tol, max_iter, return_info)
+
+    def svd(
+        self,
+        k: int = 6,
+        *,
+        tol: float | None = None,
+        max_iter: int | None = None,
+        generator: Generator | None = None,
+    ) -> eigenvalues.SingularTriplets:
+        r"""The k largest singular values with their vectors, by Golub-Kahan-Lanczos bidiagonalization.
+
+            A v = value u,  A^T u = value v,        residual <= tol value
+
+        The bases hold up to 6 k + 6 vectors (at least 63) on each side, in the dtype of the operator
+        (at least float32), are orthogonalized in full, and restart with the best half. Matrices whose
+        smaller side is at most 21 or 2 k + 2 are made dense. A repeated singular value may be found
+        fewer times than it is there.
+
+        Args:
+            k: How many triplets; at most min(M, P).
+            tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in
+                float64, 1e-5 in float32.
+            max_iter: How often the bases are filled, at most. Default: 10 min(M, P).
+            generator: Draws the starting vector; None draws an equal one in every call.
+        Returns:
+            `SingularTriplets`, which unpack as (left [M, k], values [k] descending, right [P, k]).
+        Raises:
+            ConvergenceError: without convergence; it names the values that were found.
+            UnsupportedError: for parameters that several processes share.
+        References:
+            Golub and Kahan, Calculating the Singular Values and Pseudo-inverse of a Matrix, 1965.
+            Baglama and Reichel, Augmented Implicitly Restarted Lanczos Bidiagonalization Methods, 2005
+            (restarts).
+        Example:
+            >>> x = torch.tensor([[3.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+            >>> J = hog.JacobianOperator(lambda p, x: x @ p, torch.zeros(2), x)
+            >>> J.svd(2).values
+            tensor([3., 1.])
+        """
+        with self._algorithm("svd"):
+            return eigenvalues.svd(self, k, tol, max_iter, generator)
 
     def to_scipy(self) -> Any:
         """A `scipy.sparse.linalg.LinearOperator` on the CPU; needs SciPy.

@@ -1,6 +1,8 @@
-"""Linear systems with symmetric positive definite operators, by conjugate gradients."""
+"""Linear systems with symmetric positive definite operators, by conjugate gradients, and least squares
+with any, by LSMR."""
 
 from collections.abc import Callable
+from math import sqrt
 from typing import Any, NamedTuple, final
 
 import torch
@@ -240,3 +242,152 @@ def _preconditioner(
             f"{validation.describe(given)}; take A.diagonal().clamp(min=...) for instance."
         )
     return lambda rows: rows / diagonal
+
+
+FLOOR = 10  # the least tolerance of `lsmr`, in units of eps: below is rounding
+
+
+@validation.short_repr
+class LeastSquares(NamedTuple):
+    """How well a least-squares problem was solved; tensors are [k] if b is a block of k vectors.
+
+    Attributes:
+        residual: |b - A x| / |b|, computed from x itself.
+        gradient: |A^T (b - A x) - damping x| / (|A| |(b - A x, sqrt(damping) x)|), computed from x
+            itself, with |A| as estimated by the iterations. It is 0 at the solution.
+        converged: Whether the gradient, or the residual, is within the tolerance.
+        iterations: Iterations of LSMR.
+        products: Products of A and A^T with one vector.
+    """
+
+    residual: Tensor
+    gradient: Tensor
+    converged: Tensor
+    iterations: int
+    products: int
+
+
+def lsmr(
+    operator: Any,
+    b: object,
+    damping: float,
+    tol: float | None,
+    max_iter: int | None,
+    return_info: bool,
+) -> Any:
+    """Minimize |b - A x|^2 + damping |x|^2; `RectangularOperator.lstsq` describes the options.
+
+    The names are those of Fong and Saunders. Their estimates of |r| and |x| are replaced by the norms
+    of r and x, which cost little beside products.
+    """
+    operator.space.refuse_sharded("lstsq")
+    transpose = operator.T
+    rows, rebuild = transpose.space.rows(b, "b")
+    validation.finite("b", rows, "There is no nearest A x then.")
+    lam = sqrt(validation.number("damping", damping, minimum=0))
+    precision, dtype = operator.space.precision, operator.dtype
+    default = RTOL.get(precision, 1e-2)
+    tol = default if tol is None else validation.number("tol", tol, minimum=0)
+    tol = max(tol, FLOOR * torch.finfo(precision).eps)
+    limit = min(10 * min(operator.shape), 1000)
+    limit = limit if max_iter is None else validation.at_least("max_iter", max_iter, 0)
+    wide = torch.promote_types(dtype, torch.float32)
+    before = operator.count
+
+    def product(A: Any, x: Tensor) -> Tensor:
+        return A.apply(x.to(dtype)).to(wide)
+
+    size = _norms(rows)
+    u = b_ = _divided(rows.to(wide), size)  # the problem for b / |b|
+    v = product(transpose, u)
+    alpha = _norms(v)
+    v = _divided(v, alpha)
+    x, r, h, h_bar = torch.zeros_like(v), u.clone(), v, torch.zeros_like(v)
+    Ah = Ah_bar = torch.zeros_like(u)  # A h and A h_bar, which give r without a product
+    alpha_bar, zeta_bar, squares = alpha, alpha, alpha.square()
+    rho = rho_bar = c_bar = torch.ones_like(alpha)
+    s_bar = ratio = torch.zeros_like(alpha)
+    iterations, late = 0, [DeviceRead(alpha > 0)]
+    waits = u.device.type == "cpu"
+    # A device goes on while the numbers of the iteration before are read.
+    while iterations < limit and (
+        len(late) < (1 if waits else 2) or bool(late.pop(0).numbers().any())
+    ):
+        iterations += 1
+        Av = product(operator, v)
+        Ah = Av - _column(ratio, Ah) * Ah
+        u = Av - _column(alpha, u) * u
+        beta = _norms(u)
+        u = _divided(u, beta)
+        v = product(transpose, u) - _column(beta, v) * v
+        alpha = _norms(v)
+        v = _divided(v, alpha)
+        squares = squares + alpha.square() + beta.square()
+        before_rho, before_bar = rho, rho_bar
+        alpha_hat = torch.hypot(alpha_bar, torch.full_like(alpha_bar, lam))
+        rho = torch.hypot(alpha_hat, beta)
+        theta, alpha_bar = _over(beta * alpha, rho), _over(alpha_hat * alpha, rho)
+        theta_bar, c_rho = s_bar * rho, c_bar * rho
+        rho_bar = torch.hypot(c_rho, theta)
+        c_bar, s_bar = _over(c_rho, rho_bar), _over(theta, rho_bar)
+        zeta, zeta_bar = c_bar * zeta_bar, -s_bar * zeta_bar
+        old = _over(theta_bar * rho, before_rho * before_bar)
+        h_bar = h - _column(old, h_bar) * h_bar
+        Ah_bar = Ah - _column(old, Ah_bar) * Ah_bar
+        step = _over(zeta, rho * rho_bar)
+        x += _column(step, x) * h_bar
+        r -= _column(step, r) * Ah_bar
+        ratio = _over(theta, rho)
+        h = v - _column(ratio, h) * h
+        # Twice as far as asked for: r drifts from b - A x by rounding.
+        ends = _ends(zeta_bar.abs(), r, x, lam, squares.sqrt(), tol / 2)
+        late.append(DeviceRead(~ends[1] & (alpha > 0)))
+    r = b_ - product(operator, x)
+    gradient = _norms(product(transpose, r) - lam**2 * x)
+    relative, converged = _ends(gradient, r, x, lam, squares.sqrt(), tol)
+    found = transpose._in_form(b, (x * _column(size, x)).to(dtype), rebuild)
+    residual = _norms(r).to(dtype)
+    if not return_info:
+        if not bool(converged.all()):
+            warn(
+                f"lstsq: expected a gradient of {tol:g} |A| |r|, got {float(relative.max()):.2g} "
+                f"|A| |r| after {iterations} iterations; give more damping, a larger max_iter or tol, "
+                "or take the gradient from return_info=True."
+            )
+        return found
+    count = operator.count - before + (0 if transpose is operator else transpose.count)
+    every: list[Tensor] = [residual, relative.to(dtype), converged]
+    if not transpose.space.is_block(b):
+        every = [one[0] for one in every]
+    return found, LeastSquares(every[0], every[1], every[2], iterations, count)
+
+
+def _ends(
+    gradient: Tensor, r: Tensor, x: Tensor, lam: float, norm: Tensor, tol: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient relative to |A| |(r, lam x)|, and whether it, or the residual, is small enough:
+    Fong and Saunders, section 3.5, with |b| = 1."""
+    length = _norms(x)
+    whole = torch.hypot(_norms(r), lam * length)
+    relative = _over(gradient, norm * whole)
+    return relative, (relative <= tol) | (whole <= tol * (1 + norm * length))
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """The norm of each row in float64: squares of float32 may leave the range."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+
+
+def _over(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is 0."""
+    return torch.where(b == 0, 0, a / torch.where(b == 0, 1, b))
+
+
+def _column(numbers: Tensor, rows: Tensor) -> Tensor:
+    """A number for each row."""
+    return numbers[:, None].to(rows)
+
+
+def _divided(rows: Tensor, sizes: Tensor) -> Tensor:
+    """Each row over its size; a row of size 0 stays."""
+    return (rows / torch.where(sizes > 0, sizes, 1)[:, None]).to(rows)
