@@ -48,7 +48,14 @@ from hoglib.curvature.points.point_derivatives import (
     partial_derivative,
 )
 from hoglib.curvature.sums.dataset_sum import DataOptions, OperatorOptions
-from hoglib.curvature.training.optimizers import KFAC, KFACStep, NewtonCG, NewtonStep
+from hoglib.curvature.training.optimizers import (
+    KFAC,
+    KFACStep,
+    LevenbergMarquardt,
+    LevenbergMarquardtStep,
+    NewtonCG,
+    NewtonStep,
+)
 from hoglib.curvature.training.sharpness import CriticalSharpness, critical_sharpness
 
 __all__ = [
@@ -65,6 +72,8 @@ __all__ = [
     "KFACError",
     "KFACOperator",
     "KFACStep",
+    "LevenbergMarquardt",
+    "LevenbergMarquardtStep",
     "LinearOperator",
     "LowRankOperator",
     "NewtonCG",

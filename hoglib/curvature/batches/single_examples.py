@@ -41,7 +41,9 @@ def by_vmap_or_loop(problem: Problem) -> tuple[Tensor, Vector]:
         return by_loop(problem)
 
 
-def over_examples(problem: Problem, of_example: Callable[[Problem, Vector], Any]) -> Any:
+def over_examples(
+    problem: Problem, of_example: Callable[[Problem, Vector], Any], chunk_size: int | None = None
+) -> Any:
     """of_example(problem at one example, leaves), by vmap over the examples of the batch."""
     (batch,) = problem.args
     count = number_of_examples(batch)
@@ -56,7 +58,9 @@ def over_examples(problem: Problem, of_example: Callable[[Problem, Vector], Any]
         return of_example(problem.with_args(pytree.unflatten(one, form)), p)
 
     given = [x for x, row in zip(parts, mapped, strict=True) if row]
-    every: Any = torch.func.vmap(run, (None, *[0] * len(given)), randomness="error")
+    every: Any = torch.func.vmap(
+        run, (None, *[0] * len(given)), randomness="error", chunk_size=chunk_size
+    )
     return every([leaf.detach() for leaf in problem.leaves], *given)
 
 
@@ -68,6 +72,29 @@ def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
 
     gradients, values = over_examples(problem, of_example)
     return values.detach(), [g.detach() for g in gradients]
+
+
+def jacobian_by_vmap(
+    problem: Problem, outputs: Callable[[Problem, Vector], Vector], chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """The outputs [M] of all examples, and their derivatives by the leaves [M, P], each example alone.
+
+    Their order is that of the outputs of the batch, if these have a row for each example.
+    """
+
+    def of_example(one: Problem, p: Vector) -> Any:
+        def twice(p: Vector) -> tuple[Vector, Vector]:
+            found = outputs(one, p)
+            return found, found
+
+        return torch.func.jacrev(twice, has_aux=True)(p)
+
+    jacobian, values = over_examples(problem, of_example, chunk_size)
+    rows = [
+        torch.cat([part.reshape(y.numel(), -1) for part in parts], 1)
+        for y, parts in zip(values, jacobian, strict=True)
+    ]
+    return torch.cat([y.reshape(-1) for y in values]).detach(), torch.cat(rows).detach()
 
 
 def by_loop(problem: Problem) -> tuple[Tensor, Vector]:

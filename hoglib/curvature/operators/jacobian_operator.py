@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from hoglib._core.messages import validation
 from hoglib._core.modules.swap import keep_swapped, reapply
+from hoglib._core.problem import Problem
 from hoglib._core.substrate.autograd import Vector, fresh_leaves, grad_enabled
 from hoglib._core.substrate.gradient_graph import graph_bytes
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
+from hoglib._core.torch_api.torch_modes import own_algebra
 from hoglib.curvature.algebra.linear_operator import RectangularOperator
 from hoglib.curvature.algebra.vector_space import Space, Tree
 from hoglib.curvature.batches.data import Processes, in_fixed_order
+from hoglib.curvature.batches.single_examples import jacobian_by_vmap
 from hoglib.curvature.maps.gauss_newton import CompositeLoss, CriterionHessian, transposed_product
 from hoglib.curvature.maps.jacobian_product import OPERATOR as NAME
 from hoglib.curvature.maps.jacobian_product import TransposedJacobian, detached, with_graph
@@ -25,6 +28,7 @@ from hoglib.curvature.sums.term import Term
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import functional_loss
 
+NUMBERS_AT_ONCE = 2**24  # in the rows of examples that are computed at once
 OPTIONS = ("stand_ins", "remat", "check_deterministic", "progress", "memory_limit")
 
 
@@ -92,27 +96,65 @@ class JacobianOperator(RectangularOperator):
     def target(self) -> Space:
         """The vector space of the outputs. The first use takes a pass over the data to find their
         sizes."""
+        return self._space_of([[y.to("meta") for y in found] for found in self._of_batches()])
+
+    def outputs(self) -> Tensor:
+        """The outputs over the data, by one pass.
+
+        Returns:
+            A flat vector on the outputs [M].
+        """
+        every = self._of_batches()
+        if "target" not in vars(self):  # saves a pass
+            self.target = self._space_of([[y.to("meta") for y in found] for found in every])
+        flat = torch.cat([y.reshape(-1) for found in every for y in found]).to(self.target.dtype)
+        self._check_size(len(flat))
+        return flat
+
+    def _of_batches(self) -> list[Vector]:
+        """The outputs at each batch."""
         found: list[Vector] = []
         nothing = torch.zeros(1, 0, dtype=self.dtype, device=self.device)
 
         def visit(term: Term) -> Tensor:
             with term.entered() as problem:
                 composite = CompositeLoss(problem, CriterionHessian(), "reverse")
-                outputs = composite.detached_outputs(problem.leaves)
-                found.append([y.to("meta") for y in outputs])
+                found.append(outputs := composite.detached_outputs(problem.leaves))
                 return composite.criterion(*outputs)
 
         with torch.inference_mode(False):
             self._sum.fold(visit, nothing, first_order=True)
+        return found
+
+    def _space_of(self, found: list[Vector]) -> Space:
+        """The space of outputs, given as meta tensors: no memory."""
         every = [y for outputs in found for y in outputs]
         # One tensor holds all outputs if batches have one each, and differ only in their rows.
         one_of_each = len(every) == len(found) and all(y.dim() for y in every)
         alike = one_of_each and len({y.shape[1:] for y in every}) == 1
-        # Meta tensors: no memory
         whole = torch.cat(every if alike else [y.flatten() for y in every])
         # An expanded zero: the space needs shapes, not memory.
         like = torch.zeros((), dtype=whole.dtype, device=self.device)
         return Space(like.expand(whole.shape), of="outputs")
+
+    def _check_size(self, size: int) -> None:
+        if size != self.target.size:
+            raise ArgumentValueError(
+                f"data: expected {self.target.size} outputs as at the first pass, got {size}; make a "
+                "new operator of other data."
+            )
+
+    def _by_examples(self) -> tuple[Tensor, Tensor]:
+        """The outputs [M], and the matrix [M, P] by the gradients of single examples at once, for
+        outputs that have a row for each example and do not couple them, which is not checked."""
+        found = []
+        chunk = max(1, NUMBERS_AT_ONCE // self.space.size)
+        with torch.inference_mode(False), own_algebra():
+            for term in self._sum.terms():
+                with term.entered() as problem:
+                    found.append(jacobian_by_vmap(problem, _outputs_of, chunk))
+        values, rows = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return values.to(self.target.dtype), rows.to(self.dtype)
 
     def _products(self, rows: Tensor) -> Tensor:
         return self._multiply(rows, self.target, transposed=False)
@@ -153,13 +195,13 @@ class JacobianOperator(RectangularOperator):
         with self._bar.over("@", len(rows)):
             sums.fold(visit, total, rows, first_order=True)
         sums.kept = kept
-        if start != self.target.size:
-            raise ArgumentValueError(
-                f"data: expected {self.target.size} outputs as at the first pass, got {start}; make a "
-                "new operator of other data."
-            )
+        self._check_size(start)
         self._refuse_not_finite(rows, total, into, "the outputs are")
         return total
+
+
+def _outputs_of(problem: Problem, leaves: Vector) -> Vector:
+    return CompositeLoss(problem, CriterionHessian(), "reverse").outputs(leaves)
 
 
 # A function, because operators are pickled, and a lambda cannot be.
