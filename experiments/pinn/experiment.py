@@ -68,7 +68,65 @@ class Residual(nn.Module):
             return p, self.causal_weights(p, self(p))
 
 
-class Pinn(Raced):
+class Pinns(Raced):
+    """A race of networks for one equation; the first is the one that is drawn."""
+
+    inputs: int
+    residuals: dict[str, Residual]
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.networks))
+
+    def forward(self, p: Tensor) -> Tensor:
+        return self.residual(self.first).solution(p)
+
+    def residual(self, name: str) -> Residual:
+        return Residual(self.networks[name], self.equation)
+
+    @property
+    def equation(self) -> Equation:
+        return self.data.equation
+
+    def setup(self, stage: str) -> None:
+        if self.inputs != self.equation.inputs:
+            raise ArgumentValueError(
+                f"inputs: expected {self.equation.inputs} for {self.equation.title}, got {self.inputs}."
+            )
+
+    def losses(self, batch: Tensor) -> dict[str, Tensor]:
+        return {name: r(batch).square().mean() for name, r in self.residuals.items()}
+
+    @torch.no_grad()
+    def error(self, name: str, held_out: Tensor) -> Tensor:
+        """|u - exact| / |exact| on the grid, in the Euclidean norm."""
+        p = held_out.to(self.device)
+        exact = self.equation.solution(p)
+        return (self.residual(name).solution(p) - exact).norm() / exact.norm()
+
+    def second_order_problem(self, batch: Tensor) -> SecondOrderProblem:
+        """The mean squared residual, by the parameters of the network that is trained first."""
+        residual = self.residual(self.first)
+        return weighted_loss(residual), hog.trainable_params(residual), residual.weighted(batch)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        folder, ends, fields = runs.run_folder(self.trainer), {}, {}
+        for name in self.networks:
+            residual = self.residual(name)
+            with torch.no_grad():
+                u, left = residual.solution(batch), residual(batch)
+            off = u - self.equation.solution(batch)
+            largest, root_mean_square = off.abs().max(), left.square().mean().sqrt()
+            ends[name] = self.error(name, batch).item(), largest.item(), root_mean_square.item()
+            fields[name] = tuple(part.reshape(GRID, GRID).cpu() for part in (u, off, left))
+        self.log_dict({f"test/{name}": end[0] for name, end in ends.items()}, batch_size=len(batch))
+        curves, labels = logs.curves(folder), {name: LABELS[name] for name in self.networks}
+        title = self.equation.title
+        picture = plot_pinn(folder / "pinn.png", title, curves, labels, fields[self.first])
+        runs.write_report(folder, pinn_table(title, curves, ends), picture)
+
+
+class Pinn(Pinns):
     """Two networks for one equation: after the same steps of Adam one takes steps of NewtonCG.
 
         loss = mean over points of w ((L u - f) / scale)^2        scale^2 = mean f^2, or 1 if f is 0
@@ -140,22 +198,6 @@ class Pinn(Raced):
         }  # fmt: skip
         self.register_buffer("warm", torch.zeros((), dtype=torch.bool))
 
-    def forward(self, p: Tensor) -> Tensor:
-        return self.residual(NEWTON).solution(p)
-
-    def residual(self, name: str) -> Residual:
-        return Residual(self.networks[name], self.equation)
-
-    @property
-    def equation(self) -> Equation:
-        return self.data.equation
-
-    def setup(self, stage: str) -> None:
-        if self.inputs != self.equation.inputs:
-            raise ArgumentValueError(
-                f"inputs: expected {self.equation.inputs} for {self.equation.title}, got {self.inputs}."
-            )
-
     def configure_optimizers(self) -> Any:
         # in a dict, so that they are no modules of this one
         self.residuals = {name: self.residual(name) for name in self.networks}
@@ -186,9 +228,6 @@ class Pinn(Raced):
             group["lr"] = self.adam_lr * (1 - batch_idx / self.data.iterations)
         self.race(batch, grid(), {NEWTON: lambda: self._newton_step(batch), ADAM: adam_step})
 
-    def losses(self, batch: Tensor) -> dict[str, Tensor]:
-        return {name: r(batch).square().mean() for name, r in self.residuals.items()}
-
     def _newton_step(self, batch: Tensor) -> float:
         """A step of NewtonCG; returns its cost, in gradients of the whole batch."""
         optimizer: Any = self.optimizers()[0]  # type: ignore[index]
@@ -213,34 +252,6 @@ class Pinn(Raced):
                 "trainer.precision to 64-true, or raise damping."
             )
         return lambda v: torch.cholesky_solve(v.reshape(len(factor), -1), factor).reshape(v.shape)
-
-    @torch.no_grad()
-    def error(self, name: str, held_out: Tensor) -> Tensor:
-        """|u - exact| / |exact| on the grid, in the Euclidean norm."""
-        p = held_out.to(self.device)
-        exact = self.equation.solution(p)
-        return (self.residual(name).solution(p) - exact).norm() / exact.norm()
-
-    def second_order_problem(self, batch: Tensor) -> SecondOrderProblem:
-        """The mean squared residual, by the parameters of the network that Newton steps train."""
-        residual = self.residual(NEWTON)
-        return weighted_loss(residual), hog.trainable_params(residual), residual.weighted(batch)
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        folder, ends, fields = runs.run_folder(self.trainer), {}, {}
-        for name in self.networks:
-            residual = self.residual(name)
-            with torch.no_grad():
-                u, left = residual.solution(batch), residual(batch)
-            off = u - self.equation.solution(batch)
-            largest, root_mean_square = off.abs().max(), left.square().mean().sqrt()
-            ends[name] = self.error(name, batch).item(), largest.item(), root_mean_square.item()
-            fields[name] = tuple(part.reshape(GRID, GRID).cpu() for part in (u, off, left))
-        self.log_dict({f"test/{name}": end[0] for name, end in ends.items()}, batch_size=len(batch))
-        curves, labels = logs.curves(folder), {name: LABELS[name] for name in self.networks}
-        title = self.equation.title
-        picture = plot_pinn(folder / "pinn.png", title, curves, labels, fields[NEWTON])
-        runs.write_report(folder, pinn_table(title, curves, ends), picture)
 
 
 class Jacobian:

@@ -56,6 +56,36 @@ def poisson() -> Equation:
     )  # fmt: skip
 
 
+def wave() -> Equation:
+    """Lap u = f with u = 0 on the border: u = sin(pi x) sin(pi y)."""
+    return Equation(
+        "Poisson's equation", hog.laplacian, lambda p: -2 * pi**2 * (pi * p).sin().prod(-1),
+        lambda p: (pi * p).sin().prod(-1), poisson().ansatz,
+    )  # fmt: skip
+
+
+def heat() -> Equation:
+    """u_t = u_xx / 10 with u = 0 at both ends and sin(pi x) at t = 0: it decays. Points are (x, t)."""
+    coefficients = torch.tensor([0.1, 0.0], dtype=torch.float64)
+
+    def operator(u: Callable[[Tensor], Tensor], p: Tensor) -> tuple[Tensor, ...]:
+        a = coefficients.to(p)
+        value, diffusion, gradient = hog.laplacian(u, p, coefficients=a, return_gradient=True)
+        return value, gradient[:, 1] - diffusion
+
+    def ansatz(network: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+        x, t = p.unbind(-1)
+        return (pi * x).sin() + 4 * x * (1 - x) * t * network(2 * p - 1).squeeze(-1)
+
+    def solution(p: Tensor) -> Tensor:
+        x, t = p.unbind(-1)
+        return (-(pi**2) * t / 10).exp() * (pi * x).sin()
+
+    return Equation(
+        "the heat equation", operator, lambda p: torch.zeros_like(p[:, 0]), solution, ansatz
+    )
+
+
 def plate() -> Equation:
     """Lap Lap u = f with u and its slope 0 on the border: u = sin^2(pi x) sin^2(pi y), scaled to 1."""
     k = 2 * pi
@@ -111,7 +141,7 @@ def allen_cahn() -> Equation:
 
 
 EQUATIONS: dict[str, Callable[[], Equation]] = {
-    "poisson": poisson, "plate": plate, "allen_cahn": allen_cahn,
+    "poisson": poisson, "plate": plate, "allen_cahn": allen_cahn, "wave": wave, "heat": heat,
 }  # fmt: skip
 
 
@@ -119,10 +149,11 @@ class Square(StreamData):
     """An equation on the unit square: random points for training, a grid for errors.
 
     Args:
-        equation: "poisson", "plate" or "allen_cahn".
+        equation: "poisson", "plate", "allen_cahn", "wave" or "heat".
         iterations: Batches in the run.
         batch: Points in a batch.
         seed: Seed of the points. Default: that of the run.
+        fixed: All batches have the same points.
     """
 
     def __init__(
@@ -131,15 +162,17 @@ class Square(StreamData):
         iterations: int = 30,
         batch: int = 2048,
         seed: int | None = None,
+        fixed: bool = False,
     ) -> None:
         super().__init__(iterations, seed)
         one_of("equation", equation, EQUATIONS)
         self.equation = EQUATIONS[equation]()
         self.batch = at_least("batch", batch, 1)
-        self.options = {"equation": equation}
+        self.fixed = fixed
+        self.options = {"equation": equation, "fixed": fixed}
 
     def batch_of(self, seed: int) -> Tensor:
-        return torch.rand(self.batch, 2, generator=seeded(seed))
+        return torch.rand(self.batch, 2, generator=seeded(self.seed if self.fixed else seed))
 
     def test_batch(self) -> Tensor:
         return grid()

@@ -14,7 +14,11 @@ from experiments.logs import Points
 from experiments.shared.experiment import Experiment
 
 NEWTON, PRECONDITIONED, KFAC, ADAM = "newton_cg", "newton_kfac", "kfac", "adam"
-LABELS = {NEWTON: "NewtonCG", PRECONDITIONED: "NewtonCG, KFAC", KFAC: "KFAC", ADAM: "Adam"}
+LEVENBERG_MARQUARDT, LBFGS = "levenberg_marquardt", "lbfgs"
+LABELS = {
+    NEWTON: "NewtonCG", PRECONDITIONED: "NewtonCG, KFAC", KFAC: "KFAC", ADAM: "Adam",
+    LEVENBERG_MARQUARDT: "Levenberg-Marquardt", LBFGS: "L-BFGS",
+}  # fmt: skip
 # The cost of a loss in gradients: one pass through the network of three, which are forward, backward to
 # the inputs, and backward to the weights.
 LOSS_COST = 1 / 3

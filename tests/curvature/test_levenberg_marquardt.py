@@ -2,9 +2,7 @@
 
 import copy
 import pickle
-import warnings
 
-import numpy as np
 import pytest
 import scipy.optimize
 import torch

@@ -91,6 +91,15 @@ def optimizer(made, **options):
     return [made.step(data()), made.step(data()), *net.parameters()]
 
 
+def least_squares(**options):
+    net = network()
+    loss = hog.functional_loss(net, cross_entropy)
+    made = curvature.LevenbergMarquardt(
+        loss.outputs, hog.trainable_params(net), damping=1.0, **options
+    )
+    return [made.step(data()), made.step(data()), *net.parameters()]
+
+
 def learner(kind, **options):
     net = network()
     made = kind(net, cross_entropy, inner_steps=2, **({"inner_lr": 0.1} | options))
@@ -236,6 +245,7 @@ ROWS = {
     "derivatives of a trace": G(lambda G, v: torch.autograd.grad(G.trace(4, generator=signs(), create_graph=True), [x for x in G.params.values() if x.requires_grad])),
     "per_example_gradient_products": examples(curvature.per_example_gradient_products),
     "NewtonCG": lambda: optimizer(curvature.NewtonCG, preconditioner="kfac"),
+    "LevenbergMarquardt": lambda: [*least_squares(), *least_squares(method="lsmr")],
     "curvature.KFAC": lambda: optimizer(curvature.KFAC, kind="exact"),
     "language_model_loss": language_model,
     "attention": attention,

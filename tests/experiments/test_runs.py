@@ -64,6 +64,7 @@ class Experiment(NamedTuple):
 
 
 PINN = {"val/newton_cg": "{:.1e}", "val/adam": "{:.1e}"}
+LEAST_SQUARES = {f"val/{name}": "{:.1e}" for name in ("levenberg_marquardt", "lbfgs", "adam")}
 FEWER = ("--data.batch", "8")
 SHORT = ("--model.length", "8", "--data.length", "8")
 EXPERIMENTS = {
@@ -110,10 +111,12 @@ EXPERIMENTS = {
     ),
     "penalty/forces": Experiment({"forces.png"}, 20, (13, 10), {"test/force/both": "{:.4f}"}),
     "pinn/allen_cahn": Experiment({"pinn.png"}, 4, (3, 2), PINN, FEWER, seldom=True, timed=True),
+    "pinn/heat": Experiment({"pinn.png"}, 4, (3, 2), LEAST_SQUARES, FEWER, timed=True, like="pinn/least_squares"),
     "pinn/helium": Experiment(  # walkers
         {"helium.png"}, 6, (5, 4), {"test/energy": "{:.4f}", "test/error": "{:.4f}"},
         ("--model.hidden", "[3]", "--model.walkers", "2"), seldom=True, timed=True, special=True,
     ),
+    "pinn/least_squares": Experiment({"pinn.png"}, 4, (3, 2), LEAST_SQUARES, FEWER, timed=True),
     "pinn/plate": Experiment({"pinn.png"}, 4, (3, 2), PINN, FEWER, timed=True, like="pinn/poisson"),
     "pinn/poisson": Experiment({"pinn.png"}, 4, (3, 2), PINN, FEWER, timed=True),
 }  # fmt: skip

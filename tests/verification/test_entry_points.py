@@ -110,6 +110,14 @@ def newton(loss, params, v, batch):
     curvature.NewtonCG(loss, dict(loss.model.named_parameters())).step(batch)
 
 
+def marquardt(loss, params, v, batch):
+    def residual(params, batch):
+        return loss.outputs(params, batch) - batch[1]
+
+    own = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
+    curvature.LevenbergMarquardt(residual, own, method="lsmr").step(batch)
+
+
 def compiled_loss(loss, params, v, batch):
     hog.compiled_loss(lambda p: hog.penalties.parameter_gradient(loss, p, batch), backend="eager")(params).backward()  # fmt: skip
 
@@ -224,6 +232,7 @@ FIRST_ORDER = {
         lambda loss, p, v, b: hog.influence(loss, p, b, b, damping=1.0, solver="kfac")
     ),
     "JacobianOperator": with_loss(lambda loss, p, v, b: hog.JacobianOperator(loss, p, b) @ v),
+    "LevenbergMarquardt": with_loss(marquardt),
     "sparse_jacobian": lambda function: hog.sparse_jacobian(function, X),
     "MAML, first order": learner(hog.MAML, first_order=True),
     "Reptile": learner(meta.Reptile),
@@ -616,7 +625,7 @@ NO_ENTRY_POINTS = {
     },
     "an update rule, differentiated in the inner loop": {"RULES", "GradientTransformation", "adadelta", "adagrad", "adam", "adamax", "adamw", "momentum", "radam", "rmsprop", "scheduled", "sgd"},
     "holds numbers or options": {
-        "Band", "DiagonalBlocks", "inductor_options", "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep",
+        "Band", "DiagonalBlocks", "inductor_options", "EnergyForces", "EnergyForcesHessian", "CriticalSharpness", "GraphEntry", "Hypergradient", "Measurement", "NewtonStep", "LevenbergMarquardtStep",
         "KFACError", "KFACStep", "LeaveKOut", "NoiseScale", "Options", "DataOptions", "OperatorOptions", "LearnerOptions", "TrainingOptions", "PenaltyWithOutputs", "Report", "Residual", "Shard", "Spectrum", "TOLERANCES", "Tolerance",
         "VerificationError", "__version__",
     },

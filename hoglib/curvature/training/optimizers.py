@@ -549,13 +549,13 @@ class LevenbergMarquardt(BatchOptimizer):
         ratio = (loss - loss after) / (-r^T J d - |J d|^2 / 2)
         mu <- mu max(1/3, 1 - (2 ratio - 1)^3)  if accepted;  else mu times 2, 4, 8, ... until it is
 
-    mu starts at damping |J g|^2 / |g|^2, g = J^T r, in the units of J^T J. If no damping lowers the loss
-    by more than rounding, the parameters and mu stay. Where rounding hides the loss, a step is accepted
-    if it lowers the gradient.
+    mu starts at damping |J g|^2 / |g|^2, g = J^T r, in the units of J^T J. If no damping lowers the
+    loss by more than rounding, the parameters and mu stay. Where rounding hides the loss, a step is
+    accepted if it lowers the gradient.
 
     - method="normal": J in memory, and a Cholesky factor of J^T J + mu D^2 [P, P].
-    - "samples": J in memory, and a factor of J D^-2 J^T + mu I [M, M]; the same step by d = -D^-2 J^T (J
-      D^-2 J^T + mu I)^-1 r.
+    - "samples": J in memory, and a factor of J D^-2 J^T + mu I [M, M]; the same step by d = -D^-2 J^T
+      (J D^-2 J^T + mu I)^-1 r.
     - "lsmr": products with J and J^T only, by `RectangularOperator.lstsq`.
     - "auto": "normal" if M >= P, else "samples"; "lsmr" if J is larger than 1 GiB or both sides are
       larger than 8192.
@@ -647,7 +647,8 @@ class LevenbergMarquardt(BatchOptimizer):
                 "params: expected a dict of tensors by name, or one tensor, for a residual that is no "
                 "module, got None; pass the parameters that the function is given."
             )
-        super().__init__(own, {ONE: params} if one else params, defaults, options)  # type: ignore[dict-item]
+        named: Any = {ONE: params} if one else params
+        super().__init__(own, named, defaults, options)
         refuse_sharded("LevenbergMarquardt", self._params.values())
         Space(self._params)  # raises for integers, and for parameters on several devices
         self._keep_direction({name: torch.zeros_like(p) for name, p in self._params.items()})
@@ -753,7 +754,9 @@ class LevenbergMarquardt(BatchOptimizer):
             group["mu"] = max(mu, least)
             damped = gram.clone()
             damped.diagonal().add_(group["mu"])
-            factor = torch.linalg.cholesky(damped)
+            factor, failed = torch.linalg.cholesky_ex(damped)
+            if failed:
+                raise errors.NotPositiveDefiniteError(f"damping: {group['mu']:.3g} is not enough.")
             right = A.T @ r if method == "normal" else r
             y = -torch.cholesky_solve(right[:, None], factor)[:, 0]
             return (y if method == "normal" else A.T @ y), 0
@@ -781,7 +784,7 @@ class LevenbergMarquardt(BatchOptimizer):
         for tried in range(1, TRIES + 1):
             try:
                 d, count = solve(r, group["mu"])
-            except torch.linalg.LinAlgError:
+            except errors.NotPositiveDefiniteError:  # by rounding
                 self._reject()
                 continue
             iterations += count
