@@ -73,6 +73,7 @@ class Pinns(Raced):
 
     inputs: int
     residuals: dict[str, Residual]
+    start = "after the same steps of Adam"
 
     @property
     def first(self) -> str:
@@ -122,7 +123,9 @@ class Pinns(Raced):
         self.log_dict({f"test/{name}": end[0] for name, end in ends.items()}, batch_size=len(batch))
         curves, labels = logs.curves(folder), {name: LABELS[name] for name in self.networks}
         title = self.equation.title
-        picture = plot_pinn(folder / "pinn.png", title, curves, labels, fields[self.first])
+        picture = plot_pinn(
+            folder / "pinn.png", title, curves, labels, fields[self.first], self.start
+        )
         runs.write_report(folder, pinn_table(title, curves, ends), picture)
 
 

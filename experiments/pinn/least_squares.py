@@ -39,6 +39,7 @@ class LeastSquares(Pinns):
         2023.
     """
 
+    start = "from one start"
     one_process = "whose Levenberg-Marquardt steps are of one process's points"
 
     def __init__(

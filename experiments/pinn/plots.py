@@ -11,15 +11,20 @@ from experiments.shared.style import SERIES, hide_frame, new_figure, picture
 
 @picture
 def plot_pinn(
-    title: str, curves: dict[str, Points], labels: dict[str, str], fields: tuple[Tensor, ...]
+    title: str,
+    curves: dict[str, Points],
+    labels: dict[str, str],
+    fields: tuple[Tensor, ...],
+    start: str,
 ) -> Figure:
-    """The fields of the network that NewtonCG trained, and the errors of both.
+    """The fields of the first network, and the errors of all.
 
     Args:
         title: The equation.
         curves: (step, value) of gradients and val, each with the name of an optimizer after a slash.
         labels: Labels of the optimizers, by name.
         fields: u, u - exact and the residual on the grid [m, m], by x and then y.
+        start: Where the networks start.
     Returns:
         The figure.
     """
@@ -36,7 +41,7 @@ def plot_pinn(
         error = [value for _, value in curves.get(f"val/{name}", [])]
         axes[3].plot(cost, error, label=label, **look.line())
     axes[3].set(yscale="log", xlabel="cost, in gradients of a batch", ylabel="relative error of u")
-    axes[3].set_title("after the same steps of Adam")
+    axes[3].set_title(start)
     axes[3].legend()
     return figure
 
