@@ -64,28 +64,6 @@ def wave() -> Equation:
     )  # fmt: skip
 
 
-def heat() -> Equation:
-    """u_t = u_xx / 10 with u = 0 at both ends and sin(pi x) at t = 0: it decays. Points are (x, t)."""
-    coefficients = torch.tensor([0.1, 0.0], dtype=torch.float64)
-
-    def operator(u: Callable[[Tensor], Tensor], p: Tensor) -> tuple[Tensor, ...]:
-        a = coefficients.to(p)
-        value, diffusion, gradient = hog.laplacian(u, p, coefficients=a, return_gradient=True)
-        return value, gradient[:, 1] - diffusion
-
-    def ansatz(network: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
-        x, t = p.unbind(-1)
-        return (pi * x).sin() + 4 * x * (1 - x) * t * network(2 * p - 1).squeeze(-1)
-
-    def solution(p: Tensor) -> Tensor:
-        x, t = p.unbind(-1)
-        return (-(pi**2) * t / 10).exp() * (pi * x).sin()
-
-    return Equation(
-        "the heat equation", operator, lambda p: torch.zeros_like(p[:, 0]), solution, ansatz
-    )
-
-
 def plate() -> Equation:
     """Lap Lap u = f with u and its slope 0 on the border: u = sin^2(pi x) sin^2(pi y), scaled to 1."""
     k = 2 * pi
@@ -141,7 +119,7 @@ def allen_cahn() -> Equation:
 
 
 EQUATIONS: dict[str, Callable[[], Equation]] = {
-    "poisson": poisson, "plate": plate, "allen_cahn": allen_cahn, "wave": wave, "heat": heat,
+    "poisson": poisson, "plate": plate, "allen_cahn": allen_cahn, "wave": wave,
 }  # fmt: skip
 
 
@@ -149,7 +127,7 @@ class Square(StreamData):
     """An equation on the unit square: random points for training, a grid for errors.
 
     Args:
-        equation: "poisson", "plate", "allen_cahn", "wave" or "heat".
+        equation: "poisson", "plate", "allen_cahn" or "wave".
         iterations: Batches in the run.
         batch: Points in a batch.
         seed: Seed of the points. Default: that of the run.

@@ -139,11 +139,14 @@ def test_sizes_choose_the_method_and_scaling_the_metric(n, method):
     assert relative(flat(params) - before, expected) < 1e-6
 
 
-def test_the_acceleration_of_a_quadratic_residual():
+@rows("method", METHODS)
+def test_the_acceleration_of_a_quadratic_residual(method):
     """Rosenbrock's, of which the second derivative along d is (20 d_0^2, 0), by any difference."""
     p = torch.tensor([-0.9, 1.1], dtype=F64, requires_grad=True)
     before = p.detach().clone()
-    optimizer = LevenbergMarquardt(rosenbrock, p, damping=2.0, geodesic=True)
+    optimizer = LevenbergMarquardt(
+        rosenbrock, p, damping=2.0, geodesic=True, method=method, tol=1e-13
+    )
     optimizer.step()
     J, r = torch.func.jacrev(rosenbrock)(before), rosenbrock(before)
     g = J.T @ r
@@ -152,7 +155,7 @@ def test_the_acceleration_of_a_quadratic_residual():
     a = -torch.linalg.solve(A, J.T @ torch.stack([-20 * d[0] ** 2, torch.zeros((), dtype=F64)]))
     assert optimizer.info.tries == 1
     assert optimizer.info.residuals == 3
-    assert relative(p.detach() - before, d + a / 2) < 1e-10
+    assert relative(p.detach() - before, d + a / 2) < 1e-9
 
 
 def rosenbrock(p):
