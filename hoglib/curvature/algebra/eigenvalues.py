@@ -425,6 +425,7 @@ def _in_span(length: float, components: list[float]) -> bool:
 
 
 @final
+@results.result
 @dataclass(frozen=True)
 class SingularTriplets:
     """The largest singular values, descending, with their vectors: A ~ left diag(values) right^T.

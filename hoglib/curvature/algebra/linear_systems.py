@@ -247,6 +247,7 @@ def _preconditioner(
 FLOOR = 10  # the least tolerance of `lsmr`, in units of eps: below is rounding
 
 
+@results.result
 @validation.short_repr
 class LeastSquares(NamedTuple):
     """How well a least-squares problem was solved; tensors are [k] if b is a block of k vectors.

@@ -457,6 +457,7 @@ LeastSquaresMethod = Literal["auto", "normal", "samples", "lsmr"]
 Directions = Callable[[Tensor, float], tuple[Tensor, int]]  # (r, mu) -> d, iterations
 
 
+@results.result
 class LevenbergMarquardtStep(NamedTuple):
     """What a step of `LevenbergMarquardt` did.
 
