@@ -63,7 +63,7 @@ class RunLogger(CSVLogger):
         self, name: str, save_dir: str | None = None, version: int | None = None, flush: int = 500
     ) -> None:
         super().__init__(save_dir or RUNS, name, version, flush_logs_every_n_steps=flush)
-        self._save_dir_given = save_dir is not None
+        self._save_dir_given, self._version_given = save_dir is not None, version is not None
         self._kept: list[dict[str, Any]] | None = None  # rows of a resumed run
         self._folder: Path | None = None
 
@@ -111,7 +111,8 @@ class RunLogger(CSVLogger):
     def discard(self) -> None:
         """Remove the folder of a new run that holds nothing yet, or its config alone."""
         folder = Path(self.log_dir)
-        logged = self._folder is not None or getattr(self._experiment, "metrics", None)
+        # without an experiment the folder, if there is one, is another process's
+        logged = self._folder is not None or getattr(self._experiment, "metrics", True)
         if not logged and folder.exists() and {p.name for p in folder.iterdir()} <= {CONFIG}:
             (folder / CONFIG).unlink(missing_ok=True)
             folder.rmdir()
@@ -119,12 +120,21 @@ class RunLogger(CSVLogger):
     @property
     def experiment(self) -> Any:
         if self._experiment is None and is_rank_zero():
-            folder = Path(self.log_dir)
-            folder.mkdir(parents=True, exist_ok=True)
-            if self._folder is None:
-                lock(folder)
+            folder = self._folder or self._make_folder()
             self._experiment = Rows(str(folder), self._kept)
         return super().experiment
+
+    def _make_folder(self) -> Path:
+        """The locked folder of a new run: of two that start at once, one takes the next version."""
+        while True:
+            folder = Path(self.log_dir)
+            try:
+                folder.mkdir(parents=True, exist_ok=self._version_given)
+            except FileExistsError:
+                self._version = self.version + 1
+                continue
+            lock(folder)
+            return folder
 
 
 class PictureLogger(pl.Callback):

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from experiments.autoencoder import Race
 from experiments.command.checkpoint import LastCheckpoint
 from experiments.forces.experiment import Potentials
+from experiments.logs import RunLogger
 from experiments.mean_flow.experiment import MeanFlow
 from experiments.reweight import Reweighting
 from experiments.robust.experiment import Robustness
@@ -305,6 +306,18 @@ def test_options_that_contradict_the_config_beside_a_checkpoint_are_refused(trai
     (folder() / "config.yaml").write_text(written)
     rounding = "--model.compile", "eager", "--trainer.max_steps", 21, "--test_after_fit", "false"
     assert run("fit", "--ckpt_path", folder() / "last.ckpt", *rounding) == 0
+
+
+def test_runs_that_start_at_once_have_folders_of_their_own(tmp_path):
+    first, second, refused = (RunLogger("x", tmp_path) for _ in range(3))
+    assert first.log_dir == second.log_dir == refused.log_dir
+    for logger in (first, second):
+        assert Path(logger.experiment.log_dir) == Path(logger.log_dir)
+    assert [Path(logger.log_dir).name for logger in (first, second)] == ["version_0", "version_1"]
+    refused.discard()  # of a run that ended before it had a folder
+    assert Path(first.log_dir).is_dir()
+    second.discard()
+    assert not Path(second.log_dir).exists()
 
 
 def test_a_run_that_another_process_writes_is_refused(trained, capsys):
