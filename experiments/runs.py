@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,6 +49,12 @@ def run_folder(trainer: "pl.Trainer") -> Path:
 def is_rank_zero() -> bool:
     """Whether this process writes and prints the results: of several, the one of rank 0."""
     return int(getattr(rank_zero_only, "rank", 0)) == 0
+
+
+def signals_that_end() -> list[signal.Signals]:
+    """The signals after which a run ends with a checkpoint, Ctrl-C first; `nohup` ignores SIGHUP."""
+    closed = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *closed]
 
 
 def lock(folder: Path) -> None:

@@ -13,7 +13,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from experiments.checks import at_least
 from experiments.logs import RunLogger
-from experiments.runs import LAST, command, is_rank_zero, logged_steps, run_folder
+from experiments.runs import (
+    LAST,
+    command,
+    is_rank_zero,
+    logged_steps,
+    run_folder,
+    signals_that_end,
+)
 from hoglib.errors import OutputError
 
 
@@ -21,8 +28,9 @@ class LastCheckpoint(Checkpoint):
     """Writes last.ckpt every so many optimizer steps, at the end of an epoch or a run, and at Ctrl-C.
 
     A checkpoint is taken between two steps, so that a resumed run is the same run. It replaces the one
-    before only when it is complete: a full disk or a crash loses no earlier state. Ctrl-C or SIGTERM
-    ends the run after the step in progress, once the checkpoint is written; Ctrl-C then ends it now.
+    before only when it is complete: a full disk or a crash loses no earlier state. Ctrl-C, SIGTERM or
+    SIGHUP ends the run after the step in progress, once the checkpoint is written; Ctrl-C then ends it
+    now.
 
     Args:
         every_n_train_steps: Optimizer steps between two checkpoints.
@@ -42,7 +50,7 @@ class LastCheckpoint(Checkpoint):
     def on_fit_start(self, *_: Any, **__: Any) -> None:
         self.interrupted, self._stopping = 0, False
         with suppress(ValueError):  # signals can only be handled in the main thread
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in signals_that_end():
                 self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:

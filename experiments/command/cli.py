@@ -1,12 +1,14 @@
 """The command ``python -m experiments``: LightningCLI with readable errors and exact resumption."""
 
 import logging
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from io import TextIOWrapper
 from pathlib import Path
 from tempfile import mkdtemp
 from types import FrameType
@@ -58,10 +60,12 @@ def main(args: list[str] | None = None) -> int:
         args: The words after ``python -m experiments``. Default: those of the process.
     Returns:
         The exit status: 0; 1 where ``verify`` found a wrong derivative; 2 for an error of the user's;
-        130 after Ctrl-C, 143 after SIGTERM.
+        129, 130, 143 after SIGHUP, Ctrl-C, SIGTERM; 141 where the reader of its output has ended.
     """
     silence_dependencies()
-    with ends_by_sigterm(), runs.LOCKS:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal is no reason to end a run
+    with ends_by_signals(), runs.LOCKS:
         return run(sys.argv[1:] if args is None else args)
 
 
@@ -86,6 +90,12 @@ def run(args: list[str]) -> int:
                 return 128 + (*cause.args, signal.SIGINT)[0]
         raise
     except Exception as error:
+        if any(isinstance(cause, BrokenPipeError) for cause in causes(error)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered is written at the end
+            print(
+                "\nerror: the reader of the output has ended, and so has the run.", file=sys.stderr
+            )
+            return 128 + signal.SIGPIPE
         message = user_error(error)
         if message is None:
             raise
@@ -258,21 +268,23 @@ def with_one_command(words: list[str]) -> type[ExperimentCLI]:
 
 
 @contextmanager
-def ends_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt: of the scheduler that preempts a run, a container's stop."""
+def ends_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt: of the scheduler that preempts a run, a
+    container's stop, a terminal that is closed (unless `nohup` ignores it)."""
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signum, signal.SIG_IGN)  # the cleanup is not interrupted
         raise KeyboardInterrupt(signum)
 
-    previous = None
+    previous = {}
     with suppress(ValueError):  # signals can only be handled in the main thread
-        previous = signal.signal(signal.SIGTERM, stop)
+        for signum in runs.signals_that_end()[1:]:
+            previous[signum] = signal.signal(signum, stop)
     try:
         yield
     finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def silence_dependencies() -> None:

@@ -1,8 +1,11 @@
 """The sinusoid experiment end to end: smoke runs, resume, test, Ctrl-C, bad input."""
 
+import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from math import pi
 from pathlib import Path
 
@@ -56,6 +59,7 @@ def test_the_folder_of_all_runs():
 STOPPED = {  # where signals arrive, which, the exit status, and the steps of the checkpoint
     "Ctrl-C": ("training", (signal.SIGINT,), 130, 13),
     "timeout, which sends it twice": ("training", (signal.SIGTERM, signal.SIGTERM), 143, 13),
+    "a terminal that is closed": ("training", (signal.SIGHUP,), 129, 13),
     "in the last validation": ("validation", (signal.SIGTERM,), 143, 20),
     "in the test": ("test", (signal.SIGTERM,), 143, 20),
 }
@@ -86,6 +90,17 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
     _, command = capsys.readouterr().out.split("resume it with: " + runs.command())
     assert run(*shlex.split(command)) == 0  # the config beside the checkpoint is read
     assert_same_run(folder(root="my runs"), folder(root="whole"))
+
+
+def test_an_output_that_nobody_reads():
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [sys.executable, "-m", "experiments", "fit", "--config", SMOKE]
+    words += ["--trainer.default_root_dir", Path.cwd()]
+    done = subprocess.run(words, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert done.returncode == 141
+    assert done.stderr.endswith("error: the reader of the output has ended, and so has the run.\n")
 
 
 KILLED = {  # the step that the run is killed in, of which kind, and the options of both runs
