@@ -54,8 +54,8 @@ def _read(path: Path, root: Path) -> Config:
     minutes = MINUTES.match(time)
     if minutes is None or not shows.startswith("# "):
         raise ValueError(
-            f"{path}: expected `# what it shows` and `# N minutes on one core` in its first two lines, "
-            f"got {shows!r} and {time!r}."
+            f"{path}: expected `# what it shows` and `# N minutes on one core:` in its first two "
+            f"lines, got {shows!r} and {time!r}."
         )
     return Config(path.relative_to(root), float(minutes[1]), shows[2:].rstrip("."))
 
