@@ -1,4 +1,4 @@
-"""Equations solved by networks (PINN): Poisson, a clamped plate, Allen-Cahn."""
+"""Equations solved by networks (PINN): Poisson, heat, a clamped plate, Allen-Cahn."""
 
 from experiments.pinn.experiment import Pinn
 from experiments.pinn.least_squares import LeastSquares

@@ -14,6 +14,7 @@ from experiments.shared.stream import StreamData, seeded
 
 GRID = 101  # points of each side of the grid that errors are measured on
 WAVES = 5  # of the period, that the network for the Allen-Cahn equation gets
+DIFFUSIVITY = 0.1  # of the heat equation
 MODES = ((1.0, 1, 1), (0.3, 4, 3))  # amplitude and half waves by x and y
 
 
@@ -62,6 +63,28 @@ def wave() -> Equation:
         "Poisson's equation", hog.laplacian, lambda p: -2 * pi**2 * (pi * p).sin().prod(-1),
         lambda p: (pi * p).sin().prod(-1), poisson().ansatz,
     )  # fmt: skip
+
+
+def heat() -> Equation:
+    """u_t = u_xx / 10 at points (x, t), with u = 0 at both ends and sin(pi x) at t = 0."""
+    coefficients = torch.tensor([DIFFUSIVITY, 0.0], dtype=torch.float64)
+
+    def operator(u: Callable[[Tensor], Tensor], p: Tensor) -> tuple[Tensor, ...]:
+        a = coefficients.to(p)
+        value, diffusion, gradient = hog.laplacian(u, p, coefficients=a, return_gradient=True)
+        return value, gradient[:, 1] - diffusion
+
+    def ansatz(network: Callable[[Tensor], Tensor], p: Tensor) -> Tensor:
+        x, t = p.unbind(-1)
+        return (pi * x).sin() + 4 * x * (1 - x) * t * network(2 * p - 1).squeeze(-1)
+
+    def solution(p: Tensor) -> Tensor:
+        x, t = p.unbind(-1)
+        return (-DIFFUSIVITY * pi**2 * t).exp() * (pi * x).sin()
+
+    return Equation(
+        "the heat equation", operator, lambda p: torch.zeros_like(p[:, 0]), solution, ansatz
+    )
 
 
 def plate() -> Equation:
@@ -119,7 +142,7 @@ def allen_cahn() -> Equation:
 
 
 EQUATIONS: dict[str, Callable[[], Equation]] = {
-    "poisson": poisson, "plate": plate, "allen_cahn": allen_cahn, "wave": wave,
+    "poisson": poisson, "plate": plate, "allen_cahn": allen_cahn, "wave": wave, "heat": heat,
 }  # fmt: skip
 
 
@@ -127,7 +150,7 @@ class Square(StreamData):
     """An equation on the unit square: random points for training, a grid for errors.
 
     Args:
-        equation: "poisson", "plate", "allen_cahn" or "wave".
+        equation: "poisson", "plate", "allen_cahn", "wave" or "heat".
         iterations: Batches in the run.
         batch: Points in a batch.
         seed: Seed of the points. Default: that of the run.

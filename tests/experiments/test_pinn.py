@@ -35,14 +35,18 @@ def test_the_source_belongs_to_the_solution(name):
     assert_close(equation.operator(equation.solution, p)[1], source, rtol=1e-9, atol=1e-7)
 
 
-def test_the_residual_of_a_wave_is_zero():
-    equation = EQUATIONS["wave"]()
+@pytest.mark.parametrize("name", ["wave", "heat"])
+def test_the_residual_of_a_closed_form_is_zero(name):
+    equation = EQUATIONS[name]()
     p = torch.rand(50, 2, dtype=torch.float64)
     assert_close(equation.operator(equation.solution, p)[1], equation.source(p))
     u = Residual(mlp([2, 8, 1], "tanh").double(), equation).solution
     for x in (0.0, 1.0):
         border = torch.stack([torch.full_like(p[:, 0], x), p[:, 1]], 1)
         assert_close(u(border), torch.zeros(50, dtype=torch.float64), rtol=0, atol=1e-14)
+    if name == "heat":
+        start = torch.stack([p[:, 0], torch.zeros_like(p[:, 0])], 1)
+        assert_close(u(start), equation.solution(start), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", STEADY)

@@ -112,6 +112,9 @@ EXPERIMENTS = {
     ),
     "penalty/forces": Experiment({"forces.png"}, 20, (13, 10), {"test/force/both": "{:.4f}"}),
     "pinn/allen_cahn": Experiment({"pinn.png"}, 4, (3, 2), PINN, FEWER, seldom=True, timed=True),
+    "pinn/heat": Experiment(
+        {"pinn.png"}, 4, (3, 2), LEAST_SQUARES, FEWER, timed=True, like="pinn/least_squares"
+    ),
     "pinn/helium": Experiment(  # walkers
         {"helium.png"}, 6, (5, 4), {"test/energy": "{:.4f}", "test/error": "{:.4f}"},
         ("--model.hidden", "[3]", "--model.walkers", "2"), seldom=True, timed=True, special=True,
