@@ -118,6 +118,7 @@ REFUSED = {
     "a shuffling loader": (lambda *p: {"data": torch.utils.data.DataLoader([*zip(*p[2], strict=True)], shuffle=True)}, ValueError, "shuffle=False"),
     "a solver without damping": (lambda *p: {"solver": hog.KFACOperator(*p[:3])}, ValueError, "together"),
     "damping without a solver": (lambda *p: {"damping": 1.0}, ValueError, "together"),
+    "a solver by name": (lambda *p: {"solver": "ekfac", "damping": 1.0}, TypeError, "hog.KFACOperator"),
     "no numbers": (lambda *p: {"project": 0}, ValueError, "at least 1"),
     "NaN in the data": (lambda *p: {"data": (p[2][0] * torch.nan, p[2][1])}, hog.errors.NonFiniteError, "finite"),
     "no batch": (lambda *p: {"data": []}, ValueError, "at least one batch"),
@@ -138,6 +139,7 @@ def test_errors_say_what_to_do(name, tmp_path):
 def test_a_store_of_other_values(tmp_path):
     loss, params, data, query = problem()
     store = hog.gradient_store(loss, params, data, out=tmp_path / "a.npy")
+    assert len(repr(store)) < 600
     with pytest.raises(ValueError, match="made with by_module=True"):
         store.products(query, by_module=True)
     with pytest.raises(ValueError, match=r"solver=hog\.KFACOperator"):

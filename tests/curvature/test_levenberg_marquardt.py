@@ -288,6 +288,13 @@ def test_rows_come_from_examples_where_these_are_apart(kind, by_examples):
     assert relative(flat(hog.trainable_params(model)) - before, expected) < 1e-6
 
 
+def test_a_model_is_no_residual():
+    optimizer = LevenbergMarquardt(nn.Linear(2, 1))
+    with pytest.raises(TypeError, match="Linear") as raised:
+        optimizer.step((torch.ones(3, 2), torch.ones(3, 1)))
+    assert "returns the residual" in raised.value.__notes__[-1]
+
+
 def test_a_module_without_inputs():
     class Fit(nn.Module):
         def __init__(self):

@@ -432,9 +432,14 @@ class RectangularOperator(ABC):
         one."""
         if name.startswith("_") or name not in vars(LinearOperator):
             return object.__getattribute__(self, name)  # a property that raised: its own error
+        advice = (
+            "a result has the structure of params or outputs if its argument has one"
+            if name in ("ravel", "unravel")
+            else "A @ A.T, A.T @ A and A @ S @ A.T are, and `lstsq` and `svd` need none"
+        )
         raise errors.UnsupportedError(
             f"{type(self).__name__}.{name}: expected a symmetric operator, got one [{self.shape[0]}, "
-            f"{self.shape[1]}] that is not known to be; A @ A.T, A.T @ A and A @ S @ A.T are."
+            f"{self.shape[1]}] that is not known to be; {advice}."
         )
 
     if not TYPE_CHECKING:  # type checkers must still report unknown attributes
@@ -926,8 +931,8 @@ class LinearOperator(RectangularOperator):
         Raises:
             ArgumentValueError: for create_graph, if nothing that A depends on requires grad.
             NoSecondDerivative: if its derivative is differentiated again.
-            UnsupportedError: for create_graph with an operator that does not know its derivative (KFAC,
-                Fisher, Jacobians, results of `low_rank`), with ``compile``,
+            UnsupportedError: for create_graph with an operator that does not know its derivative
+                (Fisher, Jacobians, results of `low_rank`, sums with KFAC), with ``compile``,
                 ``processes``, DTensors, or method="xtrace".
         References:
             Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990. Epperly,

@@ -64,6 +64,7 @@ class _Projection(NamedTuple):
 
 
 @final
+@validation.short_repr
 class GradientStore(NamedTuple):
     """Projected gradients of the examples of a data set, from :func:`gradient_store`.
 
@@ -202,6 +203,7 @@ def gradient_store(
     Returns:
         A :class:`~hoglib.curvature.GradientStore`.
     Raises:
+        ArgumentTypeError: for a solver that is no KFACOperator.
         ArgumentValueError: for a DataLoader that shuffles, a solver without damping or on other
             parameters, and an `out` of another call.
         OutputError: for an `out` that cannot be written, before anything is computed.
@@ -234,6 +236,11 @@ def gradient_store(
             f"{CALLER}: expected solver= and damping= together, got one without the other."
         )
     if solver is not None:
+        if not isinstance(solver, KFACOperator):
+            raise errors.ArgumentTypeError(
+                f"solver: expected a hog.KFACOperator of the training data, got "
+                f"{validation.describe(solver)}; EKFAC has eigenvalue_corrected=True."
+            )
         validation.number("damping", damping, minimum=0)
         check_same(solver, space)
         warn_of_other_values(solver, space)

@@ -493,6 +493,12 @@ class _NoBatch(NamedTuple):
     unused: Tensor
 
 
+OF_MODEL = (
+    "of a model and targets write `lambda params, batch: loss.outputs(params, batch) - batch[1]`, "
+    "with loss = hoglib.functional_loss(model, criterion) and `params=hoglib.trainable_params(model)`"
+)
+
+
 @final
 class _Residual:
     """A residual as a loss of (params, batch), the outputs of which are the weighted residual."""
@@ -501,8 +507,7 @@ class _Residual:
         if hasattr(given, "criterion"):
             raise errors.ArgumentTypeError(
                 "residual: expected a module or a function that returns the residual, got a loss of "
-                "outputs and targets; write `lambda params, batch: loss.outputs(params, batch) - "
-                "batch[1]`, with `params=hoglib.trainable_params(model)`."
+                f"outputs and targets; {OF_MODEL}."
             )
         self.model = given if isinstance(given, nn.Module) else None
         of_model = functional_loss(given).outputs if self.model is not None else given
@@ -515,7 +520,14 @@ class _Residual:
         alone = isinstance(batch, _NoBatch)
         of_model = self.model is not None
         args = () if alone and not of_model else ((),) if alone else (batch,)
-        found = self._given(params, *args)
+        try:
+            found = self._given(params, *args)
+        except errors.ArgumentTypeError as error:
+            if of_model:
+                error.add_note(
+                    f"residual: a module takes the batch and returns the residual; {OF_MODEL}."
+                )
+            raise
         for name, part in zip(pytree.paths(found), pytree.leaves(found), strict=True):
             validation.real(validation.leaf_name("residual", name), part)
         if self._weights is None:
@@ -569,9 +581,9 @@ class LevenbergMarquardt(BatchOptimizer):
     run resumed from ``state_dict()`` makes equal steps.
 
     Args:
-        residual: A module, which is called on each batch (a tuple is its arguments), or a function
-            ``residual(params, batch)``, or ``residual(params)`` for steps without a batch. It returns
-            a real tensor of any shape, or a pytree of such terms.
+        residual: A module that takes a batch (a tuple is its arguments) and returns the residual, a
+            function ``residual(params, batch)``, or ``residual(params)`` for steps without a batch.
+            The residual is a real tensor of any shape, or a pytree of such terms.
         params: A dict of tensors by name, or one tensor; by default all trainable parameters of the
             module.
         weights: A number for each term of the residual, in its structure: loss = sum of w |r|^2 / 2.
