@@ -131,7 +131,7 @@ class RunLogger(CSVLogger):
             try:
                 folder.mkdir(parents=True, exist_ok=self._version_given)
             except FileExistsError:
-                self._version = self.version + 1
+                self._version = int(self.version) + 1
                 continue
             lock(folder)
             return folder
