@@ -65,6 +65,22 @@ def test_single_precision_of_any_size(scale):
     assert relative(x.double() * scale * scale**0.3, expected) < 1e-4
 
 
+@rows("scale", [1e-300, 1e300])
+def test_a_right_side_of_any_size(scale):
+    A, b = MATRICES["tall"], draw(40)
+    found, info = jacobian_of(A).lstsq(b * scale, return_info=True)
+    assert relative(found / scale, torch.linalg.lstsq(A, b[:, None]).solution[:, 0]) < 1e-7
+    assert 0 < float(info.residual) < 1
+
+
+def test_damping_of_a_small_matrix_in_single_precision():
+    A, b = MATRICES["tall"], draw(40)
+    expected = torch.linalg.solve(A.T @ A + 0.5 * torch.eye(12, dtype=F64), A.T @ b)
+    x, info = jacobian_of(A.float() * 1e-25).lstsq(b.float(), damping=0.5e-50, return_info=True)
+    assert relative(x.double() * 1e-25, expected) < 1e-4
+    assert bool(info.converged)
+
+
 def test_a_model_over_a_loader_in_the_structure_of_its_outputs():
     loss, params, (x, _) = problem("LayerNorm")
     batches = [(x[:4], None), (x[4:], None)]
@@ -172,6 +188,7 @@ test_what_is_refused = refused({
     "integers": (lambda: TALL.lstsq(torch.ones(40, dtype=torch.int64)), TypeError, "b: expected torch.float64"),
     "not finite": (lambda: TALL.lstsq(draw(40) / 0), ArithmeticError, "b: expected a finite number"),
     "negative damping": (lambda: TALL.lstsq(draw(40), damping=-1.0), ValueError, "damping: expected .* at least 0"),
+    "infinite damping": (lambda: TALL.lstsq(draw(40), damping=float("inf")), ValueError, "damping: expected a finite number"),
     "more than there are": (lambda: TALL.svd(13), ValueError, "k: expected at most 12 singular values"),
     "no convergence": (lambda: jacobian_of(draw(300, 250)).svd(5, max_iter=1, tol=1e-14), RuntimeError, r"svd: expected 5 singular values, got [0-4] after 126 products"),
 })  # fmt: skip

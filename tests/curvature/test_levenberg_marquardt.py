@@ -196,6 +196,69 @@ def test_single_precision(method):
     assert losses[-1] < 1e-3 * losses[0]
 
 
+# squares of such residuals, and of their gradients, are not in the range of float32
+@rows("scale", [1e-18, 1e17])
+@rows("options", [*({"method": m, "geodesic": True} for m in METHODS), {"scaling": True}])
+def test_residuals_of_any_size(options, scale):
+    x, y = draw(20, 3), draw(20)
+    found, mus = [], []
+    for unit in (1.0, scale):
+        p = torch.full((3,), 0.1, requires_grad=True)
+        optimizer = LevenbergMarquardt(
+            lambda p, batch, unit=unit: ((batch[0] @ p.double()).sin() - batch[1]).mul(unit).float(),
+            p, damping=0.1, **options,
+        )  # fmt: skip
+        before = p.detach().clone()
+        optimizer.step((x, y))
+        assert optimizer.info.accepted
+        found.append(p.detach() - before)
+        # in the units of J^T J, and without a unit with scaling
+        mus.append(optimizer.info.damping / (1 if "scaling" in options else unit**2))
+    assert relative(*found) < 1e-4
+    assert mus[0] == pytest.approx(mus[1], rel=1e-4)
+
+
+@rows("method", METHODS)
+@rows(("of_params", "of_residual"), [
+    (torch.float32, F64), (F64, torch.float32), (torch.bfloat16, torch.bfloat16)
+])  # fmt: skip
+def test_dtypes(of_params, of_residual, method):
+    x, y = draw(20, 2), draw(20)
+    p = torch.zeros(2, dtype=of_params, requires_grad=True)
+    residual = lambda p: (x @ p.double() - y).to(of_residual)  # noqa: E731
+    optimizer = LevenbergMarquardt(residual, p, method=method)
+    optimizer.step()
+    expected = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    assert relative(p.detach().double(), expected) < (5e-2 if of_params == torch.bfloat16 else 5e-3)
+
+
+def test_an_error_of_the_residual_leaves_the_parameters():
+    p = torch.tensor([5.0, 3.0], dtype=F64, requires_grad=True)
+    optimizer = LevenbergMarquardt(
+        lambda p: torch.linalg.cholesky(p.diag()).diagonal() - 0.01, p, damping=1e-9
+    )
+    with pytest.raises(torch.linalg.LinAlgError):
+        optimizer.step()
+    assert p.tolist() == [5.0, 3.0]
+
+
+def test_another_damping_starts_again():
+    residual, params = regression(network())
+    optimizer = LevenbergMarquardt(residual, params)
+    for damping in (1e-3, 1e-3, 1e6):
+        optimizer.param_groups[0]["damping"] = damping
+        before = flat(params)
+        optimizer.step(data(30))
+    fresh, other = regression(network())
+    for part in other.values():
+        part.data.copy_(before[: part.numel()].view_as(part))
+        before = before[part.numel() :]
+    again = LevenbergMarquardt(fresh, other, damping=1e6)
+    again.step(data(30))
+    assert again.info.damping == optimizer.info.damping
+    assert torch.equal(flat(other), flat(params))
+
+
 def test_at_the_minimum_nothing_moves():
     residual, starts, _, _ = nist("Rat43")
     b = torch.tensor(starts[1], dtype=F64, requires_grad=True)
@@ -227,7 +290,7 @@ def test_terms_and_their_weights():
     x, y = draw(20, 2), draw(20)
     p = torch.zeros(2, dtype=F64, requires_grad=True)
     terms = lambda p: {"data": x @ p - y, "ridge": p}  # noqa: E731
-    optimizer = LevenbergMarquardt(terms, p, weights={"data": 2.0, "ridge": 0.5}, damping=1e-9)
+    optimizer = LevenbergMarquardt(terms, p, weights={"ridge": 0.5, "data": 2.0}, damping=1e-9)
     for _ in range(3):
         optimizer.step()
     expected = torch.linalg.solve(2 * x.T @ x + 0.5 * torch.eye(2, dtype=F64), 2 * x.T @ y)
@@ -358,6 +421,9 @@ def make(residual=lambda p: p, params=None, **options):
     return LevenbergMarquardt(residual, params, **options)
 
 
+TWICE = torch.ones(2, dtype=F64, requires_grad=True)
+
+
 def two_groups():
     make().add_param_group({"params": [torch.ones(2, requires_grad=True)]})
 
@@ -377,6 +443,9 @@ test_what_is_refused = refused({
     "no leaves": (lambda: make(params={"a": 2 * torch.ones(2, requires_grad=True)}), ValueError, "leaf"),
     "two groups": (two_groups, ValueError, "param_groups: expected one group"),
     "other weights": (lambda: make(lambda p: {"a": p}, weights=[1.0]).step(), ValueError, "weights: expected a number for each term"),
+    "weights of one term": (lambda: make(weights=[1.0]).step(), ValueError, r"weights: expected .*, one, got \[0\]"),
+    "one tensor twice": (lambda: make(params={"a": TWICE, "b": TWICE}), ValueError, "params: expected each tensor under one name, got b"),
+    "the loss, detached": (lambda: make().step(lambda: torch.ones(())), TypeError, "step: expected a batch.*got the loss"),
     "a negative weight": (lambda: make(lambda p: {"a": p}, weights={"a": -1.0}).step(), ValueError, "at least 0"),
     "no damping": (lambda: make(damping=0.0), ValueError, "damping: expected a number greater than 0"),
     "scaling without columns": (lambda: make(scaling=True, method="lsmr"), ValueError, "scaling: expected False with method='lsmr'"),

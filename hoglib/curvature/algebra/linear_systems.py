@@ -2,7 +2,7 @@
 with any, by LSMR."""
 
 from collections.abc import Callable
-from math import sqrt
+from math import inf, sqrt
 from typing import Any, NamedTuple, final
 
 import torch
@@ -286,6 +286,8 @@ def lsmr(
     rows, rebuild = transpose.space.rows(b, "b")
     validation.finite("b", rows, "There is no nearest A x then.")
     lam = sqrt(validation.number("damping", damping, minimum=0))
+    if lam == inf:
+        raise ArgumentValueError("damping: expected a finite number, got inf; x tends to 0 there.")
     precision, dtype = operator.space.precision, operator.dtype
     default = RTOL.get(precision, 1e-2)
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
@@ -298,7 +300,9 @@ def lsmr(
     def product(A: Any, x: Tensor) -> Tensor:
         return A.apply(x.to(dtype)).to(wide)
 
-    size = _norms(rows)
+    largest = rows.abs().amax(1) if rows.numel() else _norms(rows)
+    # of b / max |b|: squares may leave the range of float64 too
+    size = _norms(_divided(rows.double(), largest.double())) * largest
     u = b_ = _divided(rows.to(wide), size)  # the problem for b / |b|
     v = product(transpose, u)
     alpha = _norms(v)
@@ -344,7 +348,7 @@ def lsmr(
         ends = _ends(zeta_bar.abs(), r, x, lam, squares.sqrt(), tol / 2)
         late.append(DeviceRead(~ends[1] & (alpha > 0)))
     r = b_ - product(operator, x)
-    gradient = _norms(product(transpose, r) - lam**2 * x)
+    gradient = _norms(product(transpose, r) - lam * (lam * x))
     relative, converged = _ends(gradient, r, x, lam, squares.sqrt(), tol)
     found = transpose._in_form(b, (x * _column(size, x)).to(dtype), rebuild)
     residual = _norms(r).to(dtype)

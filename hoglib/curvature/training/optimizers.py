@@ -5,7 +5,7 @@ matrix."""
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from math import inf, isfinite, nan, sqrt
+from math import frexp, inf, isfinite, nan, sqrt
 from typing import Any, Literal, NamedTuple, final, get_args
 
 import torch
@@ -62,6 +62,13 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         self._loss = GaussNewtonKind().check_loss(loss)
         self._params: dict[str, Any] = trainable_params(loss.model) if params is None else params
         check_named(self._params)
+        by_tensor: dict[int, str] = {}
+        twice = [n for n, p in self._params.items() if by_tensor.setdefault(id(p), n) != n]
+        if twice:  # a step would write two changes into one tensor
+            raise errors.ArgumentValueError(
+                f"params: expected each tensor under one name, got {validation.listing(twice)} under a "
+                "second; leave them out, and read the tensor under its first name."
+            )
         # a step moves all parameters: they must require gradients from now on
         self._trained = [name for name, p in self._params.items() if p.requires_grad]
         super().__init__(list(self._params.items()), defaults)
@@ -126,7 +133,8 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 f"{validation.listing(frozen)} without; make a new optimizer of those to be trained."
             )
         batch = as_one_batch(closure() if callable(closure) else closure)
-        is_loss = callable(closure) and getattr(batch, "requires_grad", False) and batch.dim() == 0
+        # Lightning's closures return the loss detached
+        is_loss = callable(closure) and isinstance(batch, Tensor) and not batch.dim()
         if batch is None or is_loss:
             raise errors.ArgumentTypeError(
                 "step: expected a batch, or a function without arguments that returns one, got "
@@ -446,6 +454,16 @@ def _read_numbers(*scalars: Tensor) -> list[float]:
     return torch.stack([x.double() for x in scalars]).tolist()
 
 
+def _norm(x: Tensor) -> Tensor:
+    """The norm in float64: squares of float32 may leave the range."""
+    return torch.linalg.vector_norm(x, dtype=torch.float64)
+
+
+def _gradient(J: JacobianOperator, r: Tensor) -> Tensor:
+    """J^T r."""
+    return J.T.apply(r[None])[0].to(r)
+
+
 ONE = "params"  # the name of parameters that are one tensor
 TRIES = 12  # dampings of one step: they rise by 2^78
 HIDDEN = 100  # smaller differences of losses are rounding, in units of eps
@@ -533,15 +551,16 @@ class _Residual:
         if self._weights is None:
             return found
         terms, structure = pytree.flatten(found)
-        weights, own = pytree.flatten(self._weights)
-        if structure != own:
+        names = pytree.paths(found)
+        weights = dict(zip(pytree.paths(self._weights), pytree.leaves(self._weights), strict=True))
+        if set(names) != set(weights):
+            wanted, given = (validation.listing([n or "one" for n in x]) for x in (names, weights))
             raise errors.ArgumentValueError(
-                f"weights: expected a number for each term of the residual, {structure}, got {own}."
+                f"weights: expected a number for each term of the residual, {wanted}, got {given}."
             )
-        pairs = zip(pytree.paths(found), weights, terms, strict=True)
         scaled = [
-            sqrt(validation.number(validation.leaf_name("weights", n), w, minimum=0)) * y
-            for n, w, y in pairs
+            sqrt(validation.number(validation.leaf_name("weights", n), weights[n], minimum=0)) * y
+            for n, y in zip(names, terms, strict=True)
         ]
         return pytree.unflatten(scaled, structure)
 
@@ -587,7 +606,8 @@ class LevenbergMarquardt(BatchOptimizer):
         params: A dict of tensors by name, or one tensor; by default all trainable parameters of the
             module.
         weights: A number for each term of the residual, in its structure: loss = sum of w |r|^2 / 2.
-        damping: The first mu, relative to J^T J along the gradient.
+        damping: The first mu, relative to J^T J along the gradient. If ``param_groups`` is given
+            another, mu starts again from it.
         method: As above.
         scaling: D is the largest norm of each column of J so far, for parameters of different units;
             else D = I. Not for "lsmr".
@@ -599,7 +619,7 @@ class LevenbergMarquardt(BatchOptimizer):
         **options: Options of `hoglib.JacobianOperator`, such as memory_limit, remat and progress.
     Raises:
         ArgumentTypeError: for a residual that is no real floating-point tensor, or a loss.
-        ArgumentValueError: for a second parameter group, and for weights of another structure.
+        ArgumentValueError: for a second parameter group, and for weights of other terms.
         NonFiniteError: for a residual that is not finite at the parameters; after a step it rejects
             the step.
         UnsupportedError: for parameters that several processes share.
@@ -641,10 +661,11 @@ class LevenbergMarquardt(BatchOptimizer):
             "method": validation.choice("method", method, get_args(LeastSquaresMethod)),
             "scaling": validation.boolean("scaling", scaling),
             "geodesic": validation.boolean("geodesic", geodesic),
-            "tol": None if tol is None else validation.positive("tol", tol),
+            "tol": None if tol is None else validation.number("tol", tol, minimum=0),
             "max_iter": validation.none_or_at_least("max_iter", max_iter, 1),
             "steps": 0,
-            "mu": 0.0,  # 0 before the first step
+            "mu": 0.0,
+            "started": 0.0,  # the damping that mu started from
             "raise": 2.0,  # the factor of mu at the next rejection
             "by_examples": True,  # whether J may be computed so
         }
@@ -685,23 +706,31 @@ class LevenbergMarquardt(BatchOptimizer):
         group = self.param_groups[0]
         J = JacobianOperator(self._loss, self._params, batch, **self._options)
         with J._algorithm("step"):
-            r = J.outputs().to(J.dtype)
-            g = J.T.apply(r[None])[0]
-            loss, size = _read_numbers(r.double().square().sum() / 2, g.norm())
+            r = J.outputs()
+            r = r.to(torch.promote_types(torch.promote_types(r.dtype, J.dtype), torch.float32))
+            (square,) = _read_numbers(r.double().square().sum())
+            loss, length = square / 2, sqrt(square) or 1.0
+            # of r / |r|: the squares below stay in the range of float32
+            g = _gradient(J, r / length)
+            size = length * float(_norm(g))
             if not size:
                 stays = loss, loss, size, nan, group["mu"], False, group["method"], 0, 0, 1
                 self.info = LevenbergMarquardtStep(*stays)
                 return r.new_tensor(loss)
             method = self._method(J)
-            A = None if method == "lsmr" else self._dense(J, r, g, isinstance(batch, _NoBatch))
-            D = self._scale(J, A)
+            dense = method != "lsmr"
+            A = self._dense(J, r, g, length, isinstance(batch, _NoBatch)) if dense else None
+            D, unit = self._scale(J, A, r), 1.0
             if A is not None:
                 A = A / D
-            image = (lambda v: J.apply(v[None])[0]) if A is None else (lambda v: A @ v)
-            if not group["mu"]:
-                Jg = image(g / D)
-                group["mu"] = group["damping"] * float(Jg.norm() / (g / D).norm()) ** 2
-            solve = self._directions(J, A, method)
+                unit = 2.0 ** frexp(float(torch.linalg.vector_norm(A, inf)))[1]
+                A, D = A.div_(unit), D * unit
+            image = (lambda v: J.apply(v[None])[0].to(r)) if A is None else (lambda v: A @ v)
+            if group["started"] != group["damping"]:
+                Jg = image((g / D / _norm(g / D)).to(r))
+                group["mu"] = group["damping"] * (unit * float(_norm(Jg))) ** 2
+                group["started"] = group["damping"]
+            solve = self._directions(J, A, method, unit)
             self._search(J, r, g / D, D, loss, size, method, solve, image)
         group["steps"] += 1
         return r.new_tensor(loss)
@@ -716,8 +745,10 @@ class LevenbergMarquardt(BatchOptimizer):
             return "lsmr"
         return "normal" if M >= P else "samples"
 
-    def _dense(self, J: JacobianOperator, r: Tensor, g: Tensor, alone: bool) -> Tensor:
-        """J in memory: by examples if that gives the outputs r and the gradient g, else by
+    def _dense(
+        self, J: JacobianOperator, r: Tensor, g: Tensor, length: float, alone: bool
+    ) -> Tensor:
+        """J in memory: by examples if that gives the outputs r and g = J^T r / length, else by
         products."""
         group = self.param_groups[0]
         if group["by_examples"] and not alone:
@@ -727,19 +758,19 @@ class LevenbergMarquardt(BatchOptimizer):
                 values, rows = r[:0], g[None, :0]
             if rows.shape == J.shape:
                 near = sqrt(torch.finfo(J.space.precision).eps)
-                off = torch.stack([(values - r).norm(), (rows.T @ r - g).norm()])
-                bound = torch.stack([r.norm(), rows.norm() * r.norm()])
-                if bool((off <= near * bound).all()):
+                rows = rows.to(r)
+                off = torch.stack([_norm(values - r), _norm(rows.T @ (r / length) - g)])
+                if bool((off <= near * torch.stack([_norm(r), _norm(rows)])).all()):
                     return rows
             group["by_examples"] = False
             LOGGER.debug("LevenbergMarquardt: J by %d products, not by examples", min(J.shape))
-        return J.to_dense()
+        return J.to_dense().to(r)
 
-    def _scale(self, J: JacobianOperator, A: Tensor | None) -> Tensor:
+    def _scale(self, J: JacobianOperator, A: Tensor | None, r: Tensor) -> Tensor:
         """D, which is kept in the state."""
         if A is None or not self.param_groups[0]["scaling"]:
-            return torch.ones((), dtype=J.dtype, device=J.device)
-        D = torch.linalg.vector_norm(A, dim=0)
+            return r.new_ones(())
+        D = torch.linalg.vector_norm(A, dim=0, dtype=torch.float64).to(r)
         states = [self.state[p] for p in self._params.values()]
         if all("scale" in state for state in states):
             D = torch.maximum(D, torch.cat([state["scale"].reshape(-1) for state in states]))
@@ -747,16 +778,19 @@ class LevenbergMarquardt(BatchOptimizer):
             state["scale"] = part.clone()
         return torch.where(D > 0, D, 1)
 
-    def _directions(self, J: JacobianOperator, A: Tensor | None, method: str) -> Directions:
-        """(r, mu) -> the minimizer d of |r + A d|^2 + mu |d|^2, and iterations. It raises for a matrix
-        that rounding made singular."""
+    def _directions(
+        self, J: JacobianOperator, A: Tensor | None, method: str, unit: float
+    ) -> Directions:
+        """(r, mu) -> the minimizer d of |r + A d|^2 + mu / unit^2 |d|^2, and iterations. It raises for
+        a matrix that rounding made singular."""
         group = self.param_groups[0]
         if A is None:
 
             def by_products(r: Tensor, mu: float) -> tuple[Tensor, int]:
                 limits = {"tol": group["tol"], "max_iter": group["max_iter"]}
-                d, info = J.lstsq(-r, damping=mu, return_info=True, **limits)
-                return d, info.iterations
+                b = -r.to(J.target.dtype)
+                d, info = J.lstsq(b, damping=mu, return_info=True, **limits)
+                return d.to(r), info.iterations
 
             return by_products
         gram = A.T @ A if method == "normal" else A @ A.T
@@ -764,9 +798,10 @@ class LevenbergMarquardt(BatchOptimizer):
         least = torch.finfo(A.dtype).eps * float(gram.diagonal().max())
 
         def by_factor(r: Tensor, mu: float) -> tuple[Tensor, int]:
-            group["mu"] = max(mu, least)
+            scaled = max(mu / unit / unit, least)
+            group["mu"] = scaled * unit * unit
             damped = gram.clone()
-            damped.diagonal().add_(group["mu"])
+            damped.diagonal().add_(scaled)
             factor, failed = torch.linalg.cholesky_ex(damped)
             if failed:
                 raise errors.NotPositiveDefiniteError(f"damping: {group['mu']:.3g} is not enough.")
@@ -788,57 +823,64 @@ class LevenbergMarquardt(BatchOptimizer):
         solve: Directions,
         image: Callable[[Tensor], Tensor],
     ) -> None:
-        """Raise mu until a step lowers the loss; vectors on the parameters are in units of D."""
-        group = self.param_groups[0]
-        start = torch.cat([p.detach().reshape(-1).to(J.dtype) for p in self._params.values()])
-        rounding = HIDDEN * torch.finfo(J.dtype).eps * loss
+        """Raise mu until a step lowers the loss; vectors on the parameters are in units of D, and g is
+        of r / |r|."""
+        group, norm = self.param_groups[0], sqrt(2 * loss)
+        start = torch.cat([p.detach().reshape(-1).to(r) for p in self._params.values()])
+        eps = max(torch.finfo(space.precision).eps for space in (J.space, J.target))
+        rounding = HIDDEN * eps * loss
         first, iterations, residuals = group["mu"], 0, 1
         accepted, ratio, after = False, nan, loss
-        for tried in range(1, TRIES + 1):
-            try:
-                d, count = solve(r, group["mu"])
-            except errors.NotPositiveDefiniteError:  # by rounding
+        try:
+            for tried in range(1, TRIES + 1):
+                try:
+                    d, count = solve(r, group["mu"])
+                except errors.NotPositiveDefiniteError:  # by rounding
+                    self._reject()
+                    continue
+                iterations += count
+                Jd = image(d)
+                along, square, length = _read_numbers(g @ d, Jd.double().square().sum(), _norm(d))
+                model = -norm * along - square / 2
+                if tried > 1 and model <= rounding:
+                    break  # a shorter step cannot lower the loss visibly
+                step, bends, ratio = d, False, nan
+                if group["geodesic"]:
+                    h = ACCELERATED
+                    near = self._residual_at(J, start + h * d / D)
+                    self._write(J, start)  # "lsmr" multiplies with the Jacobian at the parameters
+                    residuals += 1
+                    bends = near is None
+                    if near is not None:
+                        a, count = solve(2 / h * ((near - r) / h - Jd), group["mu"])
+                        iterations += count
+                        bends = not 2 * float(_norm(a)) <= MOST_ACCELERATION * length
+                        step = d + a / 2
+                if not bends:
+                    moved = self._residual_at(J, start + step / D)
+                    residuals += 1
+                    if moved is not None:
+                        trial = float(moved.double().square().sum()) / 2
+                        if model > rounding:
+                            ratio = (loss - trial) / model
+                            accepted = trial < loss
+                        elif trial <= loss + rounding:  # the gradient is seen more sharply
+                            accepted = self._is_flatter(J, moved / norm, D, g)
+                        after = trial if accepted else loss
+                if accepted:
+                    if isfinite(ratio):
+                        group["mu"] *= max(1 / 3, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
+                    group["raise"] = 2.0
+                    self._keep_direction(
+                        dict(zip(self._params, J.space.split(step / D), strict=True))
+                    )
+                    break
+                self._write(J, start)
                 self._reject()
-                continue
-            iterations += count
-            Jd = image(d)
-            along, square, length = _read_numbers(g @ d, Jd.double().square().sum(), d.norm())
-            model = -along - square / 2
-            if tried > 1 and model <= rounding:
-                break  # a shorter step cannot lower the loss visibly
-            step, bends, ratio = d, False, nan
-            if group["geodesic"]:
-                h = ACCELERATED
-                near = self._residual_at(J, start + h * d / D)
-                self._write(J, start)  # "lsmr" multiplies with the Jacobian at the parameters
-                residuals += 1
-                bends = near is None
-                if near is not None:
-                    a, count = solve(2 / h * ((near - r) / h - Jd), group["mu"])
-                    iterations += count
-                    bends = not 2 * float(a.norm()) <= MOST_ACCELERATION * length
-                    step = d + a / 2
-            if not bends:
-                moved = self._residual_at(J, start + step / D)
-                residuals += 1
-                if moved is not None:
-                    trial = float(moved.double().square().sum()) / 2
-                    if model > rounding:
-                        ratio = (loss - trial) / model
-                        accepted = trial < loss
-                    elif trial <= loss + rounding:  # the gradient is seen more sharply
-                        accepted = float((J.T.apply(moved[None])[0] / D).norm()) < float(g.norm())
-                    after = trial if accepted else loss
-            if accepted:
-                if isfinite(ratio):
-                    group["mu"] *= max(1 / 3, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
-                group["raise"] = 2.0
-                self._keep_direction(dict(zip(self._params, J.space.split(step / D), strict=True)))
-                break
-            self._write(J, start)
-            self._reject()
-        if not accepted:
-            group["mu"], group["raise"] = first, 2.0
+        finally:  # also after an error of the residual
+            if not accepted:
+                self._write(J, start)
+                group["mu"], group["raise"] = first, 2.0
         found = loss, after, size, ratio, group["mu"], accepted, method
         self.info = LevenbergMarquardtStep(*found, tried, iterations, residuals)
 
@@ -851,10 +893,17 @@ class LevenbergMarquardt(BatchOptimizer):
         """The residual at these parameters, which are written; None if it is not finite."""
         self._write(J, vector)
         try:
-            r = J.outputs().to(J.dtype)
+            r = J.outputs()
         except errors.NonFiniteError:
             return None
-        return r if bool(r.isfinite().all()) else None
+        return r.to(vector) if bool(r.isfinite().all()) else None
+
+    def _is_flatter(self, J: JacobianOperator, r: Tensor, D: Tensor, g: Tensor) -> bool:
+        """Whether the gradient at the parameters is smaller than g; not if it is not finite."""
+        try:
+            return float(_norm(_gradient(J, r) / D)) < float(_norm(g))
+        except errors.NonFiniteError:
+            return False
 
     def _write(self, J: JacobianOperator, vector: Tensor) -> None:
         """Write a flat vector into the parameters."""
