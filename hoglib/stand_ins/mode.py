@@ -227,9 +227,10 @@ class _SecondOrder(StandInMode):
                     result = copy(*args, **kwargs)
                     if func in _RUNS_BACKWARD:
                         _report_by_hand(func, args, kwargs)
-                # without create_graph the gradient is a constant, also of forward mode
+                # Without create_graph the gradient is a constant, also of forward mode. But under
+                # no_grad torch.func.vjp passes create_graph=False for what is no constant.
                 first = func is torch.autograd.grad and torch_internals.forward_mode_active()
-                if first and not _creates_graph(func, args, kwargs):
+                if first and torch.is_grad_enabled() and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
                 return result
         if func in HIGHER_ORDER:

@@ -409,6 +409,26 @@ def test_what_has_no_graph_is_constant_in_both_modes(name, mode, create_graph):
     assert torch._C._is_fwd_grad_enabled()
 
 
+# torch.func.vjp takes its products with create_graph=torch.is_grad_enabled()
+@rows("derivative", [
+    torch.func.hessian,
+    lambda f: torch.func.jacfwd(torch.func.jacrev(f)),
+    lambda f: lambda x: torch.func.jvp(torch.func.jacrev(f), (x,), (x,))[1],
+    lambda f: lambda x: torch.func.jvp(lambda x: torch.func.vjp(f, x)[1](torch.ones((), dtype=F64))[0], (x,), (x,))[1],
+])  # fmt: skip
+def test_forward_mode_over_a_vjp_under_no_grad(derivative):
+    x = torch.tensor([1.1, -2.0, 3.0], dtype=F64)
+    derived = derivative(lambda x: (x**3).sum())
+    with torch.no_grad(), hog.second_order():
+        torch.testing.assert_close(
+            derived(x), (6 * x).diag() if derived(x).dim() == 2 else 6 * x * x
+        )
+    # a value alone is computed under no_grad
+    torch.testing.assert_close(
+        hog.HessianOperator(lambda p, x: derived(p).sum(), x, x).value(), derived(x).sum()
+    )
+
+
 MISSING = {
     "norm": (lambda p: p.norm(), ORIGIN, "a norm at"),
     "Matern 1/2": (lambda p: (-torch.cdist(p[None], CENTRES)).exp().sum(), ORIGIN, "a norm at"),
