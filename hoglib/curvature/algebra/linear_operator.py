@@ -355,7 +355,7 @@ class RectangularOperator(ABC):
             b: A vector or a block on the row space, flat or in its structure: for a Jacobian, like the
                 outputs.
             damping: The factor of |x|^2.
-            tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
+            tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32, 1e-2 in half precision.
             max_iter: Iterations at most. Default: 10 min(M, P), at most 1000.
             return_info: Also return how well the problem was solved.
         Returns:
