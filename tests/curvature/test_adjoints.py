@@ -243,6 +243,13 @@ def test_it_works_without_gradients_around(context, run):
     assert_close(ours, theirs)
 
 
+def test_saved_tensors_may_be_copies():
+    A = cubic()
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        A.trace(3, create_graph=True).backward()
+    assert_close(A.params.grad, torch.autograd.grad(A.trace(3, create_graph=True), A.params)[0])
+
+
 def test_the_mean_of_the_log_determinant_s_derivative_is_that_of_the_matrix():
     p = draw(30).requires_grad_()
     make = lambda: LinearOperator.from_dense(torch.outer(p, p) + p.exp().diag())  # noqa: E731
@@ -338,6 +345,32 @@ def of_batches_with_grad():
     cubic(data=batches).trace(create_graph=True).backward()
 
 
+def after_another_batch(wrap=lambda A: A):
+    batches = [{"x": ONE}]
+    params = torch.ones(3, dtype=F64, requires_grad=True)
+    A = hog.HessianOperator(lambda p, batch: CUBE(p, batch["x"]), params, batches)
+    trace = wrap(A).trace(create_graph=True)
+    batches[0] = {"x": 2 * ONE}
+    trace.backward()
+
+
+def after_a_write_to_data(part=False):
+    params = {n: torch.ones(2, dtype=F64, requires_grad=True) for n in "ab"}
+    A = hog.HessianOperator(lambda p, x: (p["a"] ** 3 * p["b"]).sum() * x, params, ONE[0])
+    trace = (A.submatrix("a") if part else A).trace(create_graph=True)
+    params["b"].data.mul_(2)
+    trace.backward()
+
+
+def after_a_buffer():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double().eval()
+    data = draw(3, 2), draw(3, 2, seed=1)
+    A = hog.GGNOperator(hog.functional_loss(model, nn.MSELoss()), hog.trainable_params(model), data)
+    trace = A.trace(create_graph=True)
+    model[1].running_var.mul_(2)
+    trace.backward()
+
+
 def twice():
     A = cubic()
     (g,) = torch.autograd.grad(A.trace(create_graph=True), A.params, create_graph=True)
@@ -383,6 +416,11 @@ REFUSED = {
     "a second derivative of a solution": (second_of_solve, RuntimeError, "solve.*no second one"),
     "eigenvectors": (lambda: cubic().eigsh(1, create_graph=True).vectors.sum().backward(), RuntimeError, "derivative of the vectors"),
     "a step in between": (after_a_step, RuntimeError, "modified by an inplace operation"),
+    "another batch in between": (after_another_batch, RuntimeError, "stay the same until backward"),
+    "another batch of a sum": (lambda: after_another_batch(lambda A: 2 * A + A @ A @ A), RuntimeError, "stay the same until backward"),
+    "a write to .data": (after_a_write_to_data, RuntimeError, "stay the same until backward"),
+    "a write to .data of a submatrix": (lambda: after_a_write_to_data(part=True), RuntimeError, "stay the same until backward"),
+    "another buffer": (after_a_buffer, RuntimeError, "stay the same until backward"),
     "replaced parameters": (after_a_replacement, ValueError, "params were replaced"),
     "batches with a gradient each": (of_batches_with_grad, ValueError, "batches require grad"),
     "torch.func": (of_a_transform, RuntimeError, "transforms"),

@@ -1,5 +1,8 @@
 """Stored, projected gradients of examples against per-example gradients and `hog.influence`."""
 
+import os
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +124,7 @@ REFUSED = {
     "a solver by name": (lambda *p: {"solver": "ekfac", "damping": 1.0}, TypeError, "hog.KFACOperator"),
     "no numbers": (lambda *p: {"project": 0}, ValueError, "at least 1"),
     "NaN in the data": (lambda *p: {"data": (p[2][0] * torch.nan, p[2][1])}, hog.errors.NonFiniteError, "finite"),
+    "ignored labels only": (lambda *p: {"data": (p[2][0], torch.full((N,), -100))}, ValueError, "all ignored"),
     "no batch": (lambda *p: {"data": []}, ValueError, "at least one batch"),
     "no folder": (lambda *p: {"out": "/proc/nowhere/rows.npy"}, OSError, "Make its folder"),
 }  # fmt: skip
@@ -134,6 +138,70 @@ def test_errors_say_what_to_do(name, tmp_path):
     options = {"data": data, "out": tmp_path / f"{len(name)}.npy", **change(*given)}
     with pytest.raises(error, match=words):
         hog.gradient_store(loss, params, **options)
+
+
+OTHER_LOSSES = {
+    "criterion": lambda model: hog.functional_loss(model, nn.CrossEntropyLoss(label_smoothing=0.01)),
+    "module": lambda model: hog.functional_loss(nn.Sequential(model[0], nn.ReLU(), model[2]), F.cross_entropy),
+}  # fmt: skip
+
+
+@rows("name", OTHER_LOSSES)
+@rows("solved", [False, True], ids=["plain", "solver"])
+def test_a_file_of_another_loss_is_refused(name, solved, tmp_path):
+    loss, params, data, _ = problem()
+    more = {"solver": hog.KFACOperator(loss, params, data), "damping": 0.1} if solved else {}
+    # the last example is ignored: an earlier row is compared
+    data = data[0], data[1].where(torch.arange(N) < N - 1, -100)
+    call = partial(hog.gradient_store, out=tmp_path / f"{name}{solved}.npy", project=8, **more)
+    before = call(loss, params, data).rows.clone()
+    pieces = [tuple(x[i : i + 5] for x in data) for i in range(0, N, 5)]
+    assert torch.equal(call(loss, params, pieces).rows, before)
+    if name == "criterion" and solved:
+        return  # as near as rounding may come through the inverse of a matrix
+    with pytest.raises(ValueError, match="expected the loss of the stored gradients"):
+        call(OTHER_LOSSES[name](loss.model), params, data)
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path):
+    loss, params, data, _ = problem()
+    out = tmp_path / "a.npy"
+    hog.gradient_store(loss, params, data, out=out)
+    os.truncate(out, out.stat().st_size - 8)
+    with pytest.raises(ValueError, match="cut off"):
+        hog.gradient_store(loss, params, data, out=out)
+
+
+def test_a_model_that_is_one_layer_has_one_module(tmp_path):
+    layer = nn.Linear(4, 3).double()
+    _, _, data, query = problem()
+    given = hog.functional_loss(layer, F.cross_entropy), hog.trainable_params(layer), data
+    store = hog.gradient_store(*given, out=tmp_path / "a.npy", by_module=True)
+    assert_close(store.products(query, by_module=True), {"": store.products(query)})
+
+
+def test_projections_of_half_precision_are_sums_in_float32(tmp_path):
+    loss = lambda p, x: ((x.to(p) @ p - 1).square() / 2).mean()  # noqa: E731, gradients -x at p = 0
+    x, p = (
+        torch.randn(3, 4096, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        torch.zeros(4096),
+    )
+    wide, half = (
+        hog.gradient_store(loss, q, x, out=tmp_path / f"{q.dtype}.npy", project=8)
+        for q in (p, p.bfloat16())
+    )
+    assert_close(half.rows, wide.rows)
+
+
+def test_a_store_of_another_model(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double().eval()
+    _, _, data, query = problem()
+    given = hog.functional_loss(model, F.cross_entropy), hog.trainable_params(model, "0.*"), data
+    store = hog.gradient_store(*given, out=tmp_path / "a.npy")
+    model[1].running_mean.add_(1)
+    with pytest.raises(ValueError, match="make another store"):
+        store.products(query)
 
 
 def test_a_store_of_other_values(tmp_path):

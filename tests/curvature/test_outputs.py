@@ -56,6 +56,15 @@ def test_layer_norms_are_right():
         assert_close(ours, expected, rtol=1e-6, atol=1e-8)
 
 
+def test_all_entries_have_the_same_random_numbers():
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    func = lambda p: torch.func.functional_call(model, p, X).sum().expand(2, 2)  # noqa: E731
+    first, again = (hog.hessian(func, params)["0.weight"]["0.weight"] for _ in range(2))
+    assert_close(first, first[:1, :1].expand_as(first))
+    assert not torch.equal(first, again)  # but each call its own
+
+
 def test_inside_a_transform():
     func = lambda p: p**3 * p.sum()  # noqa: E731
     batch = draw(4, 3)

@@ -105,6 +105,12 @@ class ScoreFile:
             known = torch.load(self._record, map_location="cpu", weights_only=True)
         check_same_call("out", path, known["call"], call)
         self.factors = known["factors"]
+        try:
+            numpy.load(path, mmap_mode="r")  # with "r+" NumPy fills a cut file with zeros
+        except ValueError as error:
+            raise ArgumentValueError(
+                f"out: expected a whole file, got {path}, which is cut off or damaged; delete it."
+            ) from error
         self.scores = torch.from_numpy(numpy.load(path, mmap_mode="r+"))
         # a row with NaN ends the written rows: its sum is NaN
         self.done = int((~self.scores.view(shape[0], -1).sum(1).isnan()).cumprod(0).sum())

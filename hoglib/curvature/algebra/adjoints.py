@@ -16,13 +16,19 @@ from hoglib._core.messages import validation
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import grad_enabled
+from hoglib._core.substrate.fingerprint import sums_and_norms
 from hoglib._core.substrate.gradient_graph import leaf_tensors
 from hoglib._core.torch_api import torch_internals
 from hoglib.curvature.algebra import eigenvalues
 from hoglib.curvature.algebra.eigenvalues import Eigenpairs
 from hoglib.curvature.algebra.estimates import Estimate, mean_of
 from hoglib.curvature.algebra.vector_space import SymmetricMatrix
-from hoglib.errors import ArgumentValueError, NoSecondDerivative, UnsupportedError
+from hoglib.errors import (
+    ArgumentValueError,
+    NondeterministicError,
+    NoSecondDerivative,
+    UnsupportedError,
+)
 
 Gradients = dict[Tensor, Tensor]  # tensors hash by identity
 NO_VECTORS = (
@@ -37,6 +43,10 @@ class Differentiable(SymmetricMatrix, Protocol):
 
     def sources(self) -> list[Tensor]:
         """The tensors that require grad, which the matrix depends on."""
+        ...
+
+    def operands(self) -> list[Tensor]:
+        """Further tensors that the matrix is computed from, whose values must last until backward."""
         ...
 
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
@@ -102,12 +112,21 @@ class _TrackedProduct(torch.autograd.Function):
         ctx.A, ctx.caller, product = options
         # reading these in backward raises if a step changed them in place
         ctx.save_for_backward(rows, *sources)
+        ctx.sources = sources  # themselves: saved_tensors_hooks give copies
+        # what version counters do not show: writes to `.data`, and another batch in a list
+        ctx.values = sums_and_norms([*sources, *ctx.A.operands()])
         return product
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        rows, *sources = ctx.saved_tensors
+        rows, *_ = ctx.saved_tensors
+        sources = ctx.sources
         _refuse_second_derivative(ctx.caller)
+        if sums_and_norms([*sources, *ctx.A.operands()]) != ctx.values:
+            raise NondeterministicError(
+                f"{ctx.caller}(create_graph=True): expected params, buffers and data that stay the "
+                "same until backward, got others. Differentiate before they change."
+            )
         found = ctx.A.differentiate_form(grad, rows)
         if found.keys() - {*sources}:
             raise ArgumentValueError(

@@ -160,6 +160,14 @@ class RectangularOperator(ABC):
             "`LinearOperator.from_matvec` and `from_dense`, their sums, products and blocks have it."
         )
 
+    def operands(self) -> list[Tensor]:
+        """The tensors, besides `sources`, whose values the derivative of A depends on.
+
+        Returns:
+            The tensors as they are now; none for a matrix that is given itself.
+        """
+        return []
+
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
         """The derivatives of sum_j left_j^T A right_j by the `sources` of A.
 
@@ -1271,6 +1279,9 @@ class Product(RectangularOperator):
     def sources(self) -> list[Tensor]:
         return _sources_of(A for A, _ in self.chain)
 
+    def operands(self) -> list[Tensor]:
+        return [x for A, _ in self.chain for x in A.operands()]
+
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
         # u^T d(A B) v = u^T dA (B v) + (A^T u)^T dB v
         lefts = [left]
@@ -1356,6 +1367,9 @@ class Submatrix(LinearOperator):
     def sources(self) -> list[Tensor]:
         return self._operator.sources()
 
+    def operands(self) -> list[Tensor]:
+        return self._operator.operands()
+
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
         return self._operator.differentiate_form(self._whole(left), self._whole(right))
 
@@ -1404,6 +1418,9 @@ class ScaledSum(RectangularOperator):
         own = _tensors(*self._factors())
         return [*dict.fromkeys(own + _sources_of(A for _, A in self._terms))]
 
+    def operands(self) -> list[Tensor]:
+        return [x for _, A in self._terms for x in A.operands()]
+
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
         parts = []
         for c, A in self._terms:
@@ -1446,6 +1463,9 @@ class BlockDiagonal(LinearOperator):
 
     def sources(self) -> list[Tensor]:
         return self._operator.sources()
+
+    def operands(self) -> list[Tensor]:
+        return self._operator.operands()
 
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
         lefts, rights = (torch.cat([rows * m for m in self._masks]) for rows in (left, right))

@@ -75,7 +75,7 @@ class GradientStore(NamedTuple):
         params: The parameters.
         projection: S.
         preconditioned: Whether A^-1 is the inverse of a matrix, and not the identity.
-        point: Sums and norms of the parameters, to compare.
+        point: Sums and norms of the parameters and the constants of the model, to compare.
     """
 
     rows: Tensor
@@ -102,7 +102,7 @@ class GradientStore(NamedTuple):
         Returns:
             The products [N, queries], on the CPU, or a dict of these by the names of modules.
         Raises:
-            ArgumentValueError: if params have changed since the store was made.
+            ArgumentValueError: if params or the model have changed since the store was made.
         References:
             Pruthi, Liu, Kale and Sundararajan, Estimating Training Data Influence by Tracing Gradient
             Descent, 2020.
@@ -113,16 +113,16 @@ class GradientStore(NamedTuple):
             tensor([[8.],
                     [8.]])
         """
-        if validation.boolean("by_module", by_module) and [*self.modules] == [""]:
+        space = Space(self.params)
+        if validation.boolean("by_module", by_module) and [*self.modules] != _modules_of(space):
             raise errors.ArgumentValueError(
                 "by_module: expected a store that was made with by_module=True, got one that projects "
                 "all parameters together."
             )
-        space = Space(self.params)
-        if sums_and_norms(space.leaves()) != self.point:
+        if _values_of(self.loss, space) != self.point:
             raise errors.ArgumentValueError(
-                f"{CALLER}: expected params with the values of the stored gradients, got others; make "
-                "another store, with another out=."
+                f"{CALLER}: expected params, and a model, with the values of the stored gradients, got "
+                "others; make another store, with another out=."
             )
         in_fixed_order("query", query)
         examples = Examples.of("query", self.loss, query, False)
@@ -157,6 +157,16 @@ class GradientStore(NamedTuple):
                 "`products`."
             )
         return pytree.map_tensors(torch.neg, self.products(query, by_module=by_module))
+
+
+def _modules_of(space: Space) -> list[str]:
+    """The names of the modules that have parameters, in order."""
+    return [*dict.fromkeys(path.rpartition(".")[0] for path in pytree.paths(space.params))]
+
+
+def _values_of(loss: object, space: Space) -> Any:
+    """Sums and norms of the parameters and the constants of the model."""
+    return sums_and_norms([*space.leaves(), *constants_of(loss, space.leaves())])
 
 
 @validation.explain_arguments
@@ -247,6 +257,10 @@ def gradient_store(
     examples = Examples.of("data", loss, data, True)
     projection = _Projection.of(space, project, by_module, validation.at_least("seed", seed, 0))
     w = examples.weights
+    if not float(w.sum()):
+        raise errors.ArgumentValueError(
+            "data: expected examples that count, got labels that are all ignored, or weights of zero."
+        )
     file = ScoreFile(Path(out), {
         "shape": [len(w), projection.width],
         "dtype": "float64" if space.dtype == torch.float64 else "float32",
@@ -258,11 +272,31 @@ def gradient_store(
     solve = None if solver is None or damping is None else solver.inverse(damping).matvec
     bar, scale = ProgressBar(CALLER, progress, "batch"), len(w) / float(w.sum())
     rows: Any = partial(gradient_rows, loss, params)
+    # The last written row, if it is not zero, is computed again: nothing else tells the criterion.
+    written = file.scores[: file.done].any(1).nonzero()
+    start = int(written[-1]) if len(written) else file.done
     with examined_functions(CALLER, first_order=True):
-        for at, g in examples.parts(loss, space, bar, rows, file.done, CALLER):
+        for at, g in examples.parts(loss, space, bar, rows, start, CALLER):
             preconditioned = g if solve is None else solve(g.T).T
-            file.scores[at] = scale * projection.apply(preconditioned).to(file.scores)
-    point = sums_and_norms(space.leaves())
+            # float32 at least: a sum of many numbers in half precision would be rounded at each
+            found = scale * projection.apply(preconditioned.to(file.scores.dtype)).to(file.scores)
+            if at.start == start < file.done:
+                _check_same_row(file.scores[start], found[0], space.precision, solver is None)
+                found[0] = file.scores[start]  # other stores may read it
+            file.scores[at] = found
+    point = _values_of(loss, space)
     return GradientStore(
         file.scores, projection.modules, loss, params, projection, solver is not None, point
     )
+
+
+def _check_same_row(stored: Tensor, row: Tensor, precision: torch.dtype, plain: bool) -> None:
+    """Raise unless a stored row is the row of this call. plain: without a solver, whose inverse
+    enlarges rounding."""
+    allowed = torch.finfo(precision).eps ** 0.5 if plain else 0.1
+    if float((stored - row).norm()) > allowed * float(stored.norm()):
+        raise errors.ArgumentValueError(
+            f"{CALLER}: expected the loss of the stored gradients, got one with another gradient of "
+            "the last written example: another criterion, module or mode (train, eval). Name "
+            "another file in out=, or delete this one and its .call."
+        )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hoglib._core.messages import validation
 from hoglib._core.messages.communication import tell_sharers
+from hoglib._core.modules.state import preserve_random_state
 from hoglib._core.problem import Options, Policy, Problem, refuse_wrapped_calls
 from hoglib._core.substrate.autograd import (
     Gradient,
@@ -410,11 +411,11 @@ def hessian(
         )
 
     def of_output(number: int, y: Tensor) -> Tree:
-        entries = (
-            replace(problem, loss=partial(_entry, problem.loss, number, i))
-            for i in range(y.numel())
-        )
-        found = [_matrix(HessianKind(), one, params, blocks, chunk_size) for one in entries]
+        found = []
+        for i in range(y.numel()):
+            one = replace(problem, loss=partial(_entry, problem.loss, number, i))
+            with preserve_random_state():  # all entries belong to the same random function
+                found.append(_matrix(HessianKind(), one, params, blocks, chunk_size))
         leaves, form = zip(*map(pytree.flatten, found), strict=True)
         stacked = [torch.stack(parts) for parts in zip(*leaves, strict=True)]
         return pytree.unflatten([x.reshape(y.shape + x.shape[1:]) for x in stacked], form[0])

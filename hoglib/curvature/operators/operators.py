@@ -26,7 +26,7 @@ from hoglib.curvature.algebra.adjoints import Gradients, merged
 from hoglib.curvature.algebra.estimates import SpectralDensity
 from hoglib.curvature.algebra.linear_operator import LinearOperator
 from hoglib.curvature.algebra.vector_space import Space, Tree
-from hoglib.curvature.batches.data import Processes
+from hoglib.curvature.batches.data import Processes, constants_of
 from hoglib.curvature.maps.compiled import linearizer
 from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
 from hoglib.curvature.maps.gauss_newton import GaussNewtonKind, GaussNewtonMode
@@ -200,6 +200,12 @@ class DatasetOperator(LinearOperator):
             (_, form, p), *_ = self._forms(next(self._sum.terms()), row, row)
         own = [leaf for leaf in self.space.leaves() if leaf.requires_grad]
         return [*dict.fromkeys(own + _outside(form, p))]
+
+    def operands(self) -> list[Tensor]:
+        """The parameters, the constants of the model, and the batch, if there is one."""
+        own, batches = self.space.leaves(), self._sum.batches
+        batch = pytree.tensors(batches.current()) if batches.single else []
+        return [*own, *constants_of(self._sum.at.loss, own), *batch]
 
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
         """The derivatives of sum_j left_j^T A right_j by the `sources`, added up batch by batch."""
