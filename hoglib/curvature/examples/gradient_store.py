@@ -193,8 +193,8 @@ def gradient_store(
     :meth:`GradientStore.products` and :meth:`GradientStore.influence`.
 
     Rows are written in order. If the call is repeated, it goes on after the rows in the file, in
-    batches of any size; if all are there, it returns at once, after a pass that hashes the data. The
-    file ``<out>.call`` beside it identifies the call.
+    batches of any size; if all are there, it returns after a pass that hashes the data. The last row
+    is computed again, and compared. The file ``<out>.call`` beside it identifies the call.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
@@ -215,7 +215,7 @@ def gradient_store(
     Raises:
         ArgumentTypeError: for a solver that is no KFACOperator.
         ArgumentValueError: for a DataLoader that shuffles, a solver without damping or on other
-            parameters, and an `out` of another call.
+            parameters, and an `out` of another call or loss, or that is cut off.
         OutputError: for an `out` that cannot be written, before anything is computed.
         NonFiniteError: for an example with a gradient that is not finite.
         UnsupportedError: for parameters that several processes share.
