@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import hoglib as hog
@@ -426,3 +427,19 @@ REFUSED = {
     "torch.func": (of_a_transform, RuntimeError, "transforms"),
 }  # fmt: skip
 test_what_has_no_derivative_is_refused = refused(REFUSED)
+
+
+def test_inside_a_checkpoint():
+    # whose recomputation found the kept graph, and ran itself again for its saved tensors, for ever
+    x = torch.arange(1.0, 4.0, dtype=F64)
+    p = torch.tensor([1.0, 2.0, 3.0], dtype=F64, requires_grad=True)
+    H = hog.HessianOperator(lambda p, x: (x * p**3).sum(), p, x)  # diag(6 x p)
+    y = torch.ones(3, dtype=F64, requires_grad=True)
+
+    def run(y):
+        return y * H.trace(3, create_graph=True) + y * (H @ torch.ones_like(y))
+
+    value = checkpoint(run, y, use_reentrant=False).sum()
+    by_p, by_y = torch.autograd.grad(value, (p, y))
+    assert_close(by_p, 3 * 6 * x)
+    assert_close(by_y, (6 * x * p).sum() + 6 * x * p.detach())

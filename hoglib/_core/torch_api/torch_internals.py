@@ -474,6 +474,18 @@ def packs_saved_tensor() -> bool:
     return frame is not None
 
 
+def outside_checkpoint() -> AbstractContextManager[None]:
+    """A context without the hooks of a non-reentrant checkpoint around the caller, if there is one.
+
+    For computations whose graphs do not reach their results: a checkpoint need not recompute them, and
+    would run into itself where such a graph is kept.
+    """
+    hooks = _top_saved_tensors_hooks(True)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    inside = name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+    return without_saved_tensor_hooks() if inside else nullcontext()
+
+
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """Inside, the saved-tensor hooks that surround the caller, such as a checkpoint's, are off."""

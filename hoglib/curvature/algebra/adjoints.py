@@ -85,7 +85,7 @@ def tracked(
     require grad.
     """
     validation.refuse_transforms(caller, "its derivative is taken by torch.autograd.")
-    with grad_enabled():
+    with grad_enabled(), torch_internals.outside_checkpoint():
         sources = A.sources()  # first: it refuses what has no derivative
     if not (sources or others):
         raise ArgumentValueError(

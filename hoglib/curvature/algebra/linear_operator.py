@@ -29,6 +29,7 @@ from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib._core.numerics.sparsity import read_sparse
 from hoglib._core.runtime.device_reads import read_late
 from hoglib._core.substrate.autograd import grad_enabled, outside_inference_mode
+from hoglib._core.torch_api.torch_internals import outside_checkpoint
 from hoglib._core.torch_api.torch_modes import own_algebra, users_autocast
 from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.algebra import (
@@ -190,7 +191,7 @@ class RectangularOperator(ABC):
         """
         self.count += len(rows)
         # A product may save its vector for backward, and autograd cannot save inference tensors.
-        with outside_inference_mode(), torch.no_grad(), own_algebra():
+        with outside_inference_mode(), torch.no_grad(), own_algebra(), outside_checkpoint():
             rows = rows.clone() if rows.is_inference() else rows
             return self._products(rows) if len(rows) else rows.new_empty(0, self.target.length)
 
