@@ -375,7 +375,7 @@ def test_sampled_fisher_matrices_need_fixed_batches():
 def test_small_losses_are_compared_as_closely():
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
     loss, params = made(model, lambda o, y: 1e-6 * F.mse_loss(o, torch.ones_like(o)))
-    operator = hog.HessianOperator(loss, params, [(BATCH[0].float(), BATCH[1])])
+    operator = hog.HessianOperator(loss, params, [(BATCH[0].float(), BATCH[1])] * 2)
     operator @ torch.ones(operator.shape[0])
     with pytest.raises(RuntimeError, match="Dropout"):
         operator @ torch.ones(operator.shape[0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 import hoglib as hog
 from hoglib import curvature, meta, penalties
@@ -196,7 +197,8 @@ def test_a_change_that_no_version_counts_is_seen():
 def test_a_loss_that_draws_is_told_when_the_next_product_begins():
     noisy = lambda o, y: cross_entropy(o, y) + torch.rand((), device="cuda")  # noqa: E731
     net = network()
-    made = H(hog.functional_loss(net, noisy), hog.trainable_params(net), batches(1))
+    loader = DataLoader(batches(1), batch_size=None)
+    made = H(hog.functional_loss(net, noisy), hog.trainable_params(net), loader)
     made @ ones(), made @ ones()
     with pytest.raises(hog.errors.NondeterministicError, match="random numbers are drawn at"):
         made @ ones()

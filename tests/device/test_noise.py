@@ -225,7 +225,7 @@ ROWS = {
     "low_rank": G(lambda G, v: G.low_rank(5, generator=signs()).values),
     "logdet": G(lambda G, v: G.damped(1.0).logdet(4, steps=10, generator=signs())),
     "eigsh": H(lambda H, v: H.eigsh(2, which="LA").values),
-    "least squares": of_the_loss(lambda f, p, v, b: (lambda J: [J.lstsq(J @ v, damping=1.0), J.svd(2).values])(hog.JacobianOperator(f, p, [b, b]))),
+    "least squares": of_the_loss(lambda f, p, v, b: (lambda J: [J.lstsq(J @ v, damping=100.0, tol=3e-5), J.svd(2).values])(hog.JacobianOperator(f, p, [b, b]))),
     "KFAC": K(lambda K, v: [K.inverse(damping=1.0) @ v, K.inverse(1.0, method="pi") @ v, K.damped(1.0).logdet()]),
     "exp(G)": G(lambda G, v: G.matrix_function(v, torch.exp)),
     "Jacobian": of_the_loss(lambda f, p, v, b: (lambda J: [J @ v, J @ J.T @ (J @ v), J.T @ J @ v])(hog.JacobianOperator(f, p, [b, b]))),

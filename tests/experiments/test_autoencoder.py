@@ -7,13 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from experiments.autoencoder.experiment import cost_of_factors, reconstruction_error
-from experiments.shared.race import LABELS
+from experiments.shared import race
 from hoglib.curvature import KFAC, NewtonCG
 from tests.experiments.command import COMMAND_LINE, metrics, smoke
 
 SMOKE, fit, folder = smoke("curvature/newton_cg")
 ALL_FOUR = smoke("curvature/kfac")
 pytestmark = COMMAND_LINE
+LABELS = {name: race.LABELS[name] for name in ("newton_cg", "newton_kfac", "kfac", "adam")}
 
 
 def test_four_optimizers_at_the_same_cost(monkeypatch):

@@ -97,7 +97,7 @@ REFUSED_BY_THE_COMMAND = {
     ],
     "meta/data_values": [("data.train=3950", "train, val, test: expected at most 4000")],
     "penalty/digits_robust": [("data.val=0", "val: expected images to choose a weight by")],
-    "pinn/poisson": [("data.equation=wave", "equation: expected one of")],
+    "pinn/poisson": [("data.equation=tide", "equation: expected one of")],
 }
 # fmt: on
 
