@@ -350,7 +350,7 @@ def hessian(
 
         H[a][b][i, j] = d^2 func(params, *args) / d params[a][i] d params[b][j]
 
-    func returns a scalar, or a tensor or pytree of outputs y, each with its H[y][a][b]. Every number in
+    func returns a scalar, or a tensor or pytree of outputs, each with an H of its own. Every number in
     the outputs then takes a run of func and the rows of its matrix.
 
     Rows are computed by reverse-over-reverse, several at once: the graph of the gradient is recorded
