@@ -48,14 +48,8 @@ from hoglib.curvature.points.point_derivatives import (
     partial_derivative,
 )
 from hoglib.curvature.sums.dataset_sum import DataOptions, OperatorOptions
-from hoglib.curvature.training.optimizers import (
-    KFAC,
-    KFACStep,
-    LevenbergMarquardt,
-    LevenbergMarquardtStep,
-    NewtonCG,
-    NewtonStep,
-)
+from hoglib.curvature.training.least_squares import LevenbergMarquardt, LevenbergMarquardtStep
+from hoglib.curvature.training.optimizers import KFAC, KFACStep, NewtonCG, NewtonStep
 from hoglib.curvature.training.sharpness import CriticalSharpness, critical_sharpness
 
 __all__ = [

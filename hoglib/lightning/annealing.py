@@ -22,8 +22,8 @@ class MetaAnnealing(pl.Callback):
     Args:
         first_order: Number of epochs with meta-gradients of first order. Default: 0.
         multi_step: Number of epochs over which the weights move to the last inner step. Default: 0.
-        every_n_train_steps: Optimizer steps that count as an epoch, for a training of a single epoch.
-            Default: None, the epochs of the trainer.
+        every: Optimizer steps that count as an epoch, for a training of a single epoch. Default: None,
+            the epochs of the trainer.
     Raises:
         ArgumentValueError: at the start of the training, if the module has no :class:`hoglib.MAML`.
     References:
@@ -37,16 +37,11 @@ class MetaAnnealing(pl.Callback):
         True
     """
 
-    @validation.explain_arguments
-    def __init__(
-        self, first_order: int = 0, multi_step: int = 0, every_n_train_steps: int | None = None
-    ) -> None:
+    def __init__(self, first_order: int = 0, multi_step: int = 0, every: int | None = None) -> None:
         super().__init__()
         self.first_order = validation.at_least("first_order", first_order, 0)
         self.multi_step = validation.at_least("multi_step", multi_step, 0)
-        self.every_n_train_steps = validation.none_or_at_least(
-            "every_n_train_steps", every_n_train_steps, 1
-        )
+        self.every = validation.none_or_at_least("every", every, 1)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check that there is a MAML."""
@@ -61,9 +56,7 @@ class MetaAnnealing(pl.Callback):
     ) -> None:
         """Set the options for this epoch."""
         # the trainer's count, not a counter here: checkpoints restore it
-        steps, epoch = self.every_n_train_steps, trainer.current_epoch
-        if steps is not None:
-            epoch = trainer.global_step // steps
+        epoch = trainer.current_epoch if self.every is None else trainer.global_step // self.every
         for maml in _learners(pl_module):
             maml.first_order = epoch < self.first_order
             maml.step_weights = None

@@ -158,7 +158,8 @@ def test_it_is_the_derivative_of_the_dense_matrix():
 
 def test_the_evidence_of_a_linear_regression_is_maximal_where_its_closed_form_is():
     # log p(y) of y = X w + noise, w ~ N(0, 1/alpha), noise ~ N(0, 1/beta)
-    X, y = draw(12, 4), draw(12, seed=1)
+    X = draw(12, 4)
+    y = X @ draw(4, seed=2) + 0.3 * draw(12, seed=1)
     logs = torch.tensor([0.2, -0.3], dtype=F64, requires_grad=True)
 
     def loss(p, batch):
@@ -183,6 +184,22 @@ def test_the_evidence_of_a_linear_regression_is_maximal_where_its_closed_form_is
     ours, expected = evidence(), closed_form()
     assert_close(ours, expected, rtol=5e-3, atol=0)  # the log determinant is estimated
     assert_close(*(torch.autograd.grad(x, logs)[0] for x in (ours, expected)), rtol=5e-3, atol=5e-3)
+    found = []
+    for function in (evidence, closed_form):
+        optimizer = torch.optim.LBFGS([logs], line_search_fn="strong_wolfe", max_iter=30)
+
+        def step(optimizer=optimizer, function=function):
+            optimizer.zero_grad()
+            value = -function()
+            value.backward()
+            return value
+
+        optimizer.step(step)
+        found.append(logs.detach().clone())
+        with torch.no_grad():
+            logs.copy_(torch.tensor([0.2, -0.3], dtype=F64))
+    assert (found[1] - logs).norm() > 0.3  # the start is far from the maximum
+    assert_close(*found, rtol=0, atol=0.02)
 
 
 def test_the_solution_is_differentiated_by_b_and_keeps_its_form():

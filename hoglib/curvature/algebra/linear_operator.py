@@ -781,8 +781,9 @@ class LinearOperator(RectangularOperator):
         """
         if validation.boolean("create_graph", create_graph):
             self.space.refuse_sharded(f"{caller}(create_graph=True)")
-            with grad_enabled():
-                _ = looks and self.sources()
+            if looks:
+                with grad_enabled():
+                    self.sources()
         return create_graph
 
     def eigsh(
