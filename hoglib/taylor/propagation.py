@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.torch_api import function_watch, pytree, torch_internals
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
-from hoglib._core.torch_api.torch_modes import plain_operations
+from hoglib._core.torch_api.torch_modes import LayerMode, layer_mode, plain_operations
 from hoglib.taylor.kinks import Kink, Kinks, kink_here
 from hoglib.taylor.rules import composite_of, is_composite, is_constant, names_of, rule_of
 from hoglib.taylor.series import Algebra, Call, NoRule, Parts, Rule, align, to_dtype
@@ -60,6 +60,7 @@ class Propagation(torch_internals.TorchDispatchMode):
         self._pending: _Pending | None = None
         self._inside_composite = 0  # depth of operations that are being decomposed
         self._changed_in_place = False  # a tensor with coefficients was, so its views must be found
+        self._layers: LayerMode | None = None  # records the layers of Kronecker factors
         self._outside: Any = None  # context: below this mode, with autograd on or off
         self._backward = torch_internals.running_backward()  # the backward pass that encloses us
         self._stack = ExitStack()  # the contexts entered with the mode, until close()
@@ -68,6 +69,9 @@ class Propagation(torch_internals.TorchDispatchMode):
         # entered again for each operation that is decomposed
         if self._outside is None:
             self._outside = torch_internals.RecordingBelow()
+            self._layers = layer_mode()
+            if self._layers is not None:
+                self._layers.propagates = True
             self._stack.enter_context(plain_operations())
             self._stack.enter_context(function_watch.watching_functions(self._see_function))
         super().__enter__()
@@ -75,6 +79,9 @@ class Propagation(torch_internals.TorchDispatchMode):
 
     def seed(self, x: Tensor, parts: Parts) -> None:
         """Set the coefficients of an input."""
+        if self._layers is not None:
+            # a direction that all points share would be one row of a layer, not one of each point
+            parts = [None if part is None else part.contiguous() for part in parts]
         self._series[x] = parts
 
     def coefficients(self, y: Tensor) -> Parts | None:
@@ -157,7 +164,7 @@ class Propagation(torch_internals.TorchDispatchMode):
         if self._pending is None:
             return
         (rule, call, written, where), self._pending = self._pending, None
-        with self._outside(self._record):
+        with self._outside(self._record, self._layers):
             found = rule(call)
             several = isinstance(call.out, tuple | list)
             outputs = call.out if several else [call.out]

@@ -155,6 +155,90 @@ def test_exact_for_one_example(kind, corrected):
     assert_close(K.to_dense(), M.block_diagonal("module").to_dense())
 
 
+def residual(function, *layers):
+    """A network inside a function of its derivatives."""
+    return Fn(function, net=nn.Sequential(*layers))
+
+
+def pointwise(function):
+    return Fn(lambda net, x: function(x))
+
+
+# a residual -> by what it differentiates its network
+RESIDUALS = {
+    "a Laplacian and the value": lambda net, x: hog.laplacian(net.net, x)[1] - net.net(x) ** 3,
+    "a Laplacian and the gradient": lambda net, x: (lambda u, lap, g: lap + (g**2).sum(-1))(*hog.laplacian(net.net, x, return_gradient=True)),
+    "a heat equation": lambda net, x: hog.partial_derivative(net.net, x, index=(1,))[1] - hog.laplacian(lambda p: net.net(torch.cat([p, x[:, 1:]], 1)), x[:, :1])[1],
+    "a bilaplacian": lambda net, x: hog.bilaplacian(net.net, x)[1],
+    "a third derivative": lambda net, x: hog.directional(net.net, x, torch.ones_like(x), order=3)[1],
+    "a jet": lambda net, x: torch.cat(hog.jet(net.net, (x,), ((torch.ones_like(x), torch.zeros_like(x)),))[1], 1),
+    "features of the point": lambda net, x: hog.laplacian(lambda p: net.net(torch.sin(p)), x)[1],
+}  # fmt: skip
+# a network whose layers have another role in a residual; the cube has a kink, at which it is run again
+NETWORKS = {
+    "tanh": lambda: (nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)),
+    "relu cubed": lambda: (nn.Linear(2, 4), pointwise(lambda x: F.relu(x * torch.tensor([0.0, 1, 1, 1])) ** 3), nn.Linear(4, 1)),
+    "scaled": lambda: (nn.Linear(2, 3), Fn(lambda net, x: torch.sin(net.a * x), a=nn.Parameter(torch.tensor([1.0, 2.0, 0.5]))), nn.Linear(3, 1)),
+}  # fmt: skip
+
+
+def residual_problem(function, network="tanh", points=6):
+    torch.manual_seed(1)
+    model = residual(function, *NETWORKS[network]()).double()
+    loss = hog.functional_loss(model, lambda r, _: r.square().mean())
+    params, x = hog.trainable_params(model), draw(points, 2)
+    grads = torch.autograd.grad(loss(params, (x, x)), [*params.values()], allow_unused=True)
+    # a Laplacian does not depend on the last bias
+    return loss, {n: p for (n, p), g in zip(params.items(), grads, strict=True) if g is not None}, x
+
+
+@rows("name", [*product(RESIDUALS, ["tanh"]), *product(["a Laplacian and the value"], NETWORKS)])
+def test_residuals_have_the_layers_of_their_derivatives(name):
+    """Per-example gradients by all calls, summed: the diagonal is exact."""
+    loss, params, x = residual_problem(RESIDUALS[name[0]], name[1])
+    K = hog.KFACOperator(loss, params, [(x[:3], x[:3]), (x[3:], x[3:])], eigenvalue_corrected=True)
+    G = hog.GGNOperator(loss, params, (x, x)).to_dense()
+    assert_close(K.exact_diagonal(), G.diagonal())
+    assert_close(K.trace(), G.trace())
+
+
+def forward_laplacian(net, x):
+    """Of each linear layer the inputs and outputs [3, points, features] - of the value, the gradient
+    [D] and the Laplacian - by the chain rule of tanh; and the Laplacian of the network."""
+    a = [x[None], torch.eye(2, dtype=F64)[:, None].expand(2, len(x), 2), torch.zeros_like(x)[None]]
+    calls = []
+    for layer in (part for part in net if isinstance(part, nn.Linear)):
+        z = [part @ layer.weight.T for part in a]
+        z[0] = z[0] + layer.bias
+        calls.append((a, z))
+        t = torch.tanh(z[0])
+        d, dd = 1 - t**2, -2 * t * (1 - t**2)
+        a = [t, d * z[1], d * z[2] + dd * (z[1] ** 2).sum(0)]
+    return calls, z[2][0]
+
+
+@rows("approximation", ["expand", "reduce"])
+def test_factors_of_a_laplacian(approximation):
+    """By hand: a row for the value, each coordinate and the Laplacian, where the residual depends on
+    it."""
+    loss, params, x = residual_problem(lambda net, x: hog.laplacian(net.net, x)[1])
+    K = hog.KFACOperator(loss, params, (x, x), approximation=approximation)
+    calls, lap = forward_laplacian(loss.model.net, x)
+    assert_close(lap, loss.model(x))
+    blocks, n = [], len(x)
+    for a, z in calls:
+        g = torch.autograd.grad(lap.sum(), z, retain_graph=True, allow_unused=True)
+        used = [k for k in range(3) if g[k] is not None and bool(a[k].any())]
+        a, own = (torch.cat([part[k].detach() for k in used]) for part in (a, g))
+        if approximation == "reduce":
+            a, own = a.mean(0, keepdim=True), own.sum(0, keepdim=True)
+        a, own = a.flatten(0, 1), own.flatten(0, 1)
+        blocks.append(torch.kron(2 / n * own.T @ own, a.T @ a / len(a)))
+        if g[0] is not None:
+            blocks.append(2 / n * g[0][0].T @ g[0][0])
+    assert_close(K.to_dense(), torch.block_diag(*blocks))
+
+
 @rows("reduction", ["mean", "sum"])
 def test_exact_for_deep_linear_networks(reduction):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()
@@ -693,6 +777,41 @@ def test_factors_of_experts_are_sums_over_the_batches_that_call_them():
         assert_close(block.A[0], a.T @ a / len(a))
         # of the mean over 8 examples of 2 outputs: 2 / 16 for each row and output
         assert_close(block.G[0], len(a) / 8 * torch.eye(2, dtype=F64))
+
+
+@rows("transposed", [False, True], ids=["[into, out]", "[out, into]"])
+def test_fused_experts_are_layers(transposed):
+    """One product for all experts, as a loop over them; the second one has no examples."""
+
+    def loop(net, x, order, ends):
+        starts, parts = [0, *ends[:-1].tolist()], []
+        for e, (start, end) in enumerate(zip(starts, ends.tolist(), strict=True)):
+            rows = x[order][start:end]
+            parts.append(F.linear(rows, net.W[e]) if transposed else rows @ net.W[e])
+        return torch.cat(parts)
+
+    def fused(net, x, order, ends):
+        W = net.W.mT if transposed else net.W
+        return F.grouped_mm(x[order], W, offs=ends.int())
+
+    def run(experts):
+        def model(net, x):
+            chosen = 2 * (x[:, 0] > 0)
+            ends = (chosen[:, None] <= torch.arange(3)).sum(0)
+            order = chosen.argsort(stable=True)
+            return net.head(experts(net, x, order, ends)[order.argsort()])
+
+        torch.manual_seed(1)
+        W = nn.Parameter(torch.randn(3, 8, 4) if transposed else torch.randn(3, 4, 8))
+        net = Fn(model, W=W, head=nn.Linear(8, 2))
+        return hog.functional_loss(net, F.mse_loss), hog.trainable_params(net)
+
+    batch = draw(6, 4).float(), draw(6, 2, seed=1).float()  # torch has it in float32
+    one, other = (hog.KFACOperator(*run(experts), batch) for experts in (fused, loop))
+    assert_close(one.to_dense(), other.to_dense())
+    assert one.trace() > 0
+    with pytest.raises(hog.errors.UnsupportedError, match=r"as of an expert|examples apart"):
+        hog.KFACOperator(*run(fused), batch, eigenvalue_corrected=True).update()
 
 
 class NextWord(nn.Module):

@@ -683,6 +683,11 @@ def entered(modes: Iterable[TorchFunctionMode]) -> Iterator[None]:
         yield
 
 
+def entered_once(mode: TorchFunctionMode) -> AbstractContextManager[object]:
+    """Inside, the mode is active: it is off the stack while it handles a call."""
+    return nullcontext() if mode in _function_modes() else mode
+
+
 def function_mode(kind: type[TorchFunctionMode]) -> TorchFunctionMode | None:
     """The innermost active mode of class `kind`."""
     return next((mode for mode in reversed(_function_modes()) if isinstance(mode, kind)), None)
@@ -718,11 +723,12 @@ class RecordingBelow:
         self._keys = _included_keys(), _excluded_keys()  # dispatch keys of this thread, now
 
     @contextmanager
-    def __call__(self, record: bool) -> Iterator[None]:
+    def __call__(self, record: bool, mode: TorchFunctionMode | None = None) -> Iterator[None]:
+        """record: Whether autograd records. mode: A mode that sees the operations; None is none."""
         before = torch.is_grad_enabled()
         with (
             _ForcedKeys(*self._keys),
-            without_functions_seen(),
+            without_functions_seen() if mode is None else entered_once(mode),
             no_autocast(),
             without_saved_tensor_hooks(),
         ):

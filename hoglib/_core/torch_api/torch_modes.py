@@ -22,6 +22,24 @@ class StandInMode(TorchFunctionMode):
     """
 
 
+class LayerMode(TorchFunctionMode):
+    """Base of the mode that records layers for Kronecker factors.
+
+    Taylor mode computes its coefficients inside it: the coefficients' products with a weight are calls
+    of the weight's layer.
+
+    propagates: Whether Taylor mode ran inside.
+    """
+
+    propagates = False
+
+
+def layer_mode() -> LayerMode | None:
+    """The active `LayerMode`, or None."""
+    found: Any = torch_internals.function_mode(LayerMode)
+    return found
+
+
 class without_stand_ins(torch_internals.SuspendedMode):  # noqa: N801 a context manager
     """Inside, stand-ins are off: the torch calls of hoglib's ops need none."""
 

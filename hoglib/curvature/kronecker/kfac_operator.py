@@ -130,13 +130,17 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
     Layers are found by the torch functions or exported operators that they call, in any module:
 
     - linear layers, and products with a matrix by matmul, bmm or einsum (LoRA, attention, GPT-2);
+    - fused experts by `torch.nn.functional.grouped_mm`: a layer for each expert;
     - convolutions, also transposed ones, with factors for each group;
     - embeddings: always "expand", with a diagonal A. If position embeddings are computed once for all
       examples, each example gets a row;
     - layer, group, RMS and instance norm, batch norm in eval mode, PReLU: exact blocks;
     - parameters that are added, multiplied or copied for each example: an exact block for one number
       per feature; with more dimensions, as of queries, an embedding with every row used;
-    - weights that are pointwise functions of a parameter, such as W * mask: the exact diagonal.
+    - weights that are pointwise functions of a parameter, such as W * mask: the exact diagonal;
+    - layers of a network inside `hoglib.laplacian`, `bilaplacian`, `directional`, `partial_derivative`
+      or `jet`, as in the residual of a differential equation: a row for the value, and one for each
+      Taylor coefficient that the outputs depend on.
 
     A layer that is called twice, or shares its weight with another, has one block, with the rows of all
     its calls. A batch that does not call a layer, such as an expert without examples, adds nothing to
@@ -181,7 +185,8 @@ class KFACOperator(KroneckerOperator, DatasetOperator):
         2015. Grosse and Martens, A Kronecker-factored Approximate Fisher Matrix for Convolution Layers,
         2016. Eschenhagen et al., Kronecker-Factored Approximate Curvature for Modern Neural Network
         Architectures, 2023. George et al., Fast Approximate Natural Gradient Descent in a
-        Kronecker-factored Eigenbasis, 2018.
+        Kronecker-factored Eigenbasis, 2018. Dangel, Mueller and Zeinhofer, Kronecker-Factored
+        Approximate Curvature for Physics-Informed Neural Networks, 2024.
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)

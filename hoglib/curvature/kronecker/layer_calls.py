@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from string import ascii_lowercase, digits
 from types import EllipsisType, FunctionType
@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
-from torch.overrides import TorchFunctionMode
 
 from hoglib._core.substrate.autograd import Vector
 from hoglib._core.torch_api import torch_library
 from hoglib._core.torch_api.dispatch import Args, Kw, Op, Types
 from hoglib._core.torch_api.torch_internals import storage_id
+from hoglib._core.torch_api.torch_modes import LayerMode
 from hoglib.errors import UnsupportedError
 from hoglib.stand_ins.mode import in_module, register_hook, without_override_check
 
@@ -44,6 +44,11 @@ class Region(NamedTuple):
     def of_all(number: int, leaf: Tensor) -> "Region":
         """All rows of a leaf; a scalar has one row."""
         return Region(number, 0, len(leaf) if leaf.dim() else 1)
+
+    def contains(self, other: "Region | None") -> bool:
+        """Whether the other region is a part of this one."""
+        within = other is not None and self.start <= other.start and other.stop <= self.stop
+        return within and other.leaf == self.leaf
 
 
 class Role(NamedTuple):
@@ -131,7 +136,7 @@ class LayerCall:
     @property
     def rows(self) -> int:
         """The number of rows."""
-        return self.shape.numel() // (self.role.groups * self.role.out)
+        return self.rows_of_outputs(torch.empty(self.shape, device="meta")).shape[1]
 
     def has_patches(self) -> bool:
         """Whether `inputs` copies the input into larger patches."""
@@ -191,7 +196,7 @@ class Use(NamedTuple):
     tensor: Tensor  # kept alive, so that no other tensor gets its id
     slope: Tensor | None = None  # d tensor / d rows, [numbers]; None is 1
     calls: Sequence[LayerCall] = ()  # uses as data; dropped once used as a weight
-    transposed: bool = False  # whether the tensor is the rows' matrix transposed
+    transposed: bool = False  # whether the tensor is the rows' matrix, or matrices, transposed
 
     def shaped_slope(self) -> Tensor | None:
         """The slope in the shape of the tensor."""
@@ -205,7 +210,7 @@ class Use(NamedTuple):
 
 
 @final
-class LayerRecorder(TorchFunctionMode):
+class LayerRecorder(LayerMode):
     """A mode that records the calls with leaves, or tensors made from leaves, as arguments."""
 
     def __init__(self, leaves: Vector, examples: int = 1) -> None:
@@ -262,8 +267,12 @@ class LayerRecorder(TorchFunctionMode):
             output = result[0] if isinstance(result, tuple) else result
             # Code under no_grad does not use a parameter.
             if output.requires_grad:
-                calls = self._rescaled(layer(self, output, *args, **kwargs), used)
+                found = layer(self, output, *args, **kwargs)
+                each = found if isinstance(found, list) else [found]
+                calls = [call for one in each for call in self._rescaled(one, used)]
         known = {region for call in calls for region in (call.weight, call.bias)}
+        if layer is _grouped_mm:  # an expert has some rows of the weight
+            known |= {use.region for use in used if any(map(use.region.contains, known))}
         for use in used:  # a layer takes it as weight: discard its uses as data
             if use.region in known:
                 self.calls = [call for call in self.calls if call not in use.calls]
@@ -311,7 +320,7 @@ class LayerRecorder(TorchFunctionMode):
         if call is None:
             return []
         uses = {use.region: use for use in used if use.region in (call.weight, call.bias)}
-        slope = uses[call.weight].slope if call.weight else None
+        slope = uses[call.weight].slope if call.weight in uses else None
         differs = slope is not None and not bool((slope == slope[0]).all())
         known = slope is None or call.role.name != "embedding"
         known = known and (call.role.matrix == "kronecker" or not differs)
@@ -335,16 +344,26 @@ class LayerRecorder(TorchFunctionMode):
 
     def _used(self, args: Any, kwargs: Any) -> list[Use]:
         """The uses of all tensors among the arguments, lists included."""
-        leaves, derived = (
-            self._leaves,
-            self._derived,
-        )  # inlined `use`: every torch call comes through here
+        # inlined `use`: every torch call comes through here
+        leaves, derived = self._leaves, self._derived
         found = []
         for x in (*args, *kwargs.values()):
             for part in x if isinstance(x, list | tuple) else (x,):
-                if use := leaves.get(id(part)) or derived.get(id(part)):
+                use = leaves.get(id(part)) or derived.get(id(part))
+                if use is None and self.propagates and isinstance(part, Tensor):
+                    use = self._view_by_torch(part)
+                if use:
                     found.append(use)
         return found
+
+    def _view_by_torch(self, part: Tensor) -> Use | None:
+        """The use of a view that torch itself made of a leaf, such as the transposed weight of a linear
+        layer, which only the operations below torch's functions have."""
+        whole = self._leaves.get(id(part._base)) if part._is_view() else None
+        view = _view_of_rows(whole, part) if whole and part.requires_grad else None
+        if view is not None:
+            self._derived[id(part)] = view
+        return view
 
     def _record_view_or_use(self, func: object, used: Sequence[Use], result: object) -> None:
         """Keep views that are whole rows of a leaf; note any other use."""
@@ -378,11 +397,12 @@ def _selects_rows(func: object, args: Any) -> bool:
 
 
 def _view_of_rows(use: Use, part: Tensor) -> Use | None:
-    """The use of a view that consists of whole rows, or is their matrix transposed; else None."""
+    """The use of a view that consists of whole rows, or is their matrix (or matrices) transposed; else
+    None."""
     (leaf, first, stop), whole, slope, calls, transposed = use
     if _memory(part) == _memory(whole):
         return use._replace(tensor=part)
-    if whole.dim() == 2 and _memory(part) == _memory(whole.mT):
+    if whole.dim() in (2, 3) and _memory(part) == _memory(whole.mT):
         return use._replace(tensor=part, transposed=not transposed)
     if transposed:
         return None
@@ -474,7 +494,7 @@ def _product(
     if len(own) > 1 or is_data or not (use or tape.region(bias)):
         return None
     stored, of_x, of_y = labels[w], labels[1 - w], labels[2]
-    stored = stored[::-1] if use and use.transposed else stored
+    stored = stored[:-2] + stored[:-3:-1] if use and use.transposed else stored
     groups = "".join([i for i in stored if i in of_x and i in of_y])
     into = "".join([i for i in stored if i in of_x and i not in of_y])
     out = "".join([i for i in stored if i not in of_x])
@@ -538,6 +558,34 @@ def _matmul(
         for x, own in ((input, left + "I"), (other, "I" + right))
     ]
     return _product(tape, output, (input, other), (*labels, batch + left + right), "matmul")
+
+
+def _grouped_mm(
+    tape: LayerRecorder,
+    output: Tensor,
+    input: Tensor,
+    mat2: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> list[LayerCall] | LayerCall | None:
+    """The rows of input from offs[e - 1] to offs[e], times the matrix of expert e: a layer for each
+    expert, as fused experts compute it."""
+    use = tape.use(mat2)
+    if offs is None:
+        return _matmul(tape, output, input, mat2)
+    plain = use and use.slope is None and not use.calls
+    if not plain or (input.dim(), mat2.dim()) != (2, 3) or bias is not None or tape.use(input):
+        return None
+    leaf, first, _ = use.region
+    role = Role("grouped_mm", "kronecker", 1, mat2.shape[2], mat2.shape[1], not use.transposed)
+
+    def expert(e: int, start: int, stop: int) -> LayerCall:
+        rows = lambda x: x[None, start:stop]  # noqa: E731
+        region = Region(leaf, first + e, first + e + 1)
+        return LayerCall.of(role, region, None, input, output, rows, rows)
+
+    ends = [0, *offs.tolist()]
+    return [expert(e, *rows) for e, rows in enumerate(pairwise(ends))]
 
 
 def _einsum(
@@ -757,7 +805,7 @@ def _channels(x: Tensor) -> Tensor:
     return _flatten_rows(x.movedim(1, -1))
 
 
-Layer = Callable[..., LayerCall | None]
+Layer = Callable[..., LayerCall | list[LayerCall] | None]
 _last = {norm: _normalization(norm, _last_dimensions) for norm in (F.layer_norm, F.rms_norm)}
 _by_channel = {
     norm: _normalization(norm, lambda given: _channels)
@@ -786,6 +834,7 @@ _BY_OPERATOR = {
     **{func.__name__: layer for func, layer in LAYERS.items() if func is not torch.einsum},
     "native_layer_norm": _last[F.layer_norm],
     "convolution": _any_convolution,
+    "_grouped_mm": _grouped_mm,
 }
 OPERATORS = {
     called: (layer, operator)

@@ -161,7 +161,8 @@ def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], 
     name = pytree.paths(run.space.params)[wrong[0]]
     return time_first, run.refusal(
         f"expected params[{name!r}] to be used by layers alone, got a gradient of which these are only "
-        "a part: a custom Function, scripted or compiled code uses it too; ",
+        "a part: a custom Function, scripted or compiled code uses it too, or the model's own "
+        "torch.autograd.grad (`hog.laplacian`, `hog.directional` and `hog.jet` have layers); ",
         wrong,
     )
 

@@ -36,7 +36,7 @@ from hoglib._core.substrate.autograd import (
     translate_errors,
     without_graph,
 )
-from hoglib._core.substrate.gradient_graph import leaf_tensors
+from hoglib._core.substrate.gradient_graph import leaf_tensors, walk
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.torch_modes import plain_operations
 from hoglib.curvature.algebra.vector_space import Space
@@ -272,7 +272,13 @@ def record(problem: Problem, metric: FisherMetric, expand: bool) -> Recording:
     # Scripted modules are those that do not store their parameters in a dict.
     scripted = {id(value) for store, _, value in patches if not isinstance(store, dict)}
     recorder.other_uses |= {i: SCRIPTED for i, x in enumerate(leaves) if id(x) in scripted}
-    seen = recorder.calls, recorder.other_uses, recorder.expanded, recorder.selects
+    calls = recorder.calls
+    if recorder.propagates:
+        # Taylor mode computes more than it returns, such as the value beside a Laplacian, and runs a
+        # function again to look at a kink: calls that no output depends on would be rows of A.
+        nodes = {node for node, _ in walk(outputs)}
+        calls = [call for call in calls if call.edge.node in nodes]
+    seen = calls, recorder.other_uses, recorder.expanded, recorder.selects
     examples = examples_of(composite, outputs)
     return Recording(problem, composite, leaves, outputs, examples, patches, *seen)
 
@@ -606,11 +612,14 @@ def layers_of(calls: Sequence[LayerCall], joint_bias: bool) -> list[Layer]:
     by_bias: dict[Region, list[LayerCall]] = {}
     for call in calls:
         if call.weight is not None:
-            by_weight.setdefault((call.weight, call.role), []).append(call)
+            # a weight may be in calls of several functions, if their matrices are alike
+            name = call.role.name if call.role.name == "embedding" else ""
+            by_weight.setdefault((call.weight, call.role._replace(name=name)), []).append(call)
         if call.bias is not None:
             by_bias.setdefault(call.bias, []).append(call)
     layers = []
-    for (weight, role), calls in by_weight.items():
+    for (weight, _), calls in by_weight.items():
+        role = calls[0].role
         biases = {call.bias for call in calls}
         bias = biases.pop() if len(biases) == 1 else None
         shared = bias is None or len(by_bias[bias]) != len(calls)

@@ -24,7 +24,7 @@ from hoglib._core.numerics.finite_differences import fixed_random_numbers
 from hoglib._core.problem import Options
 from hoglib._core.runtime.source_location import warn_once
 from hoglib._core.torch_api import torch_internals
-from hoglib._core.torch_api.torch_modes import without_stand_ins
+from hoglib._core.torch_api.torch_modes import layer_mode, without_stand_ins
 from hoglib.capture.within import when_compiled, within_compile
 from hoglib.curvature.points.input_derivatives import (
     Function,
@@ -249,8 +249,9 @@ def _of_few_directions(
     most SMALL elements in x. None also for a sum that is zero everywhere, as for a piecewise linear
     func: Taylor mode warns of it.
     """
-    # The sum is read below, and transformed or traced tensors have no values.
-    without = torch_internals.transforms_active() or torch_internals.tracing()
+    # The sum is read below, and transformed or traced tensors have no values. Layers are recorded in
+    # Taylor mode alone: a backward pass uses the weights where no mode sees it.
+    without = torch_internals.transforms_active() or torch_internals.tracing() or layer_mode()
     if options.mode != "auto" or without:
         return None
     with without_stand_ins():  # which would see each shape
