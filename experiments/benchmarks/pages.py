@@ -10,7 +10,6 @@ from experiments.benchmarks.meta import report as meta
 
 Results = dict[str, Any]
 PICTURE, MEMORY = "benchmarks.png", "meta-memory.png"
-RAW = Path("data/benchmarks.json")  # in the documentation
 SUMMARY = f"![Times to those by hand, and memory against inner steps](images/{PICTURE})"
 
 
@@ -47,16 +46,11 @@ def save(results: Results, folder: Path) -> list[Path]:
 
 
 def write(results: Results, files: list[Path], docs: Path) -> list[Path]:
-    """Put tables between the marks of the pages, pictures and data beside them; what was written."""
+    """Put tables between the marks of the pages, and pictures beside them; what was written."""
     written = []
     for page, parts in contents(results).items():
         report.put(docs / page, parts)
         written.append(docs / page)
-    places = {".png": Path("images"), ".json": RAW.parent}
-    for file in files:
-        if file.suffix in places:
-            name = RAW.name if file.suffix == ".json" else file.name
-            place = docs / places[file.suffix]
-            place.mkdir(exist_ok=True)
-            written.append(Path(shutil.copy(file, place / name)))
+    drawn = (file for file in files if file.suffix == ".png")
+    written += [Path(shutil.copy(file, docs / "images" / file.name)) for file in drawn]
     return written

@@ -127,7 +127,6 @@ def test_every_page_is_written_from_one_file_of_results(tmp_path, monkeypatch, c
     assert "jax (missing), other 1.0" in short
     drawn = {path.name for path in (docs / "images").iterdir()}
     assert drawn == {"benchmarks.png", "meta-memory.png"}
-    assert json.loads((docs / pages.RAW).read_text()) == json.loads(json.dumps(results()))
     assert f"Written: docs/{'benchmark-details.md'}" in capsys.readouterr().out
 
 

@@ -98,7 +98,6 @@ class LayerCall:
     edge: GradientEdge  # of the output; holding the output itself would keep its memory alive
     shape: torch.Size  # shape of the output
     device: torch.device  # device of the output
-    rows: int  # how many rows the call has; an expert has a part of the output's
     rows_of_inputs: Callable[[Tensor], Tensor]  # x -> [groups, rows, into]
     rows_of_outputs: Callable[[Tensor], Tensor]  # a tensor like the output -> [groups, rows, out]
     # of a convolution: (x, g) -> per-example gradients, without patches
@@ -118,14 +117,9 @@ class LayerCall:
         rows_of_inputs: Callable[[Tensor], Tensor],
         rows_of_outputs: Callable[[Tensor], Tensor],
         gradients_by_weight: Callable[[Tensor, Tensor], Tensor] | None = None,
-        count: int | None = None,
     ) -> "LayerCall":
-        """The record of a call that has just returned its output.
-
-        count: The number of rows; None if the output has no others.
-        """
-        count = output.numel() // (role.groups * role.out) if count is None else count
-        at = x.detach(), x._version, get_gradient_edge(output), output.shape, output.device, count
+        """The record of a call that has just returned its output."""
+        at = x.detach(), x._version, get_gradient_edge(output), output.shape, output.device
         functions = rows_of_inputs, rows_of_outputs, gradients_by_weight
         return cls(role, weight, bias, *at, *functions)
 
@@ -138,6 +132,11 @@ class LayerCall:
         self._check_unchanged()
         rows = self.rows_of_inputs(self.x)
         return rows if self.scale == 1 else rows * self.scale
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the output."""
+        return self.shape.numel() // (self.role.groups * self.role.out)
 
     def has_patches(self) -> bool:
         """Whether `inputs` copies the input into larger patches."""
@@ -583,7 +582,7 @@ def _grouped_mm(
     def expert(e: int, start: int, stop: int) -> LayerCall:
         rows = lambda x: x[None, start:stop]  # noqa: E731
         region = Region(leaf, first + e, first + e + 1)
-        return LayerCall.of(role, region, None, input, output, rows, rows, count=stop - start)
+        return LayerCall.of(role, region, None, input, output, rows, rows)
 
     ends = [0, *offs.tolist()]
     return [expert(e, *rows) for e, rows in enumerate(pairwise(ends))]
