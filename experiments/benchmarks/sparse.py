@@ -14,7 +14,7 @@ import torch
 import hoglib as hog
 from experiments.benchmarks.timing import interleaved, program, relative_error
 from experiments.benchmarks.with_jax import to_jax
-from experiments.benchmarks.workload import peer
+from experiments.benchmarks.workload import Missing, peer
 
 Function = Callable[[Any, Any], Any]  # of an array, by the library that it is of
 
@@ -99,7 +99,11 @@ def rows(small: bool) -> Iterator[str]:
         calls, first, values = {}, {}, {}
         for name, make in makers.items():
             start = time.perf_counter()
-            calls[name] = make()
+            try:
+                calls[name] = make()
+            except Missing as reason:
+                yield f"| {what} | {name} | {reason} | |"
+                continue
             values[name] = calls[name]()
             first[name] = time.perf_counter() - start
         ours = values.pop("hoglib")

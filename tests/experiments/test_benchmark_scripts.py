@@ -19,6 +19,7 @@ from experiments.benchmarks import (
     ops,
     remat,
     resident,
+    sparse,
     stand_ins,
     tracers,
 )  # fmt: skip
@@ -58,6 +59,12 @@ def test_the_audit_of_right_models_is_right_and_the_fault_is_found():
     assert len(lines) == len(audit.MODELS)
     assert all("| right |" in line for line in lines[:-1])
     assert "| wrong in 5 |" in lines[-1]
+
+
+def test_sparse_derivatives_have_times_or_the_library_that_is_missing(printed):
+    lines = [line for line in printed(sparse) if "| hoglib |" in line or "missing:" in line]
+    assert [line.split(" | ")[1] for line in lines if "hoglib" in line] == ["hoglib"] * 3
+    assert all(library in " ".join(lines) for library in ("jax", "hoglib"))
 
 
 @FULL

@@ -47,8 +47,9 @@ class Region(NamedTuple):
 
     def contains(self, other: "Region | None") -> bool:
         """Whether the other region is a part of this one."""
-        within = other is not None and self.start <= other.start and other.stop <= self.stop
-        return within and other.leaf == self.leaf
+        if other is None or other.leaf != self.leaf:
+            return False
+        return self.start <= other.start and other.stop <= self.stop
 
 
 class Role(NamedTuple):
@@ -570,11 +571,12 @@ def _grouped_mm(
 ) -> list[LayerCall] | LayerCall | None:
     """The rows of input from offs[e - 1] to offs[e], times the matrix of expert e: a layer for each
     expert, as fused experts compute it."""
-    use = tape.use(mat2)
     if offs is None:
         return _matmul(tape, output, input, mat2)
-    plain = use and use.slope is None and not use.calls
-    if not plain or (input.dim(), mat2.dim()) != (2, 3) or bias is not None or tape.use(input):
+    use = tape.use(mat2)
+    if use is None or use.slope is not None or use.calls or bias is not None or tape.use(input):
+        return None
+    if (input.dim(), mat2.dim()) != (2, 3):
         return None
     leaf, first, _ = use.region
     role = Role("grouped_mm", "kronecker", 1, mat2.shape[2], mat2.shape[1], not use.transposed)
@@ -830,7 +832,7 @@ LAYERS: dict[Any, Layer] = {
 }  # fmt: skip
 _NAMES = frozenset({"add", "mul", *(func.__name__ for func in LAYERS)})
 # The operators that exported programs call. Their arguments are named by their schemas.
-_BY_OPERATOR = {
+_BY_OPERATOR: dict[str, Layer] = {
     **{func.__name__: layer for func, layer in LAYERS.items() if func is not torch.einsum},
     "native_layer_norm": _last[F.layer_norm],
     "convolution": _any_convolution,

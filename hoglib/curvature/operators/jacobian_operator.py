@@ -1,7 +1,7 @@
 """The Jacobian of a model's outputs over data, by its parameters, as a linear operator."""
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any, final
 
 import torch
@@ -132,10 +132,13 @@ class JacobianOperator(RectangularOperator):
         # One tensor holds all outputs if batches have one each, and differ only in their rows.
         one_of_each = len(every) == len(found) and all(y.dim() for y in every)
         alike = one_of_each and len({y.shape[1:] for y in every}) == 1
-        whole = torch.cat(every if alike else [y.flatten() for y in every])
+        # Not by torch.cat, which imports torch._dynamo for meta tensors: a second.
+        rows = sum(map(len, every)) if alike else sum(y.numel() for y in every)
+        dtype = reduce(torch.promote_types, [y.dtype for y in every])
         # An expanded zero: the space needs shapes, not memory.
-        like = torch.zeros((), dtype=whole.dtype, device=self.device)
-        return Space(like.expand(whole.shape), of="outputs")
+        like = torch.zeros((), dtype=dtype, device=self.device)
+        shape = (rows, *every[0].shape[1:]) if alike else (rows,)
+        return Space(like.expand(shape), of="outputs")
 
     def _check_size(self, size: int) -> None:
         if size != self.target.size:
