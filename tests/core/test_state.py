@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from hoglib._core.modules.state import RandomState, StateGuard, preserve_random_state
+from hoglib._core.modules.state import RandomState, StateGuard, preserve_random_state, same
+from tests.rows import rows
 
 
 class Drawing(nn.Module):
@@ -82,3 +83,12 @@ def test_a_module_runs_again_alike_and_is_left_as_it_was(double: bool) -> None:
     assert history == []
     assert not hasattr(module, "calls")
     assert module.python.random() == random.Random(0).random()
+
+
+NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
+
+
+@rows("a, b, alike", [(NAN, NAN, True), (NAN, 0.0, False), (INF, LARGEST, False), (-INF, INF, False)])
+def test_values_that_are_not_finite_are_told_apart(a: float, b: float, alike: bool) -> None:
+    assert same(torch.tensor([1.0, a]), torch.tensor([1.0, b])) == alike
+    assert same(torch.tensor([1.0 + 0j, a]), torch.tensor([1.0 + 0j, b])) == alike

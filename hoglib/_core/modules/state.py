@@ -465,8 +465,8 @@ def same(a: Tensor, b: object) -> bool:
         a, b = a.to_dense(), b.to_dense()
     elif is_freed(a) or is_freed(b):
         return False
-    floating = a.is_floating_point() or a.is_complex()
-    return bool(torch.equal(a.nan_to_num(), b.nan_to_num()) if floating else torch.equal(a, b))
+    # only NaN differs from itself
+    return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def is_freed(x: Tensor) -> bool:
