@@ -21,8 +21,13 @@ def compiled(make: Callable[..., Call], **options: Any) -> Callable[[Problem], C
 
 
 def around(make: Callable[..., Call]) -> Callable[[Problem], Call]:
-    """The same call inside `torch.compile`."""
-    return lambda problem: torch.compile(make(problem), backend=problem.backend, fullgraph=True)
+    """The same call inside `torch.compile`, with hoglib's passes."""
+
+    def compiled(problem: Problem) -> Call:
+        options = hog.capture.inductor_options() if problem.backend == "inductor" else None
+        return torch.compile(make(problem), backend=problem.backend, fullgraph=True, options=options)
+
+    return compiled
 
 
 def hvp(problem: Problem, **options: Any) -> Call:
