@@ -16,8 +16,7 @@ from experiments.benchmarks.problems import problem
 from experiments.benchmarks.workload import Method, Unit, Workload
 
 ALL = ("MLP", "CNN", "TRF")
-JAX, WHOLE = "JAX jit(grad)", "hoglib.HessianOperator, whole batch"
-JAX_GRADIENT = {JAX: Method(with_jax.gradient, truth="gradient", compiled=True, library="jax")}
+WHOLE = "hoglib.HessianOperator, whole batch"
 on = partial(
     Workload, make=problem, unit=Unit("plain gradients of the same network", with_torch.gradient)
 )
@@ -31,7 +30,7 @@ pyhessian = partial(Method, column="other", called="PyHessian")
 functional = partial(
     Method, column="other", called="torch.func"
 )  # torch's own, the other way round
-jax = partial(Method, beside=(JAX,), compiled=True, library="jax", column="jax", called="JAX")
+jax = partial(Method, compiled=True, library="jax", column="jax", called="JAX")
 ggn = partial(Method, truth="gauss-newton")
 empirical = partial(Method, truth="empirical fisher")
 sampled = partial(Method, truth="sampled fisher")
@@ -65,7 +64,6 @@ WORKLOADS: dict[str, Workload] = {
             "curvlinops": curvlinops(with_peers.curvlinops_product()),
             "hessian-eigenthings": eigenthings(with_peers.eigenthings_product),
             "PyHessian": pyhessian(with_peers.pyhessian_product),
-            **JAX_GRADIENT,
             "JAX jit(jvp(grad))": jax(with_jax.jvp_of_grad),
         },
         memory="allocated",
@@ -109,7 +107,6 @@ WORKLOADS: dict[str, Workload] = {
             "torch.func.linearize(grad)": functional(with_torch.linearized),
             "curvlinops": curvlinops(with_peers.curvlinops_products, few=True),
             "hessian-eigenthings": eigenthings(with_peers.eigenthings_products, few=True),
-            **JAX_GRADIENT,
             "JAX jit(linearize(grad))": jax(with_jax.linearized),
         },
         vectors=20,
@@ -127,7 +124,6 @@ WORKLOADS: dict[str, Workload] = {
             "graph kept by hand": Method(with_torch.block_of_kept_graph),
             "vmap(jvp(grad))": functional(with_torch.vmapped),
             "curvlinops": curvlinops(with_peers.curvlinops_product()),
-            **JAX_GRADIENT,
             "JAX jit(vmap(jvp(grad)))": jax(with_jax.vmapped),
         },
         vectors=8,
@@ -166,7 +162,6 @@ WORKLOADS: dict[str, Workload] = {
             "hessian-eigenthings": eigenthings(
                 with_peers.eigenthings_gauss_newton, truth="gauss-newton"
             ),
-            **JAX_GRADIENT,
             "JAX jit(jvp and vjp)": jax(with_jax.gauss_newton, truth="gauss-newton"),
         },
         by_hand="jvp and vjp by hand",

@@ -63,7 +63,7 @@ def check_method(references: References, method: Method, timed: Any) -> tuple[Ro
         result = finished(call(), FEW)
         settle()
         first = time.perf_counter() - start
-        found = columns(result, 1 if method.truth == "gradient" else workload.vectors)
+        found = columns(result, workload.vectors)
     except Missing as reason:
         return row | {"status": "missing", "message": str(reason)}, None
     except Exception as reason:
@@ -109,7 +109,7 @@ def error_of(result: torch.Tensor, right: torch.Tensor, apart: int = 0) -> float
 
 def vectors_of(method: Method, workload: Workload) -> int:
     """By how many vectors a time is divided."""
-    if not workload.per_vector or method.truth == "gradient":
+    if not workload.per_vector:
         return 1
     return FEW if method.few else workload.vectors
 

@@ -100,7 +100,7 @@ def _extras(row: Row) -> Iterator[str]:
 def _kind(name: str) -> str:
     if name.startswith("curvlinops"):
         return "curvlinops"
-    return "JAX's gradients" if name.startswith("JAX") else name.rpartition(", ")[2]
+    return name.rpartition(", ")[2]
 
 
 def short(value: float) -> str:

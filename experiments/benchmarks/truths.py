@@ -24,12 +24,6 @@ def leaves_of(found: tuple[Any, ...]) -> Tensor:
     return flat(found)[:, None]
 
 
-def gradient(problem: Problem) -> Tensor:
-    exact = problem.double()
-    with plain_attention():
-        return flat(torch.autograd.grad(exact.loss(), list(exact.params.values())))[:, None]
-
-
 def hessian(problem: Problem) -> Tensor:
     """H v for each vector."""
     exact = problem.double()
@@ -119,7 +113,6 @@ def of_critic(loss: critic_steps.Loss) -> Truth:
 
 
 TRUTHS = {
-    "gradient": Truth(gradient),
     "hessian": Truth(hessian),
     "gauss-newton": Truth(gauss_newton),
     "empirical fisher": Truth(empirical_fisher),

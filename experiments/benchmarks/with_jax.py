@@ -99,12 +99,6 @@ class Translated:
         return self.criterion(self.outputs(params))
 
 
-def gradient(problem: Problem) -> Call:
-    t = Translated(problem)
-    grad = t.jax.jit(t.jax.grad(t.loss))
-    return lambda: t.jax.block_until_ready(grad(t.params))
-
-
 def jvp_of_grad(problem: Problem) -> Call:
     t = Translated(problem)
     product = t.jax.jit(lambda p, v: t.jax.jvp(t.jax.grad(t.loss), (p,), (v,))[1])
