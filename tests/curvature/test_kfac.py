@@ -239,6 +239,40 @@ def test_factors_of_a_laplacian(approximation):
     assert_close(K.to_dense(), torch.block_diag(*blocks))
 
 
+def test_residuals_at_other_points_are_joined():
+    """The last layer has the Laplacian's rows inside, and the value's rows on the boundary."""
+    inside, border = draw(6, 2), draw(4, 2, seed=1)
+
+    def problem(join):
+        torch.manual_seed(1)
+        model = residual(
+            lambda net, x, b: join([hog.laplacian(net.net, x)[1], 3 * net.net(b)]),
+            *NETWORKS["tanh"](),
+        ).double()
+        squares = lambda r, _: sum(y.square().mean() for y in (r if isinstance(r, list) else [r]))  # noqa: E731
+        return hog.functional_loss(model, squares, forward=lambda net, batch: net(*batch))
+
+    loss = problem(torch.cat)
+    params = hog.trainable_params(loss.model)
+    K = hog.KFACOperator(loss, params, (inside, border))
+    a = [
+        forward_laplacian(loss.model.net, x)[0][-1][0][k][0].detach()
+        for x, k in ((inside, 2), (border, 0))
+    ]
+    rows_of_both = torch.cat(a)
+    G = 2 / 10 * (6 * 1**2 + 4 * 3**2)
+    A = rows_of_both.T @ rows_of_both / 10
+    at = [
+        block
+        for block in K.blocks()
+        if block.layout.first.leaf == list(params).index("net.4.weight")
+    ]
+    assert_close(at[0].G[0], torch.tensor([[G]], dtype=F64))
+    assert_close(at[0].A[0], A)
+    with pytest.raises(hog.errors.ArgumentValueError, match=r"torch\.cat"):
+        hog.KFACOperator(problem(list), params, (inside, border)).update()
+
+
 @rows("reduction", ["mean", "sum"])
 def test_exact_for_deep_linear_networks(reduction):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).double()

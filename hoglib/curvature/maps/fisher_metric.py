@@ -460,7 +460,8 @@ def examples_of(composite: CompositeLoss, outputs: Vector) -> int:
         shapes = ", ".join(str(tuple(y.shape)) for y in outputs)
         raise ArgumentValueError(
             f"outputs: expected one leading dimension, that of the examples, got {shapes}; return only "
-            "what the criterion needs, by `functional_loss(..., forward=)`."
+            "what the criterion needs, by `functional_loss(..., forward=)`, or residuals at different "
+            "points as one tensor, by `torch.cat`."
         )
     return sizes.pop()
 
