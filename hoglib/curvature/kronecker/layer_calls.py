@@ -269,8 +269,8 @@ class LayerRecorder(LayerMode):
             # Code under no_grad does not use a parameter.
             if output.requires_grad:
                 found = layer(self, output, *args, **kwargs)
-                each = found if isinstance(found, list) else [found]
-                calls = [call for one in each for call in self._rescaled(one, used)]
+                for one in found if isinstance(found, list) else (found,):
+                    calls += self._rescaled(one, used)
         known = {region for call in calls for region in (call.weight, call.bias)}
         if layer is _grouped_mm:  # an expert has some rows of the weight
             known |= {use.region for use in used if any(map(use.region.contains, known))}
