@@ -202,7 +202,7 @@ class Propagation(torch_internals.TorchDispatchMode):
             raise refused
         self._inside_composite += 1
         try:
-            with self._outside(self._record), self:
+            with self._outside(self._record, self._layers), self:
                 inner = composite(*args, **kwargs)
                 self._flush()
         except (NoRule, NotImplementedError, TypeError, AttributeError) as error:

@@ -178,6 +178,10 @@ RESIDUALS = {
 NETWORKS = {
     "tanh": lambda: (nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)),
     "relu cubed": lambda: (nn.Linear(2, 4), pointwise(lambda x: F.relu(x * torch.tensor([0.0, 1, 1, 1])) ** 3), nn.Linear(4, 1)),
+    "layer norm": lambda: (nn.Linear(2, 3), nn.LayerNorm(3), nn.Tanh(), nn.Linear(3, 1)),
+    "one slope for all": lambda: (nn.Linear(2, 3), Fn(lambda net, x: torch.tanh(net.a * x), a=nn.Parameter(torch.tensor(1.5))), nn.Linear(3, 1)),
+    "positions": lambda: (nn.Unflatten(1, (2, 1)), nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1), pointwise(lambda x: x.sum(1))),
+    "convolutions": lambda: (nn.Unflatten(1, (1, 2)), nn.Conv1d(1, 3, 2, padding=1), nn.Tanh(), nn.Conv1d(3, 1, 1), pointwise(lambda x: x.mean(2))),
     "scaled": lambda: (nn.Linear(2, 3), Fn(lambda net, x: torch.sin(net.a * x), a=nn.Parameter(torch.tensor([1.0, 2.0, 0.5]))), nn.Linear(3, 1)),
 }  # fmt: skip
 

@@ -105,7 +105,7 @@ class LayerCall:
     gradients_by_weight: Callable[[Tensor, Tensor], Tensor] | None
     scale: float = 1.0  # d weight / d parameter, if equal for all numbers
     slope: Tensor | None = None  # d weight / d parameter [numbers], if "elementwise"
-    time_first: bool = False  # whether rows are ordered by position before example
+    run: int = 0  # how many rows of one example stand in a row; 0: all of them
 
     @classmethod
     def of(
@@ -155,11 +155,11 @@ class LayerCall:
 
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
-        if rows.shape[-2] % examples:
+        if rows.shape[-2] % (examples * max(self.run, 1)):
             raise UnsupportedError(unlike_rows(self, examples))
-        if self.time_first:
-            return rows.unflatten(-2, (-1, examples)).transpose(-3, -2)
-        return rows.unflatten(-2, (examples, -1))
+        if not self.run:
+            return rows.unflatten(-2, (examples, -1))
+        return rows.unflatten(-2, (-1, examples, self.run)).transpose(-4, -3).flatten(-3, -2)
 
     def rounding(self, g: Tensor) -> Tensor:
         """An upper bound |g| |a| of the terms that a gradient by the parameters sums."""

@@ -3,8 +3,8 @@
     sum_r g_r a_r^T == dl/dW        for l, a random sum of the outputs of half of the examples
 
 A difference means that the recorder missed a use of the parameter. A row with gradients from both
-halves means that the layer mixes examples. Which rows have gradients from which half tells whether
-rows are ordered by example or by position first. The comparison runs on two examples if the batch can
+halves means that the layer mixes examples. Which rows have gradients from which half tells in which
+order the rows are. The comparison runs on two examples if the batch can
 be split.
 """
 
@@ -40,6 +40,8 @@ from hoglib.curvature.kronecker.model_run import (
     uncovered,
 )
 
+Runs = frozenset[tuple[CallPlace, int]]  # of `RowOrder`
+
 
 def checked_run(run: ModelRun, needs_examples: bool) -> ModelRun:
     """The run after its layers were compared with autograd, with the row order that was found. Layers
@@ -72,11 +74,11 @@ def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | 
                 return compare_selected_rows(run, needs_examples)
             leaves = [r.leaf for r in (mismatch.weight, mismatch.bias) if r]
             return run, Refusal(unlike_rows(mismatch, run.examples), frozenset(leaves))
-    time_first, refusal = compare(run, needs_examples)
+    runs, refusal = compare(run, needs_examples)
     if refusal is None and not _expands_alike(run):
         run = run.rerun(batch, RowOrder(expand=False))
-        time_first, refusal = compare(run, needs_examples)
-    return run.reread(time_first=time_first), refusal
+        runs, refusal = compare(run, needs_examples)
+    return run.reread(runs=runs), refusal
 
 
 def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
@@ -86,13 +88,13 @@ def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRu
     called = {layer.layout for layer in few.layers}
     if uncovered(few) is not None or not called.issuperset(layer.layout for layer in run.layers):
         return None
-    time_first, refusal = compare(few, needs_examples)
+    runs, refusal = compare(few, needs_examples)
     if refusal is not None:
         return None
     if run.recording.expanded and not _expands_alike(few):
         (batch,) = run.recording.problem.args
         run = run.rerun(batch, RowOrder(expand=False))
-    return few, run.reread(time_first=time_first)
+    return few, run.reread(runs=runs)
 
 
 def _expands_alike(run: ModelRun) -> bool:
@@ -116,20 +118,20 @@ def _first_mismatch(few: ModelRun, run: ModelRun) -> LayerCall | None:
     return None
 
 
-def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], Refusal | None]:
+def compare(run: ModelRun, needs_examples: bool) -> tuple[Runs, Refusal | None]:
     """Compare the gradient of a random sum of outputs, as the layers give it, with autograd's.
 
-    This finds uses of parameters that were not recorded, and layers that mix examples. Returns the
-    calls whose rows are ordered by position first, and a refusal or None.
+    This finds uses of parameters that were not recorded, and layers that mix examples. Returns
+    `RowOrder.runs`, and a refusal or None.
     """
     calls, leaves = run.calls, run.recording.leaves
     column = _probe(run, next(iter(_halves(run)), None))
     found = run.recording.backward([*(call.edge for call in calls), *leaves], column)
     gradients = Gradients(run, found[: len(calls)], column)
     wanted = materialize_grads(found[len(calls) :], leaves)
-    time_first, refusal = compare_examples(run, needs_examples, gradients)
+    runs, refusal = compare_examples(run, needs_examples, gradients)
     if refusal is not None:
-        return time_first, refusal
+        return runs, refusal
     ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=run.dtype) for p in leaves]
     summed: list[Any] = [0.0] * len(leaves)
     everything: Any = 0.0
@@ -157,9 +159,9 @@ def compare(run: ModelRun, needs_examples: bool) -> tuple[frozenset[CallPlace], 
     right = () if run.separable else run.unexplained
     wrong = [i for i, one in enumerate(answers) if one and i not in right]
     if not wrong:
-        return time_first, None
+        return runs, None
     name = pytree.paths(run.space.params)[wrong[0]]
-    return time_first, run.refusal(
+    return runs, run.refusal(
         f"expected params[{name!r}] to be used by layers alone, got a gradient of which these are only "
         "a part: a custom Function, scripted or compiled code uses it too, or the model's own "
         "torch.autograd.grad (`hog.laplacian`, `hog.directional` and `hog.jet` have layers); ",
@@ -196,14 +198,14 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
 
 def compare_examples(
     run: ModelRun, needs_examples: bool, first: Gradients | None = None
-) -> tuple[frozenset[CallPlace], Refusal | None]:
+) -> tuple[Runs, Refusal | None]:
     """Check that each row has gradients from the outputs of one example only. Where rows must be
     assigned to examples, find their order. Returns what `compare` returns.
 
     first: the gradients of the probe of the first half, if they are known.
     """
     if run.examples < 2 or not run.layers:
-        return run.order.time_first, None
+        return run.order.runs, None
     halves = _halves(run)
     touched: dict[int, list[Tensor]] = {id(call): [] for call in run.calls}
     for half in halves:
@@ -211,28 +213,29 @@ def compare_examples(
         for call in run.calls:
             touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
     both = [(layer, call) for layer in run.layers for call in layer.calls]
+    tried = {id(call): _possible_runs(run, call, len(touched[id(call)][0])) for call in run.calls}
     asked: list[Tensor] = []
     for _, call in both:
         of_call = touched[id(call)]
         pairs = zip(of_call[::2], of_call[1::2], strict=True)
-        asked += [_any_of(a & b for a, b in pairs), *_mismatches(run, halves, of_call)]
+        asked.append(_any_of(a & b for a, b in pairs))
+        asked += [_mismatches(run, halves, of_call, length) for length in tried[id(call)]]
     # Read all answers at once: one wait for the device.
     answers = iter(torch.stack(asked).tolist())
     refused: list[tuple[Layer, LayerCall]] = []
-    orders = {id(call): call.time_first for call in run.calls}
+    lengths = {id(call): call.run for call in run.calls}
     for layer, call in both:
         needed = needs_examples or layer.layout.role.matrix != "kronecker"
-        mixed, example_first, time_first = next(answers), not next(answers), not next(answers)
-        if needed and not mixed and (example_first or time_first):
-            if example_first and time_first:
-                # Both orders fit, e.g. because one position alone has gradients: the shape decides.
-                time_first = call.shape[0] != run.examples
-                time_first = time_first and call.shape[1:2] == (run.examples,)
-            orders[id(call)] = time_first
+        mixed, *wrong = (next(answers) for _ in range(1 + len(tried[id(call)])))
+        # Several may fit, e.g. because one position alone has gradients: the likeliest is the first.
+        fits = [n for n, off in zip(tried[id(call)], wrong, strict=True) if not off]
+        if needed and fits and not mixed:
+            whole = fits[0] * run.examples == len(touched[id(call)][0])
+            lengths[id(call)] = 0 if whole else fits[0]
         elif mixed or needed:
             refused.append((layer, call))
     places = zip(run.calls, call_places(run.calls), strict=True)
-    found = frozenset(place for call, place in places if orders[id(call)])
+    found = frozenset((place, lengths[id(call)]) for call, place in places if lengths[id(call)])
     if not refused:
         return found, None
     layer, call = refused[0]
@@ -255,8 +258,8 @@ def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun
     roles = {layer.layout.role.matrix for layer in run.layers}
     if not (run.recording.selects and (needs_examples or roles - {"kronecker"})):
         return run, None
-    time_first, refusal = compare_examples(run, needs_examples)
-    return run.reread(time_first=time_first), refusal
+    runs, refusal = compare_examples(run, needs_examples)
+    return run.reread(runs=runs), refusal
 
 
 def _halves(run: ModelRun) -> list[Tensor]:
@@ -280,16 +283,25 @@ def _probe(run: ModelRun, half: Tensor | None) -> Vector:
     return mask_examples(column, half)
 
 
-def _mismatches(run: ModelRun, halves: Sequence[Tensor], touched: Sequence[Tensor]) -> list[Tensor]:
-    """Two booleans: whether the rows that each half touches contradict the order by example first,
-    and the order by position first."""
-    count, rows = run.examples, len(touched[0])
-    if rows % count:
-        return [torch.ones((), dtype=torch.bool, device=run.device)] * 2
-    at = torch.arange(rows, device=run.device)
-    orders = at // (rows // count), at % count
-    both = list(zip(halves, touched, strict=True))
-    return [_any_of(has & ~half[order] for half, has in both) for order in orders]
+def _possible_runs(run: ModelRun, call: LayerCall, rows: int) -> list[int]:
+    """How many rows of one example may stand in a row, the likeliest by the shape first: all of them;
+    one, as of positions before examples; those of one direction of a derivative, which come first."""
+    N, first = run.examples, call.shape[0] if call.shape else 1
+    if rows % N or not rows:
+        return [] if rows else [0]
+    directions = [rows // (N * first)] if not rows % (N * first) else []
+    own = [rows // N, 1, *directions, rows // first]
+    if first != N and call.shape[1:2] == (N,):
+        own = [*directions, *own]
+    return list(dict.fromkeys(n for n in own if n and not rows % (N * n)))
+
+
+def _mismatches(
+    run: ModelRun, halves: Sequence[Tensor], touched: Sequence[Tensor], length: int
+) -> Tensor:
+    """Whether the rows that each half touches contradict runs of this length."""
+    example = torch.arange(len(touched[0]), device=run.device) // length % run.examples
+    return _any_of(has & ~half[example] for half, has in zip(halves, touched, strict=True))
 
 
 def _any_of(masks: Iterable[Tensor]) -> Tensor:

@@ -196,14 +196,14 @@ class RowOrder(NamedTuple):
     """How to read the calls of layers, as found at the first batch.
 
     Attributes:
-        time_first: The calls with rows ordered by position first.
+        runs: The calls with rows that are not ordered by example, each with its `LayerCall.run`.
         expand: Whether embeddings that are computed once for all examples get one row for each example.
         unexplained: The leaves with gradients that the layers do not explain.
         separable: Whether the gradients of these leaves may be computed by running an example alone.
         met: The blocks of the layers that were called so far, and compared with autograd.
     """
 
-    time_first: frozenset[CallPlace] = frozenset()
+    runs: frozenset[tuple[CallPlace, int]] = frozenset()
     expand: bool = True
     unexplained: frozenset[int] = frozenset()
     separable: bool = True
@@ -316,7 +316,7 @@ class ModelRun:
     ) -> None:
         self.recording, self.space, self.options, self.order = recording, space, options, order
         self.examples, own = recording.examples, order.unexplained
-        self.calls = _read(recording.calls, own, order.time_first)
+        self.calls = _read(recording.calls, own, order.runs)
         self.layers = layers_of(self.calls, options.joint_bias)
         parts = ((i, recording.leaves[i]) for i in sorted(own))
         self.unexplained = {i: exact_diagonal(Region.of_all(i, p), p) for i, p in parts}
@@ -366,7 +366,7 @@ class ModelRun:
         leaves = refusal.leaves | self.unexplained.keys()
         # Refused again: from now on by backward passes of the batch, not by examples alone.
         separable = self.separable and bool(more)
-        return self.reread(time_first=frozenset(), unexplained=leaves, separable=separable)
+        return self.reread(runs=frozenset(), unexplained=leaves, separable=separable)
 
     def has_new_layers(self) -> bool:
         """Whether this run calls layers that no earlier batch called."""
@@ -374,13 +374,13 @@ class ModelRun:
 
     def order_of_all(self, before: RowOrder | None) -> RowOrder:
         """The order of this run's layers, and of the layers that only earlier runs called."""
-        time_first, met = self.order.time_first, frozenset(layer.layout for layer in self.layers)
+        runs, met = self.order.runs, frozenset(layer.layout for layer in self.layers)
         if before is not None:
             own = [region for layout in met for region in layout.regions]
             own += [layout.first for layout in self.unexplained.values()]
             met |= {one for one in before.met if not any(map(one.overlaps, own))}
-            time_first |= before.time_first
-        return self.order._replace(time_first=time_first, met=met)
+            runs = frozenset({**dict(before.runs), **dict(runs)}.items())
+        return self.order._replace(runs=runs, met=met)
 
     def refusal(self, text: str, named: Iterable[int], leaves: Iterable[int] = ()) -> Refusal:
         """A refusal with the advice to leave out the named leaves. leaves: the refused leaves, if not
@@ -464,16 +464,17 @@ class ModelRun:
 
 
 def _read(
-    calls: Sequence[LayerCall], left_out: frozenset[int], time_first: frozenset[CallPlace]
+    calls: Sequence[LayerCall], left_out: frozenset[int], runs: frozenset[tuple[CallPlace, int]]
 ) -> list[LayerCall]:
     """The calls without the weights and biases of left-out leaves, each with its row order."""
     if left_out:
         keep = lambda r: None if r is None or r.leaf in left_out else r  # noqa: E731
         calls = [replace(call, weight=keep(call.weight), bias=keep(call.bias)) for call in calls]
         calls = [call for call in calls if call.weight or call.bias]
-    if time_first:
+    if runs:
         pairs = zip(calls, call_places(calls), strict=True)
-        calls = [replace(call, time_first=place in time_first) for call, place in pairs]
+        known = dict(runs)
+        calls = [replace(call, run=known.get(place, 0)) for call, place in pairs]
     return list(calls)
 
 
