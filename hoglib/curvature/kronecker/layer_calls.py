@@ -301,7 +301,8 @@ class LayerRecorder(LayerMode):
             shape = args[i].shape
             slope = use.shaped_slope()
             # Casts, copies and sums have slope 1.
-            if name not in CASTS and (name not in ADDS or "alpha" in kwargs):
+            added = (name in ADDS and "alpha" not in kwargs) or (name in SHIFTS and i == 0)
+            if name not in CASTS and not added:
                 here = _slope(func, name, args, kwargs, i, result)
                 slope = here if slope is None else here * slope
             alike, own = result.numel() == shape.numel(), []
@@ -862,6 +863,7 @@ CASTS = COPIES | {
     "_to_copy", "bfloat16", "clone", "contiguous", "double", "float", "half", "to", "type_as",
 }  # fmt: skip
 ADDS = {"add", "add_", "iadd", "radd"}  # slope 1, like copies and casts
+SHIFTS = {"addcmul", "addcdiv"}  # slope 1 for the first argument
 _SLOPED = {
     "abs", "addcdiv", "addcmul", "clamp", "cos", "div", "exp", "expm1", "lerp", "log", "log1p", "mul",
     "neg", "pow", "reciprocal", "relu", "rmul", "rpow", "rsqrt", "rsub", "rtruediv", "sigmoid", "sin",
