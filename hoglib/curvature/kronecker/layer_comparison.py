@@ -227,7 +227,7 @@ def compare_examples(
     for layer, call in both:
         needed = needs_examples or layer.layout.role.matrix != "kronecker"
         mixed, *wrong = (next(answers) for _ in range(1 + len(tried[id(call)])))
-        # Several may fit, e.g. because one position alone has gradients: the likeliest is the first.
+        # Several may fit, e.g. if one position alone has gradients: the first is the likeliest.
         fits = [n for n, off in zip(tried[id(call)], wrong, strict=True) if not off]
         if needed and fits and not mixed:
             whole = fits[0] * run.examples == len(touched[id(call)][0])
@@ -284,16 +284,13 @@ def _probe(run: ModelRun, half: Tensor | None) -> Vector:
 
 
 def _possible_runs(run: ModelRun, call: LayerCall, rows: int) -> list[int]:
-    """How many rows of one example may stand in a row, the likeliest by the shape first: all of them;
-    one, as of positions before examples; those of one direction of a derivative, which come first."""
+    """How many rows of one example may stand in a row: all of them; one, as of positions before
+    examples; those of one direction of a derivative, if directions come first."""
     N, first = run.examples, call.shape[0] if call.shape else 1
-    if rows % N or not rows:
-        return [] if rows else [0]
-    directions = [rows // (N * first)] if not rows % (N * first) else []
-    own = [rows // N, 1, *directions, rows // first]
-    if first != N and call.shape[1:2] == (N,):
-        own = [*directions, *own]
-    return list(dict.fromkeys(n for n in own if n and not rows % (N * n)))
+    if not rows:
+        return [0]
+    lengths = (rows // N, 1, rows // (N * first), rows // first)
+    return list(dict.fromkeys(n for n in lengths if n and not rows % (N * n)))
 
 
 def _mismatches(
