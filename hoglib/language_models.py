@@ -469,7 +469,8 @@ def _name_of_head(model: nn.Module, head: str | nn.Module | None) -> str:
             raise ArgumentValueError(
                 f"model: expected a language model with an output layer, got {type(model).__name__}, "
                 "which has none; use the class with a head (AutoModelForCausalLM), or pass head=, the "
-                "linear layer or its name."
+                "linear layer or its name. For a classifier write `hoglib.functional_loss(model, "
+                "criterion, forward=lambda model, batch: model(...).logits)`."
             )
     named = dict(model.named_modules())
     if isinstance(head, str):

@@ -263,7 +263,7 @@ def test_nothing_of_the_model_changes():
 
 ARGUMENTS = {
     "shift": ({"head": "head"}, ArgumentValueError, "whose name does not tell"),
-    "no head": ({"shift": True}, ArgumentValueError, "which has none"),
+    "no head": ({"shift": True}, ArgumentValueError, r"which has none.* For a classifier write `hoglib\.functional_loss"),
     "name": ({"head": "haed", "shift": True}, ArgumentValueError, "the name of a layer"),
     "another head": ({"head": nn.Linear(2, 2), "shift": True}, ArgumentValueError, "not in Small"),
     "no linear layer": ({"head": "embed", "shift": True}, ArgumentTypeError, r"plain nn\.Linear"),

@@ -75,7 +75,7 @@ WRONG = {
     "no elements": (lambda t: t[2:], x, {}, "first derivative: reverse", "no output with elements requires grad"),
     "no forward rule": (lambda t: torch.nn.functional.hardsigmoid(t).exp(), square, {}, "second derivative: reverse-over-reverse", "not implemented"),
     "another second derivative": (Cube, x, {"reference": lambda t: t**3 + (t - t.detach()) ** 2}, "reference: second derivative", "by inputs[0]"),
-    "another number of outputs": (Cube, x, {"reference": lambda t: (t**3, t)}, "reference: value", "gives 2 outputs, the function 1"),
+    "another number of outputs": (Cube, x, {"reference": lambda t: (t**3, t)}, "reference: value", "as many outputs as the reference gives, 2, got 1"),
     "other integers": (torch.sort, x, {"reference": lambda t: (t.sort()[0], t.argsort() + 1)}, "reference: value", "output 1"),
     "nested inputs": (lambda d: WrongSign.apply(d["a"]["b"]), ({"a": {"b": x}},), {}, "first derivative: reverse", "by inputs[0].a.b"),
 }

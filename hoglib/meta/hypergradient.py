@@ -125,9 +125,10 @@ def hypergradient(
 
     Raises:
         NoSecondDerivative: for functions that do not depend on hyper as given.
-        ArgumentValueError: for a missing rule or missing steps.
+        ArgumentValueError: for a missing rule, and for a rule of an implicit method without steps or
+            batches.
         NonFiniteError: for an infinite or NaN inner or outer loss, naming the step.
-        NotPositiveDefiniteError: for "cg" if theta* is no minimum of inner.
+        NotPositiveDefiniteError: for "cg" if theta* is no strict minimum of inner.
         NondeterministicError: for a training that differs when a step runs again.
         OutputError: for a directory without write permission, and for a full disk.
         UnsupportedError: for create_graph=True with method "unrolled", inside `torch.func`, and with

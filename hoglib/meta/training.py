@@ -214,7 +214,7 @@ class Training:
         validation.none_or_at_least("steps", steps, least)
         batches, rule = make_batches(options.get("batches"), steps), options.get("rule")
         count = next(n for n in (steps, batches.count, least) if n is not None)
-        _check_rule(rule, count)
+        _check_rule(rule, steps, count)
         for what, function, more in (("outer", outer, 0), ("inner", inner, int(batches.given))):
             validation.function(what, function)
             if reason := binding_error(function, (start, hyper, *[batches] * more)):
@@ -274,12 +274,18 @@ class Training:
             validation.finite("outer(params, hyper)", value.detach(), "Look for NaN in its data.")
 
 
-def _check_rule(rule: object, count: int) -> None:
-    """Raise for a missing or wrong update rule."""
+def _check_rule(rule: object, steps: int | None, count: int) -> None:
+    """Raise for a missing or wrong update rule, or one that no step uses."""
     if count and rule is None:
         raise ArgumentValueError(
-            f"rule: expected an update rule for {count} inner steps, got None; for instance "
-            "`rule=hoglib.meta.sgd(0.1)`."
+            "rule: expected an update rule for the inner steps, got None; for instance "
+            f"`rule=hoglib.meta.sgd(0.1), steps={steps or 100}`. If params are the end of a training, "
+            "`method='cg'` needs neither."
+        )
+    if rule is not None and not count and steps is None:
+        raise ArgumentValueError(
+            "steps: expected a number of inner steps with this rule, got None; pass steps=, or leave "
+            "out the rule if params are the end of a training."
         )
     if isinstance(rule, str | torch.optim.Optimizer):
         raise ArgumentTypeError(

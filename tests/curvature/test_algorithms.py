@@ -145,7 +145,24 @@ def test_negative_curvature_is_refused():
     assert relative(operator.damped(0.6) @ x, draw(4)) < 1e-7
 
 
+@rows("block", [False, True])
+def test_a_singular_matrix_is_refused(block):
+    # rounding leaves p^T A p positive, and the solution grows until it is infinite
+    operator = LinearOperator.from_dense(torch.diag(torch.tensor([1.0, 2.0, 0.0])))
+    solvable, b = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3)
+    b = torch.stack([solvable, b], 1) if block else b
+    words = r"got a singular one, with p\^T A p = .* at iteration 3\. Raise the damping by more than 1"
+    with pytest.raises(hog.errors.NotPositiveDefiniteError, match=words) as raised:
+        operator.solve(b)
+    before, _ = operator.solve(b, max_iter=raised.value.iterations - 1, return_info=True)
+    assert float(before.abs().max()) < 10  # the steps before that direction are of use
+    assert_close(operator.solve(solvable), torch.tensor([1.0, 0.5, 0.0]))
+    assert bool(operator.solve(b, damping=1e-3, return_info=True)[1].converged.all())
+
+
 SOLVE_ERRORS = {
+    "NaN": (lambda A: A.solve(draw(30) * torch.nan), FloatingPointError, "b: expected finite numbers"),
+    "a preconditioner of NaN": (lambda A: A.solve(draw(30), preconditioner=lambda r: r * torch.nan), FloatingPointError, "NaN at iteration 1.* preconditioner"),
     "b of another size": (lambda A: A.solve(draw(3)), ValueError, r"b: expected \(30,\)"),
     "a preconditioner with a zero": (lambda A: A.solve(draw(30), preconditioner=torch.zeros(30, dtype=F64)), ValueError, "positive numbers"),
     "x0 for fewer systems": (lambda A: A.solve(draw(30, 2), x0=draw(30)), ValueError, "x0"),

@@ -235,6 +235,12 @@ def test_a_mean_that_nobody_knows_is_refused_over_batches():
     for kind in (hog.HessianOperator, hog.GGNOperator, hog.KFACOperator):
         with pytest.raises(ValueError, match="mean divides by another number"):
             kind(loss, params, batches) @ draw(15)
+    named = [{"x": b[0], "y": b[1], "mask": b[2]} for b in batches]
+    of_dict = hog.functional_loss(
+        model, lambda z, b: masked(z, tuple(b.values())), forward=lambda m, b: m(b["x"])
+    )
+    with pytest.raises(ValueError, match=r"lambda batch: len\(batch\['x'\]\)` weights batches"):
+        hog.HessianOperator(of_dict, params, named) @ draw(15)
     H = hog.HessianOperator(loss, params, batches, batch_size=lambda batch: batch[2].sum())
     assert_close(H.to_dense(), hog.HessianOperator(loss, params, data).to_dense())
     with pytest.warns(UserWarning, match="loses its weight"):

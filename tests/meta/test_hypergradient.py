@@ -227,7 +227,7 @@ def not_solved():
     hilbert, v = 1 / (1 + i + i[:, None]), rand(8)
     return hog.meta.hypergradient(
         lambda p, h: p["w"] @ v, lambda p, h: p["w"] @ hilbert @ p["w"] / 2 - h["rho"] * p["w"].sum(),
-        {"w": torch.zeros_like(v)}, {"rho": rho}, rule=hog.meta.sgd(RATE), method="cg", tol=1e-13,
+        {"w": torch.zeros_like(v)}, {"rho": rho}, method="cg", tol=1e-13,
     )  # fmt: skip
 
 
@@ -238,7 +238,8 @@ def diverging(**options):
 ERRORS = {
     "an unknown method": (lambda: hypergradient(method="exact"), ValueError, "unrolled, cg, neumann"),
     "an unknown memory": (lambda: hypergradient(memory="none"), ValueError, "store, remat, checkpoint"),
-    "no rule": (lambda: hypergradient(rule=None), ValueError, "rule: expected an update rule for 6 inner steps, got None"),
+    "no rule": (lambda: hypergradient(rule=None), ValueError, "rule: expected an update rule for the inner steps, got None.* steps=6`"),
+    "a rule without steps": (lambda: from_outside(steps=None, method="cg"), ValueError, "steps: expected a number of inner steps with this rule"),
     "a rule by name": (lambda: hypergradient(rule="sgd"), TypeError, "rule: expected a rule with its rate, got str 'sgd'"),
     "an optimizer": (lambda: hypergradient(rule=torch.optim.SGD([torch.ones(2)])), TypeError, r"got SGD .*`rule=hoglib\.meta\.sgd\(0\.1\)`"),
     "a module in the place of its parameters": (lambda: hog.meta.hypergradient(outer, inner, torch.nn.Linear(2, 1), HYPER), TypeError, r"params: expected a dict of tensors by qualified name, got Linear"),
@@ -256,7 +257,8 @@ ERRORS = {
     "neumann that diverges": (lambda: hypergradient(method="neumann", step_size=1e3), FloatingPointError, "expected terms that shrink.* lower step_size"),
     "training that diverges": (diverging, FloatingPointError, "at step 2 of 6. The inner training diverges"),
     "a value per example": (lambda: hog.meta.hypergradient(lambda p, h: p["w"], inner, {"w": HYPER["start"]}, HYPER, rule=hog.meta.sgd(RATE)), ValueError, r"outer\(params, hyper\)"),
-    "no minimum": (lambda: hog.meta.hypergradient(outer, lambda p, h: -inner(p, h), {"w": HYPER["start"]}, HYPER, method="cg"), ArithmeticError, "direction of negative curvature"),
+    "no minimum": (lambda: hog.meta.hypergradient(outer, lambda p, h: -inner(p, h), {"w": HYPER["start"]}, HYPER, method="cg"), ArithmeticError, "direction of zero or negative curvature"),
+    "a flat direction": (lambda: hog.meta.hypergradient(lambda p, h: p.sum(), lambda p, h: (p[:2] - h).square() @ torch.tensor([0.5, 1.0]), torch.zeros(3), torch.ones(2), method="cg"), ArithmeticError, "zero or negative curvature.* singular"),
     "a system that was not solved": (not_solved, UserWarning, "solved to a relative residual of .* only"),
     "inside of torch.func": (lambda: torch.func.vmap(lambda r: hypergradient({**HYPER, "rate": r}).value)(torch.rand(2)), NotImplementedError, "hoglib.meta.adapt"),
 }  # fmt: skip

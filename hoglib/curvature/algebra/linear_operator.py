@@ -737,7 +737,9 @@ class LinearOperator(RectangularOperator):
         Returns:
             x in the form of b; with ``return_info``, ``(x, Solution)``.
         Raises:
-            NotPositiveDefiniteError: at a direction p with p^T B p <= 0, with its curvature.
+            NotPositiveDefiniteError: at a direction p with p^T B p <= 0, with its curvature; also where
+                it is 0 up to rounding, and the solution overflows.
+            NonFiniteError: for infinity or NaN in b or the preconditioner.
             UnsupportedError: for create_graph, as in `trace`.
         Shape:
             - b: [P], [P, k], or like params

@@ -2,7 +2,7 @@
 with any, by LSMR."""
 
 from collections.abc import Callable
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple, final
 
 import torch
@@ -13,7 +13,7 @@ from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib._core.runtime.source_location import warn
 from hoglib._core.torch_api.pytree import Tree
 from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix
-from hoglib.errors import ArgumentValueError, NotPositiveDefiniteError
+from hoglib.errors import ArgumentValueError, NonFiniteError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
 NEAR = 10  # within so many times the target, an iteration may be the last
@@ -124,12 +124,15 @@ def _iterate_cg(
 
     true = space.norms(r)
     known, goal = torch.stack([true, target]).cpu()
+    if not bool(known.isfinite().all()):
+        raise NonFiniteError("b: expected finite numbers, got infinity or NaN in b, or in A x0.")
     active = (known > goal).nonzero().reshape(-1)
     r = r.clone()
     z = precondition(r)
     p, rz = z.clone(), space.dots((r, z))[0]
     iterations, near = 0, bool((known <= NEAR * goal).any())
     late: list[DeviceRead] = []
+    quotients: list[float] = []  # the least p^T A p / |p|^2 of each iteration
     while len(active) and iterations < limit:
         iterations += 1
         i = at(active)
@@ -146,7 +149,7 @@ def _iterate_cg(
         # iteration is computed in vain.
         while late and (waits or near or len(late) > 1):
             curvatures, squares, size, fell, least = late.pop(0).numbers()
-            _check_positive(curvatures, squares, iterations - len(late))
+            _check_positive(curvatures, squares, quotients, space.precision)
             stagnant = stagnant | (fell < least)
             small = small | (size <= goal[active]) | stagnant
             near = bool(((size <= NEAR * goal[active]) | (fell < NEAR * least)).any())
@@ -197,8 +200,11 @@ class _Stagnation:
         return torch.stack([before - now, torch.where(now < 0, -now * k * self._tol, -torch.inf)])
 
 
-def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None:
-    """Raise if p^T A p <= 0 for a direction p. squares: |p|^2."""
+def _check_positive(
+    curvature: Tensor, squares: Tensor, quotients: list[float], precision: torch.dtype
+) -> None:
+    """Raise if p^T A p <= 0 for a direction p, or p is not finite. squares: |p|^2. quotients: grows by
+    the least p^T A p / |p|^2."""
     lowest, at = curvature.min(0)
     length = float(squares[at])
     if length == 0:
@@ -206,8 +212,12 @@ def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None
             "preconditioner: expected a positive definite one, got one that maps a residual to zero; "
             "leave it out, or bound it below, as a diagonal by .clamp(min=...)."
         )
+    rayleigh = float(lowest) / length
+    quotients.append(rayleigh)
+    iterations = len(quotients)
+    if not isfinite(rayleigh) or not isfinite(length):
+        _raise_singular(quotients, precision)
     if float(lowest) <= 0:
-        rayleigh = float(lowest) / length
         error = NotPositiveDefiniteError(
             f"solve: expected a positive definite matrix, got a direction p with p^T A p = "
             f"{rayleigh:.3g} |p|^2 at iteration {iterations}. Raise the damping by more "
@@ -218,6 +228,29 @@ def _check_positive(curvature: Tensor, squares: Tensor, iterations: int) -> None
         )
         error.iterations = iterations
         raise error
+
+
+def _raise_singular(quotients: list[float], precision: torch.dtype) -> None:
+    """Raise for numbers that are infinite or NaN in the last iteration.
+
+    A step along a direction p with p^T A p = 0 up to rounding is rounding over zero, and grows. A large
+    condition number has such directions too, and converges, so that only the overflow is an error.
+    """
+    rounding = torch.finfo(precision).eps * max(filter(isfinite, quotients), default=0.0)
+    found = (i for i, quotient in enumerate(quotients, 1) if quotient < rounding)
+    if not (first := next(found, 0)):
+        raise NonFiniteError(
+            f"solve: expected finite numbers, got infinity or NaN at iteration {len(quotients)}. Look "
+            "for them in the preconditioner."
+        )
+    error = NotPositiveDefiniteError(
+        f"solve: expected a positive definite matrix, got a singular one, with p^T A p = "
+        f"{quotients[first - 1]:.3g} |p|^2 for a direction p at iteration {first}. Raise the damping "
+        f"by more than {rounding:.3g}. A loss that does not change along a direction, such as that of a "
+        "bias without regulariser, has a singular Hessian."
+    )
+    error.iterations = first
+    raise error
 
 
 def _preconditioner(

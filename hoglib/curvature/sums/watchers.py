@@ -380,26 +380,27 @@ class Denominators(Watcher):
                 return autograd.without_graph(lambda: problem(*leaves))
 
         relation = likelihoods.compare_halves(at, batch, value)
+        first = next(iter(tensors_in("batch", batch)), ("batch[0]",))[0]
         if relation in ("sum", "mean and sum"):
             raise ArgumentValueError(
                 f"{self.at.policy.caller}: expected a loss that is the mean over the examples of a "
-                f"batch, got {NO_MEANS[relation]}: with reduction='mean' the result over several "
+                f"batch, got {NO_MEANS[relation].format(first=first)}: with reduction='mean' the result over several "
                 "batches is neither that of the sum over the data nor that of the mean."
             )
         if relation == "weighted":
-            labels = 'batch["labels"][:, 1:]' if isinstance(batch, Mapping) else "batch[1]"
+            labels = "batch['labels'][:, 1:]" if isinstance(batch, Mapping) else "batch[1]"
             raise _wrong_denominator(
                 self.at.policy.caller,
                 f"give that number of a batch, `batch_size=lambda batch: ({labels} != -100).sum()` for "
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
-                "`batch_size=lambda batch: len(batch[0])` weights batches by their examples",
+                f"`batch_size=lambda batch: len({first})` weights batches by their examples",
             )
 
 
 # A loss that is no mean over examples, by its relation to its halves: what it is, and what to do.
 NO_MEANS = {
     "sum": "their sum. Pass `reduction='sum'` for the sum over the data, or divide the loss by "
-    "`len(batch[0])`",
+    "`len({first})`",
     "mean and sum": "a mean plus a sum, such as a penalty of outputs that is summed over examples. "
     "Take the mean of both, or the sum of both with `reduction='sum'`",
 }
