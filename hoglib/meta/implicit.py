@@ -240,9 +240,9 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
     except errors.NotPositiveDefiniteError as error:
         why = (
             "the implicit gradient: expected a minimum of the inner loss, where its Hessian has no "
-            f"direction of zero or negative curvature, got one ({str(error).partition('. ')[0]}). Give more "
-            "damping, a stronger regulariser (IMAML: strength) or more inner steps; unrolling needs no "
-            "minimum."
+            "direction of zero or negative curvature, got one "
+            f"({str(error).partition('. ')[0]}). Give more damping, a stronger regulariser (IMAML: "
+            "strength) or more inner steps; unrolling needs no minimum."
         )
         if solver.at_negative_curvature == "raise":
             raise errors.NotPositiveDefiniteError(why) from error

@@ -574,8 +574,8 @@ def _error_of(subject: Subject, reference: Map, x: list[Tensor], order: int) -> 
     right, ours = found
     if len(ours) != len(right):
         return inf, (
-            f"expected as many outputs as the reference gives, {len(right)}, got {len(ours)}; take equal "
-            "ones of both, such as the first, `lambda *inputs: f(*inputs)[0]`."
+            f"expected as many outputs as the reference gives, {len(right)}, got {len(ours)}; take "
+            "equal ones of both, such as the first, `lambda *inputs: f(*inputs)[0]`."
         )
     size = max(map(max_abs, x[:n]), default=0.0)
     # where terms cancel, derivatives are small beside the values: rounding has the size of the values

@@ -151,7 +151,9 @@ def test_a_singular_matrix_is_refused(block):
     operator = LinearOperator.from_dense(torch.diag(torch.tensor([1.0, 2.0, 0.0])))
     solvable, b = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3)
     b = torch.stack([solvable, b], 1) if block else b
-    words = r"got a singular one, with p\^T A p = .* at iteration 3\. Raise the damping by more than 1"
+    words = (
+        r"got a singular one, with p\^T A p = .* at iteration 3\. Raise the damping by more than 1"
+    )
     with pytest.raises(hog.errors.NotPositiveDefiniteError, match=words) as raised:
         operator.solve(b)
     before, _ = operator.solve(b, max_iter=raised.value.iterations - 1, return_info=True)

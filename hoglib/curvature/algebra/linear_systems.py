@@ -246,8 +246,8 @@ def _raise_singular(quotients: list[float], precision: torch.dtype) -> None:
     error = NotPositiveDefiniteError(
         f"solve: expected a positive definite matrix, got a singular one, with p^T A p = "
         f"{quotients[first - 1]:.3g} |p|^2 for a direction p at iteration {first}. Raise the damping "
-        f"by more than {rounding:.3g}. A loss that does not change along a direction, such as that of a "
-        "bias without regulariser, has a singular Hessian."
+        f"by more than {rounding:.3g}. A loss that is constant along a direction has a singular "
+        "Hessian, for instance along a bias without regulariser."
     )
     error.iterations = first
     raise error
