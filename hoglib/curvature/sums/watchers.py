@@ -384,8 +384,9 @@ class Denominators(Watcher):
         if relation in ("sum", "mean and sum"):
             raise ArgumentValueError(
                 f"{self.at.policy.caller}: expected a loss that is the mean over the examples of a "
-                f"batch, got {NO_MEANS[relation].format(first=first)}: with reduction='mean' the result "
-                "over several batches is neither that of the sum over the data nor that of the mean."
+                f"batch, got {NO_MEANS[relation].format(first=first)}: with reduction='mean' the "
+                "result over several batches is neither that of the sum over the data nor that of the "
+                "mean."
             )
         if relation == "weighted":
             labels = "batch['labels'][:, 1:]" if isinstance(batch, Mapping) else "batch[1]"
