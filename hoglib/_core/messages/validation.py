@@ -29,8 +29,9 @@ def describe(value: object) -> str:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"a {dtype} tensor of shape {tuple(value.shape)}"
-    text = " ".join(repr(value).split())
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    text, name = " ".join(repr(value).split()), type(value).__name__
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.startswith(name) else f"{name} {text}"  # a repr may have the type
 
 
 def short_repr(kind: type[T]) -> type[T]:
