@@ -88,7 +88,9 @@ def test_a_module_runs_again_alike_and_is_left_as_it_was(double: bool) -> None:
 NAN, INF, LARGEST = float("nan"), float("inf"), torch.finfo(torch.float32).max
 
 
-@rows("a, b, alike", [(NAN, NAN, True), (NAN, 0.0, False), (INF, LARGEST, False), (-INF, INF, False)])
+@rows(
+    "a, b, alike", [(NAN, NAN, True), (NAN, 0.0, False), (INF, LARGEST, False), (-INF, INF, False)]
+)
 def test_values_that_are_not_finite_are_told_apart(a: float, b: float, alike: bool) -> None:
     assert same(torch.tensor([1.0, a]), torch.tensor([1.0, b])) == alike
     assert same(torch.tensor([1.0 + 0j, a]), torch.tensor([1.0 + 0j, b])) == alike
