@@ -25,7 +25,9 @@ def around(make: Callable[..., Call]) -> Callable[[Problem], Call]:
 
     def compiled(problem: Problem) -> Call:
         options = hog.capture.inductor_options() if problem.backend == "inductor" else None
-        return torch.compile(make(problem), backend=problem.backend, fullgraph=True, options=options)
+        return torch.compile(
+            make(problem), backend=problem.backend, fullgraph=True, options=options
+        )
 
     return compiled
 
