@@ -1,6 +1,6 @@
 """The errors that hoglib raises.
 
-Each is a :class:`HoglibError` and also the built-in error of its kind, so both of these work::
+Each error is a :class:`HoglibError` and also a built-in error, so both handlers work::
 
     try:
         value, product = hoglib.hvp(loss, params, v, batch)
@@ -9,8 +9,8 @@ Each is a :class:`HoglibError` and also the built-in error of its kind, so both 
     except RuntimeError:
         ...                                     # as for any other library
 
-A message says what was expected, what was passed, and what to do next. The commands print it
-without a traceback.
+A message names the expected and the passed value, and the next step. The commands print it without a
+traceback.
 
     class                      also a
     ArgumentTypeError          TypeError
@@ -80,18 +80,18 @@ class ArgumentIndexError(ArgumentValueError, IndexError):
 
 
 class NoSecondDerivative(HoglibError, RuntimeError):
-    """A second derivative does not exist, or part of it would be missing without an error.
+    """A second derivative does not exist, or hoglib would silently compute only a part of it.
 
     Raised if the value does not depend on the parameters, if a custom Function is
     ``@once_differentiable``, if a gradient is detached although it must be differentiated, and if
-    a loss reads the parameters from elsewhere than its argument. Also a :class:`RuntimeError`. Look in
+    a loss reads the parameters otherwise than from its argument. Also a :class:`RuntimeError`. Look in
     the loss for ``.detach()``, ``.item()``, ``.data``, ``torch.no_grad()`` and custom Functions:
     :func:`hoglib.audit` and :func:`hoglib.verify` name the line.
     """
 
 
 class UnsupportedError(HoglibError, NotImplementedError):
-    """The request is valid, and torch or hoglib has no implementation for it.
+    """A valid call for which torch or hoglib has no implementation.
 
     Raised for operations without the necessary derivative, and for combinations without an
     implementation. Also a :class:`NotImplementedError`, and so a :class:`RuntimeError`. Use the
@@ -111,20 +111,20 @@ class NonFiniteError(HoglibError, FloatingPointError):
 class NotPositiveDefiniteError(HoglibError, ArithmeticError):
     """A linear solve met a direction of zero or negative curvature. Also an :class:`ArithmeticError`.
 
-    Add damping, use a positive semi-definite matrix (Fisher, or the GGN of a criterion that is convex
-    in the outputs) instead of the Hessian, or train the inner problem nearer to its minimum.
+    Add damping, use a positive semi-definite matrix (Fisher, or the GGN of a criterion convex in the
+    outputs) instead of the Hessian, or train the inner problem nearer to its minimum.
 
     Attributes:
-        iterations: The iteration of conjugate gradients that met the direction.
+        iterations: The number of the iteration of conjugate gradients that met the direction.
     """
 
     iterations = 1
 
 
 class NondeterministicError(HoglibError, RuntimeError):
-    """Two evaluations at the same parameters and data have different values.
+    """Two evaluations at equal parameters and data have different values.
 
-    Raised by operators over a data set, because all passes must agree. Also a :class:`RuntimeError`.
+    Raised by operators over a data set: all passes must agree. Also a :class:`RuntimeError`.
     Turn off dropout and random augmentation (``model.eval()``), and shuffling (``shuffle=False``).
     """
 
@@ -137,14 +137,14 @@ class ConvergenceError(HoglibError, RuntimeError):
 
 
 class DistributedError(HoglibError, RuntimeError):
-    """Processes of torch.distributed disagree, or one of them failed. Also a :class:`RuntimeError`.
+    """Processes of torch.distributed disagree, or one process failed. Also a :class:`RuntimeError`.
 
-    The message names the process that failed or differs, and its error. Correct the cause there.
+    The message names the failed or different process, and its error. Correct the cause there.
     """
 
 
 class VerificationError(HoglibError, AssertionError):
-    """A verification failed; its text is the report. Also an :class:`AssertionError`.
+    """A verification failed; the message is the report. Also an :class:`AssertionError`.
 
     Raised by :meth:`hoglib.Report.raise_if_failed` and by audits that refuse a training. Each failed
     row of the report names the culprit and how to correct it.
@@ -154,14 +154,14 @@ class VerificationError(HoglibError, AssertionError):
 class MissingDependencyError(HoglibError, ImportError):
     """An optional package or program that the call needs is not installed.
 
-    Also an :class:`ImportError`. The message says how to install it, and how to do without.
+    Also an :class:`ImportError`. The message says how to install it, or which option avoids it.
     """
 
 
 class OutputError(HoglibError, OSError):
     """A file could not be written. Also an :class:`OSError`.
 
-    Check that the folder exists and can be written to, and that there is space.
+    Check that the folder exists and is writable, and that the disk has space.
     """
 
 

@@ -51,7 +51,7 @@ ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
                nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)  # fmt: skip
 OF_CLASSES = {"cross_entropy", "CrossEntropyLoss"}
 OF_PROBABILITIES = OF_CLASSES | {"binary_cross_entropy_with_logits", "BCEWithLogitsLoss"}
-# id -> loss: a graph of torch.compile holds no objects, and refers to a loss by its id
+# id -> loss: graphs of torch.compile hold no Python objects, so they refer to a loss by its id
 BY_ID: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 
 
@@ -83,19 +83,18 @@ def functional_loss(
         anything else                      model(batch)
         anything, with forward=f           f(model, batch)
 
-    and the loss is ``outputs["loss"]`` or ``outputs.loss`` if there is one, else the first element of a
+    and the loss is ``outputs["loss"]`` or ``outputs.loss`` if it exists, else the first element of a
     tuple, else the outputs. Such a loss has a Hessian; Gauss-Newton and Fisher matrices need outputs
     and criterion apart: :func:`language_model_loss`, or a criterion and
     ``forward=lambda model, batch: model(...).logits``.
 
-    `params` is a dict by qualified name, as :func:`trainable_params` returns it; parameters that are
-    not in the dict have the model's values. The model runs in its current mode (train or eval) and is
-    not changed.
+    `params` is a dict by qualified name, as :func:`trainable_params` returns it; other parameters have
+    the model's values. The model runs in its current mode (train or eval) and is not changed.
 
     Args:
         model: The module, unmodified.
-        criterion: A function or module (outputs, targets) -> scalar; with `forward`, or for a batch
-            that is no tuple or list, (outputs, batch) -> scalar. A :class:`FunctionalLoss` of the model
+        criterion: A function or module (outputs, targets) -> scalar; with `forward`, or unless the
+            batch is a tuple or list, (outputs, batch) -> scalar. A :class:`FunctionalLoss` of the model
             is returned unchanged. Default: none, the model computes its own loss.
         forward: How the model is called on a batch, a function (model, batch) -> outputs:
             `lambda model, batch: model(**batch)`, several calls, or calls of submodules
@@ -200,9 +199,9 @@ class FunctionalLoss:
         criterion: A function or module (outputs, targets) -> scalar. Default: none, the model computes
             its own loss.
         forward: How the model is called on a batch, (model, batch) -> outputs. The criterion then
-            gets (outputs, batch). Default: `model(*inputs)` for a batch (*inputs, targets), and
-            `model(batch)` for a batch that is no tuple or list; without a criterion `model(**batch)`,
-            `model(*batch)` or `model(batch)`.
+            gets (outputs, batch). Default: `model(*inputs)` for a tuple or list (*inputs, targets), and
+            `model(batch)` for any other batch; without a criterion `model(**batch)`, `model(*batch)`
+            or `model(batch)`.
     Example:
         >>> model = nn.Linear(2, 1)
         >>> loss = hog.functional_loss(model, F.mse_loss)
@@ -228,18 +227,18 @@ class FunctionalLoss:
             )
         self._dtype: torch.dtype | None = None  # float64 of double(); None: the model's own
         self._norm_policy: NormPolicy = train_mode_batch_statistics
-        self._constants: Params = {}  # of with_parameters(): values instead of the model's own
-        # ids of the model and its parameters, to notice replaced parameters; a deepcopy's model differs
+        self._constants: Params = {}  # with_parameters(): values that replace the model's own
+        # ids of the model and its parameters, to notice replaced parameters, also in a deepcopy
         self._made_with = id(model), {name: id(p) for name, p in model.named_parameters()}
         self._parameter_ids: set[tuple[int, str]] = set()  # (id, name) of the model's parameters
         self._names: set[str] = set()  # all names of the model's parameters
-        # tuples of names for which the model was found to read parameters from modules only
+        # tuples of names that `_refuse_own_parameters` has passed
         self._searched: set[tuple[str, ...]] = set()
-        self._compiled = False  # torch.compile made a part of the model; found at the first call
+        self._compiled = False  # part of the model is torch.compile's; set at the first call
         if not torch.compiler.is_dynamo_compiling():
             BY_ID[id(self)] = self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # called for a copy
+    def __setstate__(self, state: dict[str, Any]) -> None:  # copy() and pickle call it
         self.__dict__.update(state)
         BY_ID[id(self)] = self
 
@@ -249,14 +248,13 @@ class FunctionalLoss:
                 f"loss(params, batch): expected one batch, got {1 + len(more)} arguments in its place. "
                 "Pass them as one tuple, (x, y)."
             )
-        # also around the criterion, which may read the model's parameters
-        with self._swapped(params):
+        with self._swapped(params):  # around the criterion, too: it may read the model's parameters
             return self.criterion(self._outputs(params, batch), batch)
 
     def _replaced_parameter(self, params: Tree) -> str:
-        """The name of the first parameter if the model has replaced it since this loss was made.
+        """The name of the first parameter, if the model has replaced it since this loss was made.
 
-        "" if the model still has the parameter, or never had it.
+        "" if the model still has the parameter, or never had the parameter.
         """
         if not isinstance(params, dict) or not params:
             return ""
@@ -340,11 +338,11 @@ class FunctionalLoss:
     def double(self) -> "FunctionalLoss":
         """This loss in float64, for parameters in float64, for instance for finite differences.
 
-        Each call converts the parameters and buffers that `params` does not contain, and those of a
-        criterion that is a module: complex tensors to complex128, integers not at all. The model is not
-        changed and not copied, so the loss follows a training of the model. (A deepcopy would also fail
-        for a model that keeps an output.) The caller converts parameters and batch. Tensors in plain
-        attributes, and dtypes that forward names, are not converted: torch raises if they do not
+        Each call converts the model's buffers, its parameters outside `params`, and the parameters and
+        buffers of a module criterion: complex tensors to complex128, integers not at all. The model is
+        not changed and not copied, so the loss follows a training of the model. (A deepcopy would also
+        fail for a model that keeps an output.) The caller converts parameters and batch. Tensors in
+        plain attributes, and dtypes that forward names, are not converted: torch raises if they do not
         combine with float64.
 
         Returns:
@@ -418,7 +416,7 @@ class FunctionalLoss:
             )
         args, keywords = self._arguments(batch)
         try:
-            # compiled code has no second derivative
+            # eagerly: torch.compile's code has no second derivative
             with torch_internals.eagerly() if self._compiled else nullcontext():
                 if self._forward is not None:
                     outputs = self._forward(self.model, batch)
@@ -435,19 +433,19 @@ class FunctionalLoss:
             return outputs
         if (names := tuple(params)) not in self._searched:
             look = partial(self._refuse_own_parameters, params, outputs)
-            # once for a model and names, because the walk visits each node of the graph
+            # once for each model and names: the walk visits all nodes of the graph
             if memoize_on(self.model, ("parameters from elsewhere", names), look):
                 self._searched.add(names)
         return outputs
 
     def _refuse_own_parameters(self, params: Params, outputs: object) -> bool | None:
-        """Raise if the outputs depend on a parameter that the model keeps outside of its modules.
+        """Raise if the model reads a parameter from outside its modules, such as a list or a closure.
 
-        A swap does not reach such a place (a list, a closure), so that derivatives by the given
-        parameter would be wrong. True if there is none; None if the outputs have no graph to search.
+        A swap does not replace the parameter there, so derivatives would be wrong. Returns True if all
+        parameters come from modules; None if the outputs have no graph to search.
         """
         unwrap = torch_internals.unwrap
-        # compare tensors below the wrappers of torch.func; given ones may depend on the model's own
+        # unwrap torch.func's wrappers; the walk stops at `given`, which may depend on the model's own
         given = [unwrap(p) for p in params.values()]
         with without_stand_ins():
             values = [unwrap(y) for y in pytree.tensors(outputs)]
@@ -455,7 +453,7 @@ class FunctionalLoss:
                 return None
             leaves = [*leaf_tensors(values, given)]
         known = {*map(id, given)}
-        # ids from before the swap, since the model now has the given parameters
+        # ids from before the swap: inside it the model has the given parameters
         own = {at: name for at, name in self._parameter_ids if name in params}
         for leaf in leaves:
             name = own.get(id(leaf))
@@ -479,7 +477,7 @@ class FunctionalLoss:
     def _explain_call(
         self, args: tuple[Any, ...], keywords: Mapping[str, Any], batch: object, reason: str
     ) -> str:
-        """The message for arguments that the model does not take."""
+        """The message if the model does not take the batch's arguments."""
         forward = self.model.forward
         given = (*args, *keywords.values())
         passed = ", ".join([*map(describe_argument, args), *keywords])
@@ -501,16 +499,16 @@ class FunctionalLoss:
         return text
 
     def _swapped(self, params: Params) -> AbstractContextManager[None]:
-        """A context in which the model has these parameters."""
+        """A context that swaps these parameters into the model."""
         validation.named_tensors("params", params)
         if self._constants:
             dtype = self._dtype
             constants = self._constants.items()
             own = {n: in_dtype(x, dtype) if dtype is not None else x for n, x in constants}
             params = {**own, **params}
-        # Dynamo traces torch's own swap, which only replaces parameters and buffers
+        # While Dynamo traces: torch's own swap of parameters and buffers, which it can trace
         if torch.compiler.is_dynamo_compiling() and self._is_plain():
-            # copies, because forward may change buffers
+            # clones: forward may write into buffers
             buffers = {name: x.clone() for name, x in self.model.named_buffers()}
             if params.keys() <= dict(self.model.named_parameters(remove_duplicate=False)).keys():
                 given = {**buffers, **params}
@@ -521,7 +519,7 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _is_plain(self) -> bool:
-        """Whether a swap only replaces parameters and buffers."""
+        """Whether a swap has nothing else to do than to replace parameters and buffers."""
         renormalized = any(getattr(m, "max_norm", None) is not None for m in self.model.modules())
         own_norms = self._norm_policy is not train_mode_batch_statistics
         return not (renormalized or own_norms or self._dtype is not None)
@@ -541,7 +539,7 @@ class FunctionalLoss:
 
 
 def _may_be_probabilities(x: Tensor, criterion: str) -> bool:
-    """Whether targets are between 0 and 1 and sum to 1 over classes; True if values are unknown."""
+    """Whether targets are in [0, 1] and sum to 1 over classes; True if their values are unknown."""
     if not x.is_floating_point() or not value_checks_on() or torch_internals.tracing():
         return True
     if torch_internals.transforms_active():
@@ -588,7 +586,7 @@ def _whole_batch(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _own_loss(model: nn.Module, outputs: object) -> Tensor:
-    """The loss among the outputs of a model that computes it."""
+    """The loss among the outputs of a model with its own loss."""
     what = type(model).__name__
     advice = (
         "Pass the labels in the batch, or a criterion: "
@@ -600,7 +598,7 @@ def _own_loss(model: nn.Module, outputs: object) -> Tensor:
         found = outputs.loss
     else:
         found = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
-    # models of transformers return loss=None without labels
+    # without labels, models of transformers return loss=None
     if found is None or isinstance(found, Mapping):
         got = "None" if found is None else f"{type(found).__name__} with {', '.join(found)}"
         raise ArgumentValueError(f"{what}: expected a loss among the outputs, got {got}. {advice}")

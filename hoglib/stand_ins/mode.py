@@ -1,13 +1,13 @@
-"""The mode that replaces torch calls without a right second derivative by stand-ins.
+"""The TorchFunctionMode that replaces torch calls without a right second derivative by stand-ins.
 
     with hoglib.second_order():
         loss = criterion(model(x), y)          # an unmodified module
         g = torch.autograd.grad(loss, model.parameters(), create_graph=True)
 
-A `TorchFunctionMode` sees every torch call of its thread. For a call in `STAND_INS` it calls a function
-of hoglib with an equal signature, unless an argument is a subclass of Tensor with its own
-`__torch_function__`. Other calls run unchanged. It does not see calls below Python, in torch's kernels
-and in scripted or compiled code.
+The mode intercepts every torch call of its thread. For a function in `STAND_INS` it calls a function of
+hoglib with an equal signature; an argument of a Tensor subclass with its own `__torch_function__` goes
+first. Other calls run unchanged. The mode does not see calls below Python: in torch's kernels, and in
+scripted or compiled code.
 """
 
 import functools
@@ -41,7 +41,7 @@ __all__ = ["active", "second_order", "stand_in_table"]
 
 ACTIONS = ("warn", "raise", "ignore")
 _OF_TENSOR = getattr(Tensor.__torch_function__, "__func__", None)
-# True if modes do not see torch switch gradients; then each call in forward mode is refused.
+# True if this torch hides set_grad_enabled from modes; calls in forward mode are then refused.
 _UNSEEN = is_missing(torch_internals.set_grad_enabled)
 
 
@@ -87,7 +87,7 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
     if on_wrong is not None and examination.on_wrong is None:
         on_wrong = validation.choice("on_wrong", on_wrong, ACTIONS)
         examination = examination._replace(on_wrong=on_wrong)
-    # an outer second_order(), or an entry point, which enters stand-ins itself, already examines
+    # inside second_order() or an entry point, custom Functions are examined already
     outermost = AMBIENT.stand_ins is None
     examined = provided("examine_users_derivatives")() if outermost else nullcontext()
     with inside(examination=examination), torch_internals.eagerly(), examined, _StandIns(True):
@@ -96,10 +96,10 @@ def second_order(*, on_wrong: str | None = None) -> Iterator[None]:
 
 @final
 class _StandIns:
-    """Enters the mode, if wanted and not active; with frozen=True freezes running statistics.
+    """A context that enters the mode, if wanted and not active; frozen=True freezes running statistics.
 
-    A class, because each evaluation of a model enters one: contextlib's generators take several times
-    as long.
+    A class, not a generator: each evaluation of a model enters it, and contextmanager takes several
+    times as long.
     """
 
     def __init__(self, wanted: bool, frozen: bool = False) -> None:
@@ -108,7 +108,7 @@ class _StandIns:
 
     def __enter__(self) -> None:
         if self._wanted and AMBIENT.stand_ins is None:
-            # for scripted code, whose calls modes do not see; first, because this may refuse
+            # runs scripted code in Python (`run_script`); first, because this may raise
             self._scripts = torch_internals.watching_scripts()
             self._scripts.__enter__()
             mode = _SecondOrder()
@@ -126,8 +126,8 @@ class _StandIns:
             AMBIENT.stand_ins = None
 
 
-# `second_order()`, if wanted, around a function that is run only for its derivative: running statistics
-# are not updated.
+# stand_ins_if(wanted): stand-ins, and no updates of running statistics, for an evaluation of a model
+# for a derivative only.
 stand_ins_if: Callable[[bool], AbstractContextManager[None]] = functools.partial(
     _StandIns, frozen=True
 )
@@ -149,7 +149,7 @@ def active() -> bool:
 
 
 def stand_in_table() -> tuple[StandIn, ...]:
-    """The torch operations that are replaced or refused on the installed version of torch.
+    """The torch operations replaced or refused on the installed version of torch.
 
     Returns:
         One :class:`StandIn` for each operation, as `hoglib env` prints them.
@@ -183,7 +183,8 @@ class _SecondOrder(StandInMode):
         run = self._scripts[id(script)][1]
         if not isinstance(run, str):
             return run(*args, **kwargs)
-        # the operators in the graph, and functions of torch that are not inlined
+        # `run` is a reason: the script does not run in Python. Names of the operators in its graph,
+        # and of torch functions that are not inlined:
         called = dict.fromkeys(
             re.findall(r"(?:\baten::|\[name=\")(\w+)", str(script.inlined_graph))
         )
@@ -199,7 +200,7 @@ class _SecondOrder(StandInMode):
         )
 
     def _by_types(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Call `__torch_function__` of the arguments' types, in torch's order."""
+        """Call `__torch_function__` of the arguments' types, in torch's order, with this mode on."""
         with self:
             for kind in filter(_overrides_calls, types):
                 result = kind.__torch_function__(func, types, args, kwargs)
@@ -210,8 +211,8 @@ class _SecondOrder(StandInMode):
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         kwargs = kwargs or {}
         replacement = self._replacements.get(func)
-        # torch calls a mode before the types' `__torch_function__`. Here the types go first; their
-        # calls on plain tensors then reach this mode.
+        # torch calls a mode before the types' `__torch_function__`. Here the types go first: their own
+        # calls with plain tensors reach this mode.
         if types and any(map(_overrides_calls, types)) and torch_internals.types_handle_calls():
             return self._by_types(func, types, args, kwargs)
         # with out= there is no derivative, so nothing to replace
@@ -227,14 +228,14 @@ class _SecondOrder(StandInMode):
                     result = copy(*args, **kwargs)
                     if func in _RUNS_BACKWARD:
                         _report_by_hand(func, args, kwargs)
-                # Without create_graph the gradient is a constant, also of forward mode. But under
-                # no_grad torch.func.vjp passes create_graph=False for what is no constant.
+                # Without create_graph the gradient is a constant, also for forward mode: drop its
+                # tangent. Not under no_grad: there torch.func.vjp passes create_graph=False, too.
                 first = func is torch.autograd.grad and torch_internals.forward_mode_active()
                 if first and torch.is_grad_enabled() and not _creates_graph(func, args, kwargs):
                     result = pytree.map_tensors(Tensor.detach, result)
                 return result
         if func in HIGHER_ORDER:
-            # the mode is off in its handler; it has to see calls of the functions passed in
+            # torch disables a mode in its handler; `with self` re-enables it for true_fn, body_fn, ...
             with self:
                 return HIGHER_ORDER[func](*args, **kwargs)
         if func is Tensor.register_hook:
@@ -244,7 +245,7 @@ class _SecondOrder(StandInMode):
             func is torch_internals.set_grad_enabled or _UNSEEN
         ) and torch_internals.forward_mode_active():
             require(torch_internals.set_grad_enabled)
-            # a tensor computed without a graph is a constant, also of forward mode
+            # under no_grad forward mode must not propagate tangents either
             follow_grad_mode(args[0])
         return result
 
@@ -254,7 +255,7 @@ def register_hook(*args: Any, **kwargs: Any) -> Any:
     if AMBIENT.examination.examiner is None:
         return Tensor.register_hook(*args, **kwargs)
     hook, line = (args[1:] or [*kwargs.values()])[0], torch_call_line()
-    # hoglib's own hooks have no user's line, except through a user's mode in between
+    # hoglib's own hooks may have a user's line if a user's mode lies in between
     home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     if line is not None and not home.startswith("hoglib."):
         hook = AMBIENT.examination.examiner.watched_hook(hook, line)
@@ -268,8 +269,8 @@ def _overrides_calls(kind: Any) -> bool:
 
 
 def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operator of torch.library. If forward mode or autograd differentiates it, apply a custom
-    Function with the user's rules: forward mode and torch.func would take the result for a constant."""
+    """Call an operator of torch.library. In forward mode, or with inputs that require grad, apply its
+    rules as a custom Function: forward mode and torch.func would treat the result as a constant."""
     records = torch.is_grad_enabled() and not torch_internals.tracing()
     graphed = records and any(map(_has_graph, pytree.leaves((args, kwargs))))
     if torch_internals.forward_mode_active() or graphed:
@@ -284,7 +285,7 @@ def run_operator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Raises for a user's operator that drops tangents, such as a C++ node without forward mode."""
+    """Raises for a user's operator that drops tangents, such as a C++ Function without a jvp."""
     moved = any(map(torch_internals.has_tangent, pytree.tensors((args, kwargs))))
     dropped = moved and not any(map(torch_internals.has_tangent, pytree.tensors(result)))
     if dropped and any(map(_has_graph, pytree.leaves(_run_on_copies(operator, args, kwargs)))):
@@ -295,7 +296,7 @@ def _check_tangents(operator: Any, args: Any, kwargs: Any, result: Any) -> None:
 
 
 def _has_graph(x: object) -> bool:
-    """Whether a tensor is differentiated in reverse mode, at any level of torch.func."""
+    """Whether a tensor, or the tensor that it wraps at a level of torch.func, requires grad."""
     if not isinstance(x, Tensor):
         return False
     inner = torch_internals.beneath(x)
@@ -303,7 +304,7 @@ def _has_graph(x: object) -> bool:
 
 
 def _functions_of(operator: Any, args: Any, kwargs: Any) -> list[type[Function]]:
-    """The custom Functions that a call of an operator applies, found in a run on copies."""
+    """The custom Functions that an operator applies, recorded in a run on copies of the arguments."""
     found: list[type[Function]] = []
     with function_watch.watching_functions(lambda function, _: found.append(function)):
         _run_on_copies(operator, args, kwargs)
@@ -314,7 +315,7 @@ def _run_on_copies(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] 
     def fresh(x: Tensor) -> Tensor:
         return torch_internals.first_sample(x).detach().clone().requires_grad_(pytree.is_float(x))
 
-    # inside transforms, Functions and graphs are not seen; the run must leave no trace
+    # without_transforms: inside transforms Functions and graphs are hidden
     with torch_internals.without_transforms(), preserve_random_state(), torch.enable_grad():
         copies = pytree.map_tensors(fresh, (args, kwargs))
         return operator(*copies[0], **copies[1])
@@ -323,7 +324,7 @@ def _run_on_copies(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] 
 @functools.cache
 def _replacements() -> dict[Any, Callable[..., Any]]:
     """The stand-in for each torch callable."""
-    # a mode sees `x.data` as a call of the descriptor's __get__ or __set__
+    # a mode receives `x.data` as a call of the descriptor's __get__ or __set__
     own = {original: op for original, (_, op) in _table_rows().items()}
     data: Any = Tensor.data
     asked: Any = Tensor.requires_grad
@@ -336,9 +337,9 @@ def _replacements() -> dict[Any, Callable[..., Any]]:
 
 @functools.cache
 def _table_rows() -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
-    """The row, and the stand-in, of each torch callable."""
+    """torch callable -> (its row, its stand-in)."""
     table = {old: (row, op) for row in stand_in_table() for old, op in row.replaces.items()}
-    # a function with its own row keeps that row
+    # a row of the table goes before a row derived from an operator
     table = by_operator(table) | table
     for row in stand_in_table():
         for original in row.refuses:
@@ -354,7 +355,8 @@ def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwarg
         _has_graph(x) or torch_internals.has_tangent(x) for x in tensors
     ):
         return original(*args, **kwargs)
-    # a user's backward that is differentiated by its incoming gradient only
+    # With first_order, the backward of a user's Function is differentiated by its incoming gradient
+    # alone: calls in it need no second derivative.
     running = torch_internals.running_function() if AMBIENT.examination.first_order else None
     if running is not None and not running.__module__.startswith(("hoglib.", "torch.")):
         return original(*args, **kwargs)
@@ -365,7 +367,7 @@ def _refuse(original: Callable[..., Any], stand_in: StandIn, *args: Any, **kwarg
 
 
 def in_module() -> str:
-    """For a message: " in Linear", the innermost module with a running forward, or ""."""
+    """For messages: " in Linear", the class of the innermost module in its forward, or ""."""
     module = running_module("forward")
     return "" if module is None else f" in {type(module).__name__}"
 
@@ -374,8 +376,8 @@ _RUNS_BACKWARD = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _report_by_hand(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tells the examiner of a derivative that the user's code takes by itself, and of its outputs if it
-    is taken with create_graph=True."""
+    """Tells the examiner that the user's code calls torch.autograd itself; with create_graph=True also
+    the differentiated tensors."""
     examiner = None if AMBIENT.examination.by_entry_point else AMBIENT.examination.examiner
     if examiner is not None and examiner.by_hand is not None:
         of = (args[:1], kwargs.get("outputs"), kwargs.get("tensors"))
@@ -392,17 +394,18 @@ def _creates_graph(func: FunctionType, args: tuple[Any, ...], kwargs: dict[str, 
 def without_override_check(
     func: FunctionType, calls: frozenset[str] | None = None
 ) -> Callable[..., Any] | None:
-    """A copy of a Python function of torch in which a mode sees the torch calls; None if not needed.
+    """A copy of a Python function of torch that lets a mode intercept its torch calls; None if it makes
+    no such call.
 
-    calls: The names of the calls to be seen. Default: calls with a stand-in.
+    calls: The names of the calls to intercept. Default: calls with a stand-in.
 
-    Such a function asks `has_torch_function` first. The answer is True under any mode; the mode then
-    handles the function, and is itself off meanwhile. In the copy `has_torch_function` returns False,
-    so it runs to its end with the mode on. Functions that run backward are copied too, because a
-    backward may call Python code.
+    Python functions of torch check `has_torch_function` first, which is True under any mode; the mode
+    then handles the whole function, and is disabled in its handler. In the copy `has_torch_function`
+    returns False, so the body runs with the mode on. Functions that run backward are copied as well,
+    because a backward may call Python code.
     """
     if func not in _RUNS_BACKWARD:
-        # code objects contain names only, so a function that uses such a name otherwise is copied, too
+        # co_names has bare names: a function with an unrelated attribute of such a name is copied, too
         known = calls or {getattr(original, "__name__", "") for original in _replacements()}
         if func.__module__ != F.__name__ or not known & set(func.__code__.co_names):
             return None
@@ -410,15 +413,15 @@ def without_override_check(
 
 
 def _recompute_inside() -> None:
-    """Make the checkpoint around the caller recompute with stand-ins: torch's own operation would save
-    other tensors than the stand-in, and torch compares them."""
+    """Make the checkpoint around the caller recompute with stand-ins: torch compares the saved tensors
+    of both runs, and a stand-in does not save the tensors of torch's operation."""
     frame = torch_internals.checkpoint_frame()
     if frame is not None and not isinstance(frame.recompute_fn, _Inside):
         frame.recompute_fn = _Inside(frame.recompute_fn)
 
 
 class _Inside:
-    """A function that runs inside `second_order()`, with `statistics_frozen` and `plain_operations` as
+    """A function, run with stand-ins and with the values of `statistics_frozen` and `plain_operations`
     at the creation of this object."""
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -426,7 +429,7 @@ class _Inside:
         self._plain = AMBIENT.plain_operations
 
     def __call__(self, *args: Any) -> None:
-        # off torch's stack during a backward that seems to need no stand-ins
+        # AMBIENT has a mode that is not on torch's stack: a backward without stand-ins suspended it
         mode = AMBIENT.stand_ins
         active = torch_internals.function_mode(StandInMode)
         again: AbstractContextManager[Any] = _StandIns(True) if mode is None or active else mode

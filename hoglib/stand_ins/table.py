@@ -1,11 +1,11 @@
-"""The table of all stand-ins: the ones that hoglib's ops register, torch's own calls in another form,
-and all names under which a function can be called.
+"""The table of all stand-ins: functions of hoglib.ops, rearranged calls of torch's own functions, and
+all names of each replaced function.
 
     torch.layer_norm, torch.ops.aten.layer_norm, torch.ops.aten.layer_norm.default
     torch.native_layer_norm, torch.ops.aten.native_layer_norm, ...
 
 Exported programs and decompositions call operators. A test shows for each row that the installed torch
-still needs it.
+still needs the row.
 """
 
 import functools
@@ -49,7 +49,7 @@ from hoglib.ops._stand_in import (
     until=dict.fromkeys(IN_FORWARD, (2, 13)),
 )
 def group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch.group_norm of a contiguous input: the rule for forward mode views it as groups."""
+    """torch.group_norm of a contiguous input: torch's forward-mode rule calls view() on the input."""
     return torch.group_norm(input.contiguous() if forward_mode_active() else input, *args, **kwargs)
 
 
@@ -83,7 +83,7 @@ def cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
     lacks=f"tensors that their functions close over are constants{SILENT}; no double backward",
 )
 def scan(combine_fn: Any, init: Any, xs: Any, additional_inputs: Any = (), **_: Any) -> Any:
-    """The steps of a scan. A user's function returns (carry, row), a graph's one flat list of both."""
+    """The steps of a scan. A user's function returns (carry, row), a GraphModule one flat list."""
     # **_: torch 2.15 passes `mutated_arg_indices` to loops
     carry, rows = init, []
     for i in range(len(xs[0])):
@@ -121,9 +121,12 @@ def flex_attention(
     score_tensors: tuple[Any, ...] = (),
     mask_tensors: tuple[Any, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns three tensors: softmax(score_mod(scale Q K^T)) V over the places that block_mask allows;
-    the logsumexp of the scores in each row, and the largest score, both in units of ln 2. Without a
-    score_mod it runs by blocks if the last two are not asked for, and returns them empty."""
+    """Returns three tensors: softmax(score_mod(scale Q K^T)) V over the positions that block_mask
+    allows; the logsumexp of the scores in each row, and the largest score, both in units of ln 2.
+
+    If neither score_mod nor the last two results are needed, scaled_dot_product_attention computes the
+    first by blocks, and the last two are empty.
+    """
     shape, device = (*query.shape[:3], key.shape[-2]), query.device
     places = [torch.arange(n, device=device) for n in shape]
     allowed = None
@@ -150,13 +153,13 @@ def flex_attention(
 
 
 def _is_torchs(function: Any, name: str) -> bool:
-    """Whether a function is flex_attention's default of this name, which changes nothing."""
+    """Whether a function is flex_attention's default of this name, which does nothing."""
     home = "torch.nn.attention.flex_attention"
     return getattr(function, "__module__", "") == home and function.__name__ == name
 
 
 def _over_places(function: Any, before: tuple[int, ...], after: tuple[Any, ...]) -> Any:
-    """A function of (batch, head, row, column) as a function of all of them at once, by vmap."""
+    """A function of one (batch, head, row, column), mapped over all positions by vmap."""
     for own in reversed(range(4)):
         dims: list[int | None] = [None] * 4
         dims[own] = 0
@@ -165,7 +168,8 @@ def _over_places(function: Any, before: tuple[int, ...], after: tuple[Any, ...])
 
 
 class _TensorIndices(TorchFunctionMode):
-    """Inside, x[i, j] with indices that vmap maps over is a gather; torch would read their values."""
+    """Makes x[i, j] with batched indices a gather; torch would call .item() on them, which vmap
+    refuses."""
 
     def __torch_function__(self, func: Op, types: Types, args: Args = (), kwargs: Kw = None) -> Any:
         index = pytree.leaves(args[1]) if func is Tensor.__getitem__ else []
@@ -177,7 +181,8 @@ class _TensorIndices(TorchFunctionMode):
 
 
 def requires_grad(x: Tensor) -> bool:
-    """x.requires_grad; False in flex_attention's check, which refuses gradients on a CPU."""
+    """x.requires_grad; False inside flex_attention's _validate_device, which refuses gradients on a
+    CPU."""
     frame: Any = sys._getframe(1)
     while frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -193,8 +198,8 @@ def _stack_rows(rows: list[Any]) -> Any:
     return pytree.unflatten([torch.stack(part) for part in parts], structure)
 
 
-# Operators through which Dynamo and exported programs call functions. Not in the table: such a key
-# would keep torch.compile from tracing the mode.
+# Higher-order operators, which Dynamo and exported programs call. Not in the table: with such a key in
+# a dict that the mode reads, torch.compile could not trace the mode.
 HIGHER_ORDER: dict[Any, Any] = {
     getattr(torch.ops.higher_order, name): function
     for name, function in {
@@ -244,23 +249,22 @@ STAND_INS = (
 
 
 def _updates_nothing(running_mean: Tensor, running_var: Tensor, **given: Any) -> Tensor:
-    """`torch.batch_norm` for an operator that returns new running statistics instead of writing
-    them."""
-    # training normalises by the batch, evaluation by the given statistics
+    """`torch.batch_norm` for an operator that returns new running statistics."""
+    # None in train mode: torch_batch_norm then takes the batch's statistics, and writes none
     used = (None, None) if given["training"] else (running_mean, running_var)
     return torch_batch_norm(running_mean=used[0], running_var=used[1], **given)
 
 
 def _in_layout_of_query(**given: Any) -> Tensor:
-    """Attention in the memory layout of torch's operator, because programs view its result."""
+    """Attention in the memory layout of torch's operator: programs call view() on its result."""
     query, y = given["query"], ops.scaled_dot_product_attention(**given)
-    # dimensions from the outermost to the innermost in the query's memory
+    # dimensions of the query by decreasing stride
     order = sorted(range(y.dim()), key=query.stride, reverse=True)
     return y.permute(order).contiguous().permute([order.index(d) for d in range(y.dim())])
 
 
-# Operators below functions with a stand-in: operator -> (the function, its stand-in for the outputs
-# with a derivative, called by the operator's argument names, further arguments of the stand-in).
+# Operators that a replaced function calls: operator -> (the function, a stand-in for the operator's
+# differentiable outputs, called with the operator's argument names, more arguments of the stand-in).
 _BATCH_NORM = (torch.batch_norm, torch_batch_norm, dict.fromkeys(("running_mean", "running_var")))
 _BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "native_layer_norm": (torch.layer_norm, ops.layer_norm, {}),
@@ -284,17 +288,16 @@ _BENEATH: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "_linalg_solve_ex": (torch.linalg.solve, lambda **given: ops.solve_ex(**given)[0], {}),
 }  # fmt: skip
 _MODES = ("use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist")
-# Options that are strings in Python functions, and integers in operators.
+# Options with a string in Python functions, and an integer in operators: name -> strings by integer.
 _WORDS = {"reduction": ("none", "mean", "sum"), "compute_mode": (*_MODES, f"donot_{_MODES[1]}")}
 
 
 def by_operator(
     table: Mapping[Any, tuple[StandIn, Callable[..., Any]]],
 ) -> dict[Any, tuple[StandIn, Callable[..., Any]]]:
-    """The rows and stand-ins of torch's operators and bindings, made from those of torch's
-    functions."""
+    """(row, stand-in) for torch's operators and C bindings, from the table of torch functions."""
     found: dict[Any, tuple[StandIn, Callable[..., Any]]] = {}
-    # if torch and torch.nn.functional have a function of one name, the operator is torch's
+    # torch.* before torch.nn.functional.*: an operator has the arguments of the former
     for original in sorted(table, key=lambda original: type(original) is FunctionType):
         row, op = table[original]
         by_name = type(original) is FunctionType
@@ -311,8 +314,8 @@ def by_operator(
 def _run(
     operator: object, op: Any, by_name: bool, given: dict[str, Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the stand-in of an operator, with arguments in the operator's order, or by name. Outputs that
-    the stand-in does not return come from the operator itself."""
+    """Run the stand-in of an operator, with arguments in the operator's order, or by name. The operator
+    itself computes the outputs that the stand-in does not return."""
     overload = torch_library.overload_of(operator, args, kwargs)
     positional = [a for a in overload._schema.arguments if not a.kwarg_only]
     named = dict(zip((a.name for a in positional), args, strict=False)) | kwargs
@@ -324,13 +327,13 @@ def _run(
                 named[name] = words[named[name] or 0]
         found = op(**named)
     else:
-        # positional up to the last given argument; defaults fill the gaps
+        # positional up to the last given argument, with defaults in the gaps
         last = max((k for k, a in enumerate(positional) if a.name in named), default=-1)
         values = [named.pop(a.name, a.default_value) for a in positional[: last + 1]]
         found = op(*values, **named)
     found = found if isinstance(found, tuple) else (found,)
     if len(found) < len(overload._schema.returns):
-        # the stand-in has written statistics already
+        # on copies: the stand-in has already updated running statistics
         copies = pytree.map_tensors(torch.clone, args)
         try:
             rest = overload(*copies, **kwargs)

@@ -2,8 +2,8 @@
 attributes and ``self``.
 
 :class:`ClosureWalker` traverses them, by the :func:`references` from object to object. Recomputation
-uses it to refuse a captured tensor, which would get no gradient without an error; guards of captured
-graphs and the state of a curvature operator use it, too. A :class:`Scope` limits a traversal.
+uses it to refuse captured tensors, which would silently get no gradient; guards of captured graphs and
+the state of a curvature operator use it, too. A :class:`Scope` limits a traversal.
 """
 
 import dis
@@ -30,7 +30,7 @@ from hoglib.errors import ArgumentValueError
 Step = Callable[[Any], Any]  # holder -> the object that it holds
 FOUND = (Tensor, nn.Module, torch.Generator)  # the types that a traversal looks for
 NEVER = {"__init__", "extra_repr", "reset_parameters", "__repr__"}  # methods that no forward calls
-# names that Python or torch reads, though they stand in no code
+# names that Python or torch reads implicitly
 IMPLICIT = {
     "__call__", "__wrapped__", "__iter__", "__getitem__", "__len__", "__getattr__", "forward",
     "_parameters", "_buffers", "_modules",
@@ -41,10 +41,10 @@ class Reference(NamedTuple):
     """A reference from an object, its holder, to a value.
 
     value: The object that the holder refers to.
-    step: Reads the value from the holder, at later calls again.
+    step: Reads the value from the holder; guards call it again later.
     label: The last part of a path, for messages: "weight", "[0]", ".weight".
-    how: A verb for messages, "closes over"; "" for a part that only continues the holder's path.
-    name: Of an attribute.
+    how: A verb for messages, "closes over"; "": the label continues the holder's path.
+    name: The name of an attribute; None for other references.
     if_read: For an attribute of a class or function: followed if code reads it, or by Scope.methods.
     """
 
@@ -57,7 +57,7 @@ class Reference(NamedTuple):
 
 
 class Attributes:
-    """The ``__dict__`` of an object: its items are followed by name, and it may grow after its visit.
+    """The ``__dict__`` of an object; its items are references by name. It may grow after the visit.
 
     fields: The ``__dict__``.
     if_read: See :class:`Reference`.
@@ -90,7 +90,7 @@ class Scope:
     depth: float = float("inf")
 
 
-READ = Scope()  # for guards: every path by which the code may read a tensor
+READ = Scope()  # for guards: all paths along which the code may read a tensor
 ALL = Scope(unread_attributes=True, methods=True)
 STATE = Scope(modules=False, libraries=False)  # for operators, which read a module as a whole
 # Deep enough for a partial of a method of an object that has a list of configs with tensors.
@@ -146,7 +146,7 @@ def held_tensors(value: object) -> list[Tensor]:
 
 
 def with_tensors(value: object, tensors: Sequence[Tensor | None]) -> Any:
-    """A copy of an object with given tensors instead of its :func:`held_tensors`; None keeps one."""
+    """A copy of an object with `tensors` in place of its :func:`held_tensors`; None keeps a tensor."""
     memo: dict[int, Any] = {}
     for x, y in zip(held_tensors(value), tensors, strict=True):
         memo[id(x)] = x if y is None else y
@@ -166,14 +166,13 @@ def with_tensors(value: object, tensors: Sequence[Tensor | None]) -> Any:
 
 
 def generators(*values: Any) -> list[torch.Generator]:
-    """The generators that any of the objects holds."""
+    """The generators that the objects hold."""
     found = (capture.value for value in values for capture in held(value))
     return [value for value in found if isinstance(value, torch.Generator)]
 
 
 def refuse(what: str, fn: Callable[..., Any]) -> list[torch.Generator]:
-    """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators that it
-    reaches."""
+    """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators in reach."""
     is_object = not isinstance(fn, FunctionType | MethodType | partial)
     found = []
     for capture in _search_captures(fn, "is an object with" if is_object else "", "self", HELD):
@@ -189,7 +188,7 @@ def refuse(what: str, fn: Callable[..., Any]) -> list[torch.Generator]:
 
 
 def refuse_hidden(what: str, module: nn.Module) -> None:
-    """Raises if a module holds modules or trainable tensors that are not registered in it."""
+    """Raises if a module holds unregistered modules or trainable tensors."""
     for capture in unregistered(module):
         if _is_trainable(capture.value):
             raise ArgumentValueError(
@@ -201,7 +200,7 @@ def refuse_hidden(what: str, module: nn.Module) -> None:
 
 
 def unregistered(module: nn.Module) -> Iterator[Capture]:
-    """The tensors, modules and generators that a module holds without having registered them."""
+    """The unregistered tensors, modules and generators that a module holds."""
     known = {id(value) for value in (*module.parameters(), *module.buffers(), *module.modules())}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
@@ -214,7 +213,7 @@ def unregistered(module: nn.Module) -> Iterator[Capture]:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """A name for messages: of a function its own, of a module its class, of another object its repr."""
+    """A name for messages: a function's name, a module's class, or an object's repr."""
     if isinstance(fn, partial):
         return name_of(fn.func)
     kind: Any = type(fn)
@@ -224,9 +223,9 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 
 def owner_of(func: Callable[..., Any]) -> Any:
-    """The module, object or code that a function belongs to: one object, also if the user creates the
-    function anew for each call."""
-    if isinstance(func, nn.Module):  # a short cut: the search of a module for __wrapped__ is slow
+    """The module, object or code that a function belongs to, for memos: it stays the same object if the
+    user creates the function anew for each call."""
+    if isinstance(func, nn.Module):  # a short cut: hasattr(module, "__wrapped__") is slow
         return func
     if isinstance(func, partial):
         return owner_of(func.func)
@@ -238,7 +237,7 @@ def owner_of(func: Callable[..., Any]) -> Any:
     return getattr(func, "__code__", None) or getattr(type(func).__call__, "__code__", func)
 
 
-# The attributes of every module, and the lists in which an RNN keeps its registered parameters.
+# The attributes of every module, and two lists of registered parameters in an RNN.
 _MODULE_FIELDS = {*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"}
 
 
@@ -269,7 +268,7 @@ def _advise(what: str, fn: Callable[..., Any], capture: Capture) -> str:
 
 
 def _search_captures(root: object, how: str, path: str, scope: Scope) -> Iterator[Capture]:
-    """The tensors, modules and generators that `root` reaches, described by the way to them."""
+    """The tensors, modules and generators in reach of `root`, as Captures with their paths."""
     if isinstance(root, FOUND):
         yield Capture(how, path, root)
         return
@@ -279,11 +278,11 @@ def _search_captures(root: object, how: str, path: str, scope: Scope) -> Iterato
 
 
 class Edge(NamedTuple):
-    """A reference between two visited objects; both are given by their indices in the traversal.
+    """A reference between two visited objects, as indices in ``ClosureWalker.objects``.
 
-    holder: The object that refers.
+    holder: The index of the referring object.
     step: Reads the held object from the holder.
-    held: The object that is referred to.
+    held: The index of the held object.
     """
 
     holder: int
@@ -295,8 +294,8 @@ class Fact(NamedTuple):
     """A number, string or class that a visited object holds.
 
     holder: The index of the object.
-    step: Reads the value from it.
-    value: As found.
+    step: Reads the value from the holder.
+    value: The value at the visit.
     """
 
     holder: int
@@ -309,9 +308,8 @@ class ClosureWalker:
     """The objects that a root reaches, breadth-first, and the references between them.
 
     An attribute is followed if the code of a visited function or class contains its name: a loss that
-    is a method of a training loop does not lead to all that the loop has. A :class:`Scope` may ask for
-    more.
-    more.
+    is a method of a training loop does not lead to all attributes of the loop. A :class:`Scope` may
+    follow more attributes.
 
     Attributes:
         objects: The visited objects; the root is the first.
@@ -331,8 +329,8 @@ class ClosureWalker:
         # index -> (holder, reference), at first visit
         self._first: dict[int, tuple[int, Reference]] = {}
         self._depths = {0: 0}  # index -> number of steps from the root
-        self._names = set(IMPLICIT)  # names in the code met so far
-        # name -> references of that name, to be followed once some code contains the name
+        self._names = set(IMPLICIT)  # names in the code of visited objects
+        # name -> references by this name, followed once code contains the name
         self._unread: dict[str, list[tuple[int, Reference]]] = defaultdict(list)
         self._bases: set[type] = {nn.Module, object}  # visited classes, with their bases
         # name -> methods of visited classes
@@ -344,7 +342,7 @@ class ClosureWalker:
     def add(self, value: object) -> int:
         """Adds an object to ``objects``, and returns its index."""
         self.places[id(value)] = len(self.objects)
-        self.objects.append(value)  # kept alive, so that no other object gets its id
+        self.objects.append(value)  # keeps the object alive, so its id stays unique
         return self.places[id(value)]
 
     def describe(self, place: int, how: str, path: str) -> Capture:
@@ -362,7 +360,7 @@ class ClosureWalker:
         return Capture(how, path.removeprefix("."), value, via)
 
     def _enter(self, place: int) -> None:
-        """Visits an object: reads the code that belongs to it, then follows its references."""
+        """Visits an object: reads its code, then follows its references."""
         value = self.objects[place]
         if isinstance(value, FunctionType):
             self._read(names_in(value.__code__))
@@ -375,7 +373,7 @@ class ClosureWalker:
                 self._unread[reference.name].append((place, reference))
 
     def _is_followed(self, reference: Reference) -> bool:
-        """Whether to follow a reference now, not only when some code contains its name."""
+        """Whether to follow a reference now; otherwise it waits until code contains its name."""
         if reference.name is None or reference.name in self._names:
             return True
         return self._scope.methods if reference.if_read else self._scope.unread_attributes
@@ -403,7 +401,7 @@ class ClosureWalker:
         self.edges.append(Edge(place, reference.step, known))
 
     def _read(self, names: Set[str]) -> None:
-        """Follows attributes of these names, and then of the names in methods of these names."""
+        """Follows attributes with these names, then attributes named in the methods with these names."""
         while names := names - self._names:
             self._names |= names
             for name in names & self._unread.keys():
@@ -413,7 +411,7 @@ class ClosureWalker:
             names = set().union(*map(_names_in_method, methods))
 
     def _add_class(self, kind: type) -> set[str]:
-        """Adds the methods of a class, and returns the names in the code of those to be called."""
+        """Records the methods of a class; returns the names in the code of methods that code calls."""
         found: set[str] = set()
         for base in set(kind.__mro__) - self._bases:
             self._bases.add(base)
@@ -430,16 +428,16 @@ def _names_in_method(method: object) -> set[str]:
     return set(names_in(code)) if isinstance(code, CodeType) else set()
 
 
-_NOT_RECORDED = (ModuleType, CodeType, torch.jit.ScriptFunction)  # types that are not visited
+_NOT_RECORDED = (ModuleType, CodeType, torch.jit.ScriptFunction)  # types without a visit
 
 
 # References of one object: closure, defaults, globals that code reads, items, attributes, methods.
 
-_MAX_ITEMS = 1000  # items of a container that are followed
-_MAX_PLAIN = 64  # items of the largest container that has its numbers and strings compared
+_MAX_ITEMS = 1000  # follow at most so many items of a container
+_MAX_PLAIN = 64  # guards compare the numbers and strings of containers with at most so many items
 
 
-# Objects of this package keep tensors of earlier calls; only their attribute `fn` is followed.
+# Objects of hoglib.capture hold tensors of earlier calls; only their attribute `fn` is followed.
 _KEEP_TENSORS = "hoglib.capture."
 _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset)
 _attributes = attrgetter("__dict__")
@@ -490,7 +488,7 @@ _FIELDS = {key: attrgetter(key) for key in ("__defaults__", "__kwdefaults__", "a
 def _of_arguments(
     holder: object, field: str, how: str, names: tuple[str, ...] | list[str] = ()
 ) -> Iterator[Reference]:
-    """References to defaults or partial arguments, one for each name; a single one if all are plain."""
+    """References to defaults or partial arguments, one for each; if all are plain, one to the tuple."""
     values = getattr(holder, field)
     if is_plain(values):  # a tuple of numbers, or None
         yield Reference(values, _FIELDS[field])
@@ -502,7 +500,7 @@ def _of_arguments(
 
 
 def _of_globals(fn: FunctionType) -> Iterator[Reference]:
-    """References to globals that a function reads; of a Python module to the attributes it reads."""
+    """References to globals that a function reads; for `module.x` a reference to x."""
     found = set()
     for names in _global_reads(fn.__code__):
         value: Any = fn.__globals__.get(names[0], _MISSING)
@@ -538,7 +536,7 @@ def _of_container(value: Any) -> Iterator[Reference]:
     for i, (key, item) in enumerate(pairs):
         if is_plain(item) and (unordered or len(pairs) > _MAX_PLAIN or not is_plain(key)):
             continue
-        # A step by position holds no reference to the key, so the key can be freed.
+        # A step by position holds no reference to the key, which may be freed.
         step: Step = itemgetter(key) if is_plain(key) and not unordered else partial(_nth, i)
         if isinstance(step, itemgetter) and own_items:  # the class's `[key]` may make a new object
             step = partial(_stored, dict, key)
@@ -546,7 +544,7 @@ def _of_container(value: Any) -> Iterator[Reference]:
 
 
 def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:
-    """References to the items of a subclass of list or tuple, whose own `__iter__` may raise."""
+    """References to the items of a subclass of list or tuple; its own `__iter__` may raise."""
     base: Any = list if isinstance(value, list) else tuple
     for i, item in enumerate(list(base.__iter__(value))[:_MAX_ITEMS]):
         if not is_plain(item) or base.__len__(value) <= _MAX_PLAIN:
@@ -554,8 +552,7 @@ def _of_sequence(value: list[Any] | tuple[Any, ...]) -> Iterator[Reference]:
 
 
 def _of_object(value: object) -> Iterator[Reference]:
-    """References to an object's attributes, and to members of its classes, if the user wrote the
-    class."""
+    """References to an object's attributes, and to members of its classes in the user's code."""
     fields = getattr(value, "__dict__", None)
     if isinstance(fields, dict):
         yield Reference(Attributes(fields), _attributes)
@@ -580,8 +577,8 @@ _PLAIN = (
 
 
 def is_plain(value: Any) -> bool:
-    """Whether guards compare a value by ==: a number, a string, a class, a tuple of such values."""
-    if type(value) in _PLAIN or isinstance(value, _PLAIN):  # the first is faster
+    """Whether guards compare a value by ==: a number, string or class, or a tuple of plain values."""
+    if type(value) in _PLAIN or isinstance(value, _PLAIN):  # the first test is faster
         return True
     # The methods of tuple: a subclass may override them, and raise.
     small = isinstance(value, tuple) and tuple.__len__(value) <= _MAX_PLAIN
@@ -589,7 +586,7 @@ def is_plain(value: Any) -> bool:
 
 
 def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:
-    """The number of items of a container, also where a subclass overrides __len__."""
+    """The number of items of a container, even if a subclass overrides __len__."""
     if isinstance(value, dict):
         return dict.__len__(value)
     return list.__len__(value) if isinstance(value, list) else tuple.__len__(value)
@@ -597,7 +594,7 @@ def stored_items(value: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> int:
 
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
-    """The names that code, and functions defined in it, look up, with strings for getattr."""
+    """The names that code and its nested functions look up, and strings that getattr may take."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -609,7 +606,7 @@ def names_in(code: CodeType) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _global_reads(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """The globals that code reads, each with the chain of attributes read from it: ("F", "relu")."""
+    """The globals that code reads, each with its chain of attributes: ("F", "relu")."""
     chains: list[list[str]] = []
     growing = False
     for instruction in dis.get_instructions(code):
@@ -656,7 +653,7 @@ def is_filled(cell: CellType) -> bool:
     return cell != CellType()  # an empty cell equals only empty cells
 
 
-# Steps from a holder to a value. Guards keep them, and take them again at each call.
+# Steps from a holder to a value. Guards keep the steps, and call them at each call of a graph.
 
 
 def _closed_over(i: int, fn: Any) -> Any:

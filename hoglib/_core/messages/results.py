@@ -1,4 +1,4 @@
-"""What all results have: `torch.load` reads them back, and a notebook shows them as tables."""
+"""Classes of results: `torch.load` reads them back, and a notebook shows them as tables."""
 
 from dataclasses import fields, is_dataclass
 from html import escape
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def result(kind: type[T]) -> type[T]:
-    """A decorator of the class of a result, a NamedTuple or a dataclass.
+    """A class decorator for results, NamedTuples or dataclasses.
 
-    `torch.load` by default refuses classes that are not registered. Reading these runs no code:
-    pickle makes the object of its fields.
+    By default `torch.load` refuses unregistered classes. Loading a registered result runs no code:
+    pickle makes the object from its fields.
     """
     torch.serialization.add_safe_globals([kind])
     if not hasattr(kind, "_repr_html_"):

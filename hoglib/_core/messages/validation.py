@@ -1,4 +1,4 @@
-"""Checks of arguments. Every message states what was expected, what was passed, and what to do."""
+"""Checks of arguments. Every message states the expected value, the passed value, and the remedy."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ def describe(value: object) -> str:
 
 
 def short_repr(kind: type[T]) -> type[T]:
-    """Give a NamedTuple class a repr in which a description replaces more than ten numbers."""
+    """Give a NamedTuple class a repr with a description in place of more than ten numbers."""
 
     def text(self: Any) -> str:
         parts = [f"{name}={shortened(x)}" for name, x in zip(self._fields, self, strict=True)]
@@ -99,7 +99,7 @@ def real(what: str, value: Any) -> Tensor:
 
 
 def number(what: str, value: object, *, minimum: float | None = None) -> float:
-    """Checks for a real Python number that is not NaN and at least `minimum`. An int stays an int."""
+    """Checks for a real Python number of at least `minimum`, not NaN. An int stays an int."""
     if isinstance(value, bool) or not isinstance(value, Real):
         advice = "; take one out of a tensor with `.item()`" if isinstance(value, Tensor) else ""
         text = f"{what}: expected a real Python number, got {describe(value)}{advice}."
@@ -278,7 +278,7 @@ def parameters(params: object, what: str = "params") -> tuple[list[Tensor], Any]
     for x in leaves:
         if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
             continue
-        # only here: paths are slow
+        # only for the message: paths are slow
         for name, leaf in zip(pytree.paths(params), leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 advice = (
@@ -303,7 +303,7 @@ def named_tensors(what: str, params: object) -> None:
 def other_structure(
     what: str, tree: object, params: object, leaf: str = "...", like: str = "params"
 ) -> errors.ArgumentValueError:
-    """The error for a tree with another structure than params; `leaf` describes an expected leaf."""
+    """The error for a tree with a structure unlike params; `leaf` describes an expected leaf."""
     names, came = pytree.paths(params), pytree.paths(tree)
     missing = [name for name in names if name and name not in set(came)]
     extra = sorted(set(came) - {*names, ""})
@@ -322,7 +322,7 @@ def other_structure(
 
 
 def _in_order_of(params: Any, tree: Any) -> Any:
-    """The tree with the types and key order of the mappings in params, which do not matter."""
+    """The tree with its mappings in the types and key order of params: neither has to match."""
     if isinstance(tree, Mapping) and isinstance(params, Mapping) and tree.keys() == params.keys():
         same: Any = copy(params)
         for name, part in params.items():
@@ -348,7 +348,7 @@ def vectors(
     Returns the leaves, and whether they are a block.
     like: The name of params in messages.
     blocks: Accept a block.
-    flat: pytree.flatten(params), if the caller has it.
+    flat: pytree.flatten(params), if the caller has computed it.
     """
     leaves, structure = pytree.flatten(tree)
     expected, expected_structure = flat or pytree.flatten(params)
@@ -362,7 +362,7 @@ def vectors(
         columns = first.shape[-1:]
     if _all_like(leaves, expected, columns) and 0 not in columns:
         return leaves, bool(columns)
-    names = pytree.paths(params)  # only here: paths are slow
+    names = pytree.paths(params)  # only for messages: paths are slow
     for name, leaf, x in zip(names, leaves, expected, strict=True):
         where = leaf_name(what, name)
         tensor(where, leaf)
@@ -391,7 +391,7 @@ def vectors(
 
 
 def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
-    """Whether leaves are tensors of the shape (plus columns), dtype and device of the expected ones."""
+    """Whether leaves are tensors with the dtypes, devices and shapes (plus columns) of `expected`."""
     for leaf, like in zip(leaves, expected, strict=True):
         if not (
             isinstance(leaf, Tensor)
@@ -406,7 +406,7 @@ def _all_like(leaves: list[Any], expected: list[Tensor], columns: Any) -> bool:
 def scalar(what: str, value: Any) -> Tensor:
     """Checks for a real floating-point tensor without dimensions."""
     if isinstance(value, Tensor):
-        # an active mode would see each of these calls
+        # else an active TorchFunctionMode intercepts each of the calls below
         with torch_internals.without_functions_seen():
             if value.dim() == 0 and value.is_floating_point():
                 return value
@@ -424,13 +424,13 @@ def scalar(what: str, value: Any) -> Tensor:
 
 
 def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Tensor:
-    """Checks for NaN and infinity; the message names the first positions that are not finite.
+    """Checks for NaN and infinity; the message names their first positions.
 
     late: Do not wait for a device. The check may then report the values of the previous call.
     """
     late = late and values.device.type != "cpu"
     if late:
-        # about this call if it is the first, else about an earlier one; None if none has arrived
+        # of this call if it is the first call, else of an earlier call; None: still on the device
         found = read_late((what, values.shape), torch.isfinite(values.detach()).all())
         if found is None or found:
             return values
@@ -450,9 +450,9 @@ def finite(what: str, values: Tensor, advice: str, *, late: bool = False) -> Ten
 def of_eigenvalues(
     function: Callable[[Tensor], Tensor], values: Tensor, present: Tensor | None = None
 ) -> Tensor:
-    """function(values), checked to be finite, and of the shape that an elementwise function gives.
+    """function(values), checked to be finite and to have the shape of values.
 
-    present: False for eigenvalues that count as absent; their result is 0.
+    present: Mask of the eigenvalues; where it is False the result is 0.
     """
     found = function(values)
     if not isinstance(found, Tensor) or found.shape != values.shape:
@@ -495,7 +495,7 @@ def as_one(name: str, more: Sequence[Any]) -> str:
 
 
 def explain_arguments(function: F) -> F:
-    """A decorator: unexpected arguments raise an error that says what to write instead."""
+    """A decorator: unexpected arguments raise an error with advice on the call."""
     form = getfullargspec(function)
     names, options = [name for name in form.args if name != "self"], form.kwonlyargs
 
@@ -536,7 +536,7 @@ def refuse_transforms(caller: str, advice: str) -> None:
         )
 
 
-# For arguments on which torch raises RuntimeError: these errors are RuntimeErrors, too.
+# torch raises RuntimeError for the arguments below, so these errors are RuntimeErrors, too.
 
 
 class TorchValueError(errors.ArgumentValueError, RuntimeError):
@@ -548,7 +548,7 @@ class TorchTypeError(errors.ArgumentTypeError, RuntimeError):
 
 
 def torch_real(what: str, value: object) -> Tensor:
-    """:func:`real`, for functions in which torch raises RuntimeError for another dtype."""
+    """:func:`real`, for stand-ins of functions that raise RuntimeError for other dtypes."""
     try:
         return real(what, value)
     except errors.ArgumentTypeError as error:
@@ -564,7 +564,7 @@ def indices(what: str, value: Tensor, expected: str = "int64 or int32") -> None:
 
 
 def same_dtype(like: str, other: Tensor, what: str, value: Tensor) -> None:
-    """Checks for the dtype of another argument, `other`."""
+    """Checks that value.dtype is other.dtype; `like` is the name of `other`."""
     if value.dtype != other.dtype:
         raise TorchTypeError(
             f"{what}: expected {other.dtype} as in {like}, got {value.dtype}; convert one of them."

@@ -1,7 +1,7 @@
-"""Factorizations of symmetric matrices on which LAPACK fails.
+"""Factorizations of symmetric matrices, with a second attempt if LAPACK fails.
 
 Kronecker factors are of low rank, with rows of zeros (dead units) and elements of all magnitudes. For
-many of these matrices LAPACK's eigensolver does not converge, or returns NaN.
+many such matrices LAPACK's eigensolver does not converge, or returns NaN.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def symmetric_eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """`symmetric_eigen` of several matrices; the checks wait for a device only once."""
+    """`symmetric_eigen` of several matrices, with one synchronization for all checks."""
     every = [(matrices + matrices.mT) / 2 for matrices in several]
     if torch_internals.transforms_active() or torch_internals.tracing():
         # fake tensors and wrappers have no values to check
@@ -34,9 +34,9 @@ def symmetric_eigens(several: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _eigh_or_nan(a: Tensor) -> tuple[Tensor, Tensor]:
-    """LAPACK's result; NaN if it fails."""
-    # eigh of MKL fails, or returns NaN, for finite matrices of low rank in float32: for 8 of 13
-    # Kronecker factors of a ResNet
+    """LAPACK's result; NaN if LAPACK raises."""
+    # MKL's eigh raises, or returns NaN, for finite float32 matrices of low rank: for 8 of 13 Kronecker
+    # factors of a ResNet
     with suppress(RuntimeError):
         values, Q = torch.linalg.eigh(a)
         return values, Q
@@ -55,10 +55,10 @@ def _factorize_in_double(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_double(a: Tensor) -> tuple[Tensor, Tensor]:
-    """`_eigh_or_nan` in float64 of a matrix without its rows of zeros, plus unit vectors for these."""
+    """`_eigh_or_nan` in float64 without the rows of zeros, which get unit vectors as eigenvectors."""
     size = a.abs().max().double()
     scaled = a.double() / size.clamp(min=torch.finfo(torch.float64).tiny)
-    # numbers far below rounding make the eigensolvers fail
+    # elements far below rounding make the eigensolvers fail: set them to zero
     scaled = torch.where(scaled.abs() > torch.finfo(a.dtype).eps ** 2, scaled, 0)
     used = scaled.any(0)
     inside, units = used.nonzero()[:, 0], (~used).nonzero()[:, 0]
@@ -82,11 +82,11 @@ def _is_eigen(a: Tensor, values: Tensor, Q: Tensor) -> Tensor:
     a, values, Q = a.detach(), values.detach(), Q.detach()
     if not a.numel():
         return torch.ones((), dtype=torch.bool, device=a.device)
-    # u without equal elements, so that a permutation is seen
+    # unequal elements, to notice a permutation
     u = torch.linspace(1, 2, a.shape[-1], dtype=a.dtype, device=a.device).unsqueeze(-1)
     inside = Q.mT @ u
     given, found = a @ u, Q @ (values.unsqueeze(-1) * inside)
-    # each matrix in units of its largest element
+    # relative to the largest element of each matrix
     size = a.abs().amax((-2, -1), keepdim=True).clamp(min=torch.finfo(a.dtype).tiny)
     pairs = (given / size, found / size), (u.expand_as(inside), Q @ inside)
     off = torch.stack([(x - y).abs().max() for x, y in pairs])

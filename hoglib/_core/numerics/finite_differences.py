@@ -2,9 +2,9 @@
 
     D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ O(h^2) + eps |f| / h
 
-Every comparison with finite differences takes its steps h from the table below. A derivative of any
-order is compared with differences of derivatives one order below, which autograd computes. So steps
-depend on the dtype and on the comparison, not on the order.
+Every comparison with finite differences takes its steps h from the table below. A derivative of order k
+is compared with differences of autograd's derivative of order k - 1, so steps depend on the dtype and
+on the comparison, not on the order.
 
 `element_differences` builds on this module: it chooses a step for each element.
 """
@@ -24,8 +24,8 @@ from hoglib._core.torch_api import pytree
 
 Use = Literal["product", "element", "element, more", "element, short", "slot", "route"]
 STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
-    # `mode="finite-differences"`. All steps are tried, and the pair that agrees best is taken, so the
-    # range is wide. In units of the root mean square of the parameters, or of 1 if it is in [SMALL, 1].
+    # `mode="finite-differences"`: the pair of steps with the best agreement is taken, so the range is
+    # wide. In units of the root mean square of the parameters, or of 1 if it is in [SMALL, 1].
     "product": dict.fromkeys((torch.float64, torch.float32), (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)),
     # `verify`: each element takes the step with the smallest estimated error. In units of the
     # size of each element. Narrow dtypes need long steps, because rounding grows as eps / h.
@@ -33,28 +33,28 @@ STEPS: dict[Use, dict[torch.dtype, tuple[float, ...]]] = {
         torch.float64: (1e-3, 1e-4, 1e-5, 1e-6), torch.float32: (1e-1, 3e-2, 1e-2, 3e-3),
         torch.float16: (5e-1, 2e-1, 1e-1), torch.bfloat16: (5e-1, 2e-1, 1e-1),
     },
-    # `verify` again, tried only if the steps above are not conclusive: they cost twice as much again.
+    # `verify`, if the steps above are not conclusive: they double the cost.
     "element, more": {
         torch.float64: (1e-2, 1e-7, 1e-8, 1e-9, 1e-10), torch.float32: (1e-3, 3e-4, 1e-4),
         torch.float16: (), torch.bfloat16: (),
     },
-    # `verify` again, if a derivative seems wrong: a function may oscillate faster than all steps above.
+    # `verify`, if a derivative seems wrong: a function may oscillate faster than all steps above.
     "element, short": {torch.float64: (1e-7, 1e-8, 1e-9), torch.float32: ()},
-    # The attribution to tensors that a Function saved. Terms are compared with their sum, coarsely, and
-    # away from kinks: one step is enough.
+    # The attribution of an error to tensors that a Function saved: terms are compared with their sum,
+    # coarsely, and away from kinks, so one step is enough.
     "slot": {torch.float64: (1e-5,), torch.float32: (3e-3,)},
     # `audit` of whole models, in units of the size of each parameter tensor. Tried in this order until
-    # a product agrees. The first step is right for most models; a model with many ReLUs needs a shorter
-    # one, which crosses no kink, and a loss with terms that cancel a longer one.
+    # a product agrees. The first step is right for most models. A model with many ReLUs needs a shorter
+    # step, which crosses no kink; a loss with cancellation needs a longer step.
     "route": {torch.float64: (1e-7, 1e-9, 1e-5, 1e-4, 1e-3), torch.float32: (1e-2, 1e-3, 3e-2, 1e-4)},
 }  # fmt: skip
-SMALL = 1e-3  # parameters with a smaller root mean square are in units that are far from 1
+SMALL = 1e-3  # parameters with a smaller root mean square have a natural unit far below 1
 VectorFunction = Callable[[Vector], Vector]
 T = TypeVar("T")
 
 
 def steps(use: Use, dtype: torch.dtype) -> tuple[float, ...]:
-    """The steps of a use in a dtype; float32's for a dtype that the table does not list."""
+    """The steps of a use in a dtype; the steps of float32 for an unlisted dtype."""
     table = STEPS[use]
     return table.get(dtype, table[torch.float32])
 
@@ -105,7 +105,7 @@ def central_differences(
     steps: Sequence[float],
     placement: Placement = UNSHARDED,
 ) -> list[Vector]:
-    """D(h) for several steps along a nonzero vector, each with the current random numbers.
+    """D(h) for several steps along a nonzero vector; all evaluations draw equal random numbers.
 
     A step is in units of the root mean square of the leaves (see `STEPS`) over the norm of the vector.
     """
@@ -123,7 +123,7 @@ def central_differences(
 
 
 def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
-    """The first gradient of a scalar function of leaves, as a function."""
+    """leaves -> the gradient of a scalar function, without a graph."""
 
     def gradient(leaves: Vector) -> Vector:
         p = fresh_leaves(leaves, False)
@@ -135,7 +135,7 @@ def gradient_function(func: Callable[..., Tensor]) -> VectorFunction:
 
 
 def fixed_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Restores torch's random generators at exit, so that the next run draws equal numbers."""
+    """Restores torch's random generators at exit: the next run draws equal numbers."""
     return torch.random.fork_rng(sorted({x.device for x in tensors if x.is_cuda}, key=str))
 
 

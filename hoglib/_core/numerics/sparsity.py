@@ -4,12 +4,12 @@ Columns that share no row can be multiplied at once: with the 0-1 vector s_c of 
 
     (A s_c)_i = A_ij        j the only column of colour c with an entry in row i
 
-A row with many entries would give its columns as many colours. It is *full*, and read by A^T e_i. The
-number of full rows is the one that minimises the number of products.
+A row with n entries needs n colours. Rows with many entries are therefore *full*: A^T e_i reads row i.
+The number of full rows minimises the total number of products.
 
-The pattern is found by products, too (Griewank and Mitev, 2002), so that no operation of torch needs a
-rule. Blocks of columns are halved twice, level by level. A block with an entry in row i gives
-A v != 0 there for a random v on its columns; blocks that share no row are tried by one vector.
+Products also find the pattern (Griewank and Mitev, 2002), so no torch operation needs a rule. Blocks
+of columns are split into four parts, level by level. A block has an entry in row i if (A v)_i != 0 for
+a random v on its columns; blocks without a common row share one vector v.
 """
 
 from functools import reduce
@@ -27,9 +27,9 @@ from hoglib._core.torch_api.mixed_precision import autocast_on
 from hoglib.errors import ArgumentTypeError, ArgumentValueError, NondeterministicError
 
 Shape = tuple[int, int]
-# Parts of a block at the next level. Four take as many products as two, in half the passes.
+# Parts of a block at the next level. Four parts take as many products as two, in half the levels.
 PARTS = 4
-FIRST = 16  # blocks at the first level; each has its own product there
+FIRST = 16  # blocks at the first level, with one product for each
 
 
 class Band(NamedTuple):
@@ -46,7 +46,7 @@ class Band(NamedTuple):
 
 
 class DiagonalBlocks(NamedTuple):
-    """The pattern of a block-diagonal matrix with square blocks of this size.
+    """The pattern of a block-diagonal matrix with blocks [size, size].
 
     Example:
         >>> x = torch.arange(4.0)
@@ -65,7 +65,7 @@ class Products(NamedTuple):
     """The products of an operator with vectors.
 
     A: The operator.
-    at_once: How many vectors are multiplied in one pass; None for all.
+    at_once: The number of vectors in one call of A.apply; None for all.
     caller: For messages.
     """
 
@@ -100,20 +100,20 @@ class SparseMatrix(NamedTuple):
         """The matrix as a `torch.sparse_csr` tensor."""
         rows, columns = self.entries
         starts = F.pad(torch.bincount(rows, minlength=self.shape[0]).cumsum(0), (1, 0))
-        with catch_warnings(action="ignore"):  # of torch: sparse tensors are beta
+        with catch_warnings(action="ignore"):  # torch warns that sparse CSR tensors are in beta
             return torch.sparse_csr_tensor(
                 starts, columns, self.values, self.shape, check_invariants=False
             )
 
 
 class Compression(NamedTuple):
-    """How a matrix with a known pattern is read from few products.
+    """The products that read a matrix with a known pattern.
 
     entries: Row and column of each entry, [2, n], row by row.
     shape: The shape of the matrix.
-    full: The rows that are read by transposed products.
+    full: The rows read by transposed products.
     colours: The colour of each column.
-    transposed: Whether the matrix is the transpose of the operator's.
+    transposed: Entries, shape, full and colours describe the transpose of the operator's matrix.
     """
 
     entries: Tensor
@@ -124,7 +124,7 @@ class Compression(NamedTuple):
 
     @classmethod
     def of(cls, entries: Tensor, shape: Shape) -> "Compression":
-        """The one with fewer products, of the matrix and of its transpose."""
+        """The compression of the matrix or of its transpose, by the number of products."""
         turned = _ordered(entries.flip(0), shape[::-1])
         return min(
             cls(entries, shape, *_compress(entries, shape), False),
@@ -133,7 +133,7 @@ class Compression(NamedTuple):
         )
 
     def read(self, A: Products) -> tuple[SparseMatrix, list[int] | None]:
-        """The matrix; row and column of an entry outside of the pattern, or None."""
+        """The matrix, and the row and column of an entry outside the pattern, or None."""
         A = A.T if self.transposed else A
         rows, columns = self.entries
         by_colour = A(indicators(self.colours))
@@ -154,9 +154,9 @@ class Compression(NamedTuple):
 def read_sparse(
     A: Any, sparsity: object, owner: object, caller: str, chunk_size: int | None
 ) -> SparseMatrix:
-    """The matrix of an operator.
+    """The sparse matrix of an operator.
 
-    owner: A pattern that is found is tried again at later calls, while this object lives.
+    owner: While this object lives, later calls first try the pattern that the last call found.
     """
     chunk_size = validation.none_or_at_least("chunk_size", chunk_size, 1)
     products = Products(A, chunk_size, caller)
@@ -169,13 +169,13 @@ def read_sparse(
                 "{}, column {}; leave sparsity out, so that the pattern is found.".format(*outside)
             )
         return matrix
-    # one or none: the pattern at the last point, which another point may not have
+    # a list of at most one compression, of the last call; another x may have another pattern
     remembered: Any = memoize_on(owner, (caller, shape, device), list)
     for compression in remembered:
         matrix, outside = compression.read(products)
         if outside is None:
             return matrix
-    # entries of a row cancel with probability eps, so that half precision takes several draws
+    # A sum of a row's entries rounds to zero with probability eps: half precision takes more draws.
     least = 4 if torch.finfo(A.dtype).eps > 1e-4 else 1
     for draws in (least, least + 1):
         found = [_find_entries(products, shape, device, seed) for seed in range(draws)]
@@ -184,13 +184,13 @@ def read_sparse(
         if outside is None:
             break
     remembered[:] = [compression]
-    return matrix  # entries that two draws have missed are rounding
+    return matrix  # entries outside the patterns of both draws are rounding errors
 
 
 def neighbours_apart(matrix: SparseMatrix) -> Tensor:
-    """A colour for each index, such that indices of one colour have no entry in common."""
+    """A colour for each index i, such that A_ij = 0 for i and j of one colour."""
     rows, columns = matrix.entries[:, matrix.entries[0] != matrix.entries[1]]
-    # of a graph whose edges are the rows, each with the two columns that it joins
+    # The graph of A as its incidence matrix: one row for each edge, with two entries.
     edges = torch.arange(len(rows), device=rows.device).repeat(2)
     colours = _colour(edges, torch.cat([rows, columns]), (len(rows), matrix.shape[1]))
     return torch.tensor(colours, device=rows.device, dtype=torch.long)
@@ -199,22 +199,22 @@ def neighbours_apart(matrix: SparseMatrix) -> Tensor:
 def _given_compression(
     sparsity: object, owner: object, shape: Shape, device: torch.device
 ) -> Compression:
-    """The compression for a pattern that a user gives; known from an earlier call, if there was one."""
+    """The compression for a user's pattern, memoized."""
 
     def find() -> Compression:
         return Compression.of(_given_entries(sparsity, shape, device), shape)
 
     if not isinstance(sparsity, Tensor):
         return cast(Compression, memoize_on(owner, (shape, device, repr(sparsity)), find))
-    if sparsity.is_inference():  # has no version, so that an in-place write would not be seen
+    if sparsity.is_inference():  # has no _version, which tells of in-place writes
         return find()
     return cast(Compression, memoize_on(sparsity, (shape, device, sparsity._version), find))
 
 
 def _given_entries(sparsity: object, shape: Shape, device: torch.device) -> Tensor:
-    """The entries of a pattern that a user gives."""
+    """Row and column of each entry of a user's pattern."""
     if isinstance(sparsity, Band | DiagonalBlocks):
-        # in each row a run of columns, from `first` on
+        # row i has the columns first[i] to first[i] + count - 1
         first = torch.arange(shape[0], device=device)
         if isinstance(sparsity, Band):
             width = validation.at_least("Band(width)", sparsity.width, 0)
@@ -244,7 +244,7 @@ def _given_entries(sparsity: object, shape: Shape, device: torch.device) -> Tens
 
 
 def _find_entries(A: Products, shape: Shape, device: torch.device, seed: int) -> Tensor:
-    """The rows and columns of the entries that are not zero."""
+    """Row and column of each nonzero entry, found by products with random vectors."""
     height, length = shape
     column = torch.arange(length, device=device)
     noise = random_factors(length, device, seed)
@@ -268,23 +268,25 @@ def _find_entries(A: Products, shape: Shape, device: torch.device, seed: int) ->
         entries = entries[:, ~torch.isin(entries[0], full)]
         width //= PARTS
         blocks = -(-length // width)
-        # parts of blocks that share no row share none
+        # parts of blocks without a common row have no common row either
         colours = _parts(colours)[:blocks]
         row, block = entries[0].repeat_interleave(PARTS), _parts(entries[1])
         row, block = row[block < blocks], block[block < blocks]
 
 
 def _outside(A: Products, known: Compression, values: Tensor) -> list[int] | None:
-    """Row and column of an entry outside of the pattern, seen by one product; None if there is none.
+    """Row and column of an entry outside the pattern, or None.
 
-    Each row has its own tolerance, so that a small row is not lost beside a large one. If a row differs
-    by more than sums of its entries do, products with parts of w measure the rounding of A there, and
-    A^T e_i shows the rows that differ by more:
+    A w is compared with the product of the entries and w, row by row: each row has its own tolerance,
+    for rows of different magnitudes. If a row differs by more than rounding in a sum of its entries,
+    more products measure the rounding of A in row i,
 
-        |A w - sum_c A w_c|        w_c the part of w on the columns of colour c
+        |A w - sum_c A w_c|_i        w_c the part of w on the columns of colour c
+
+    and A^T e_i reads the rows that differ by more than 30 times this rounding.
     """
     (rows, columns), shape = known.entries, known.shape
-    w = random_factors(shape[1], values.device, 100)  # others than those that found the pattern
+    w = random_factors(shape[1], values.device, 100)  # a seed that `_find_entries` does not use
     expected = A(w[None])[0].double()
     terms = values.double() * w[columns]
     total, size = (expected.new_zeros(shape[0]).index_add(0, rows, x) for x in (terms, terms.abs()))
@@ -304,7 +306,7 @@ def _outside(A: Products, known: Compression, values: Tensor) -> list[int] | Non
     part = w * (w > 1)
     halves = A(torch.stack([part, w - part])).double()
     rounding = sum((x.sum(0) - expected).abs() for x in (of_colours, halves))
-    r[known.full] = most  # which products with A^T have read
+    r[known.full] = most  # A^T e_i read these rows, and rounds otherwise than A w
     excess = off - r * size - 30 * rounding
     worst = (excess / off).nan_to_num(-1).topk(min(32, shape[0])).indices
     worst = worst[excess[worst] > 0]
@@ -312,31 +314,31 @@ def _outside(A: Products, known: Compression, values: Tensor) -> list[int] | Non
     place = _places(worst, shape[0])[rows]
     others[place[place >= 0], columns[place >= 0]] = 0
     for row, entries in zip(worst, others, strict=True):
-        if bool(2 * entries.sum() > off[row]):  # else it is rounding that parts of w do not have
+        if bool(2 * entries.sum() > off[row]):  # else the difference is rounding of A w alone
             return [int(row), int(entries.argmax())]
     return None
 
 
 def _places(indices: Tensor, length: int) -> Tensor:
-    """The place of each of 0, ..., length - 1 among the indices; -1 if it is not among them."""
+    """places[indices[k]] = k; -1 elsewhere. [length]"""
     places = indices.new_full((length,), -1)
     places[indices] = torch.arange(len(indices), device=indices.device)
     return places
 
 
 def random_factors(length: int, device: torch.device, seed: int) -> Tensor:
-    """Numbers with which the entries of a row cancel with probability zero."""
+    """Random numbers in (0.5, 1.5): a weighted sum of nonzero entries is zero with probability 0."""
     draws = torch.Generator(device).manual_seed(seed)
     return torch.rand(length, generator=draws, device=device, dtype=torch.float64) + 0.5
 
 
 def _compress(entries: Tensor, shape: Shape, cost: int = 1) -> tuple[Tensor, Tensor]:
-    """The full rows, and the colours of the columns of the others.
+    """The full rows, and a colour for each column; columns of one colour share no row that is not full.
 
     cost: The number of products for each colour.
     """
     counts, order = torch.bincount(entries[0], minlength=shape[0]).sort(descending=True)
-    # with k full rows there are as many colours as entries in the next row, or more
+    # The k longest rows are full: there are at least as many colours as entries in the next row.
     colours = F.pad(counts, (0, 1))
     products = torch.arange(shape[0] + 1, device=counts.device) + cost * colours
     full = order[: int(products.argmin())]
@@ -345,7 +347,7 @@ def _compress(entries: Tensor, shape: Shape, cost: int = 1) -> tuple[Tensor, Ten
 
 
 def _colour(rows: Tensor, columns: Tensor, shape: Shape) -> list[int]:
-    """Greedy colours: of each column the first that no earlier column with an entry in one of its rows
+    """Greedy colouring: each column takes the first colour that no earlier column with a common row
     has."""
     ordered = rows[columns.argsort(stable=True)].tolist()
     ends = torch.bincount(columns, minlength=shape[1]).cumsum(0).tolist()
@@ -354,7 +356,7 @@ def _colour(rows: Tensor, columns: Tensor, shape: Shape) -> list[int]:
     for end in ends:
         own = ordered[start:end]
         used = reduce(or_, (taken[row] for row in own), 0)
-        free = ~used & (used + 1)  # the lowest bit that is not set
+        free = ~used & (used + 1)  # the lowest zero bit of `used`
         for row in own:
             taken[row] |= free
         colours.append(free.bit_length() - 1)
@@ -363,7 +365,7 @@ def _colour(rows: Tensor, columns: Tensor, shape: Shape) -> list[int]:
 
 
 def _ordered(entries: Tensor, shape: Shape) -> Tensor:
-    """The entries row by row, each once."""
+    """The entries sorted row by row, without repetitions."""
     numbers = (entries[0] * shape[1] + entries[1]).unique()
     return torch.stack([numbers // max(shape[1], 1), numbers % max(shape[1], 1)])
 

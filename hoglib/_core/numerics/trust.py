@@ -1,21 +1,21 @@
-"""The first call of a computation is compared with another way to compute it; later calls trust it.
+"""The first call of a computation is compared with a second computation; later calls are trusted.
 
     max |a - b| <= r max(|a|, |b|, |terms|)        r by the dtype, and by how a and b were computed
 
     BITS          a repeated run                                             r = 0
     KERNELS       equal operations, on other shapes or by other kernels      r = 4 eps
     SUMS          sums in another order                                      r = 1000 eps
-    DIGITS        another formula, which may cancel                          r = sqrt(eps)
+    DIGITS        another formula, with possible cancellation                r = sqrt(eps)
     DERIVATIVES   a value or a derivative of a whole model                   r from `TOLERANCES`
 
 This rule is not used for:
 
-    symmetric, adjoint, linear maps    compared by inner products of random vectors, which are small
-                                       beside their terms; values that are not finite pass
+    symmetric, adjoint, linear maps    compared by inner products of random vectors, relative to their
+                                       summands; NaN and infinity pass
     compiled code                      compared by the norm of all outputs, in its least precise dtype
-    several processes                  their gradients and checksums are compared at each call
-    independence of samples            a part has to be exactly zero, not small
-    finite differences                 their errors are measured
+    several processes                  gradients and checksums are compared at each call
+    independence of samples            a derivative has to be exactly zero, not small
+    finite differences                 the errors are measured
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -32,12 +32,8 @@ T = TypeVar("T")
 
 
 class Rule(NamedTuple):
-    """r = factor eps^power for a dtype with precision eps; if power is 0, factor times the rtol of
-    TOLERANCES.
-
-    factor: In units of eps^power, or of the rtol.
-    power: Of eps; 0 for a model's tolerance.
-    """
+    """A tolerance r for each dtype: factor * eps^power, or factor * TOLERANCES[dtype].rtol if power
+    is 0."""
 
     factor: float
     power: float = 1.0
@@ -60,10 +56,10 @@ def agree(
     terms: Sequence[Tensor | float] = (),
     dtype: torch.dtype | None = None,
 ) -> bool:
-    """Whether two computations of one quantity agree up to rounding; False for NaN in one of them.
+    """Whether two computations of one quantity agree up to rounding. NaN equals NaN only for BITS.
 
-    terms: The summands of a and b: they are larger if the sum cancels.
-    dtype: The dtype of the computation, if the results have another one.
+    terms: The summands of a and b: after cancellation they are larger than a and b.
+    dtype: The dtype of the computation, if it differs from the dtype of the results.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape:
@@ -85,7 +81,7 @@ def largest(x: Tensor | float) -> float:
 
 
 def _largest_of(*given: Tensor | float) -> list[float]:
-    """The largest magnitude of each; tensors of one device and dtype are read at once."""
+    """The largest magnitude of each argument; tensors of one device and dtype are read at once."""
     found = [x.detach().abs().max() for x in given if isinstance(x, Tensor) and x.numel()]
     alike = len({(x.device, x.dtype) for x in found}) == 1
     values = iter(torch.stack(found).tolist() if alike else map(float, found))
@@ -98,9 +94,10 @@ _MEMO: Any = WeakIdKeyDictionary()  # object -> key -> result of find()
 
 
 def memoize_on(owner: object, key: Hashable, find: Callable[[], T | None]) -> T | None:
-    """The first result of `find` that is not None, kept while `owner` lives.
+    """The result of `find`, called once for each owner and key; a result of None is not kept.
 
-    key: Everything but the owner that the result depends on.
+    owner: The result is kept while this object lives.
+    key: Everything else that the result depends on.
     """
     try:
         known: dict[Hashable, T] = _MEMO.setdefault(owner, {})

@@ -1,4 +1,4 @@
-"""Gradients that can be differentiated again, in every context of the caller.
+"""Gradients with a graph, under any grad mode, inference mode or transform of the caller.
 
 g = gradient_with_graph(func, leaves, "hvp", create_graph=False)
 Hv = materialize_grads(vjp(g.parts, g.leaves, v, "hvp"), g.leaves)
@@ -49,8 +49,8 @@ class Gradient(NamedTuple):
     """The gradient of a scalar function, with a graph.
 
     value: The value of the function.
-    leaves: The tensors that the value was computed from, and is differentiated by.
-    parts: The gradient by each leaf; None for a leaf that the value does not depend on.
+    leaves: The tensors that the function was called with, see `fresh_leaves`.
+    parts: The gradient by each leaf; None if the value does not depend on the leaf.
     graph: The graph of the value.
     """
 
@@ -68,15 +68,15 @@ class Gradient(NamedTuple):
 def gradient_with_graph(
     func: ScalarFunction, leaves: Vector, what: str, create_graph: bool
 ) -> Gradient:
-    """The value of func at the leaves, and its gradient, which can be differentiated again.
+    """The value of func at the leaves, and its gradient with a graph.
 
-    create_graph: Connect the graph to the given leaves; otherwise func gets detached copies.
+    create_graph: Connect the graph to the given leaves; otherwise func gets detached aliases.
     """
     with without_stand_ins():
         p = fresh_leaves(leaves, create_graph)
     value = func(*p)
-    # Stand-ins are on only for func, and for a backward that needs them: while they are on, each torch
-    # call, also for a shape, takes a microsecond longer.
+    # Stand-ins are on for func, and for a backward with Python code: under their mode each torch call,
+    # also x.shape, takes a microsecond longer.
     with without_stand_ins() as suspended:
         graph = graph_summary(value)
         if graph.functions:
@@ -92,7 +92,7 @@ def gradient_with_graph(
             except Exception as error:
                 translate_errors(what).explain(error)
                 raise
-    if {*map(type, parts)} <= {NoneType}:  # all None; a generator would make a call for each part
+    if {*map(type, parts)} <= {NoneType}:  # all None; faster than all() of a generator
         raise NoSecondDerivative(
             "func(params, *args): expected a value that depends on params, got one that does not. "
             "Look for .detach(), .item(), .data or torch.no_grad() in func, and for a func that uses "
@@ -102,7 +102,7 @@ def gradient_with_graph(
 
 
 def check_uses_given_params(graph: GraphSummary, leaves: Vector, what: str) -> None:
-    """Refuse a value computed from the leaves themselves besides the tensors that func was given."""
+    """Refuse a value with the original leaves in its graph: func was given `fresh_leaves`."""
     if not graph.leaves.keys().isdisjoint(map(id, leaves)):
         direct = graph.reached(leaves)
         shapes = ", ".join(str(tuple(leaves[i].shape)) for i in direct)
@@ -123,10 +123,11 @@ def vjp(
     create_graph: bool = False,
     graph: GraphSummary | None = None,
 ) -> list[Tensor | None]:
-    """The vector-Jacobian product d <outputs, cotangents> / d inputs; None for inputs without one.
+    """The vector-Jacobian product d <outputs, cotangents> / d inputs; None for inputs that the outputs
+    do not depend on.
 
-    Outputs that are None or have no graph are constants, cotangents that are None are zeros.
-    graph: The graph behind the outputs, for errors that name its custom Functions.
+    An output of None or without a graph is a constant; a cotangent of None is zero.
+    graph: The graph of the outputs, for errors that name its custom Functions.
     """
     values, weights = [], []
     for y, u in zip(outputs, cotangents, strict=True):
@@ -144,13 +145,13 @@ def vjp(
 
 
 def at_even(u: Tensor) -> Tensor:
-    """u, or a copy if u is a slice of pairs with an odd offset, which view_as_complex refuses."""
+    """u; a copy if view_as_complex would refuse its odd storage offset."""
     return u.clone() if u.shape[-1:] == (2,) and u.storage_offset() % 2 else u
 
 
 def fresh_leaves(leaves: Vector, create_graph: bool) -> Vector:
-    """Tensors with the values of the leaves, to differentiate by: views connected to the leaves with
-    create_graph, detached tensors otherwise."""
+    """New tensors with the values of the leaves, to differentiate by: with create_graph views in the
+    graph of the leaves, otherwise detached tensors."""
     fresh: Vector = []
     for x in leaves:
         linked = create_graph and x.requires_grad
@@ -162,7 +163,7 @@ def materialize_grads(parts: list[Tensor | None], like: Vector) -> Vector:
     """Gradients with zeros instead of None, as dense tensors."""
     found: Vector = []
     for part, x in zip(parts, like, strict=True):
-        # `dense`, inlined: a call for each part costs time
+        # `dense`, inlined, because a function call for each part costs time
         whole = part is None or part.layout is torch.strided
         found.append(torch.zeros_like(x) if part is None else part if whole else part.to_dense())
     return found
@@ -182,12 +183,12 @@ def with_gradients(
     with_graph: Callable[[], Sequence[Tensor]] | None = None,
     recompute: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Tensor:
-    """The value with gradients that were computed before: backward multiplies them by its own.
+    """The value with precomputed gradients: backward multiplies `grads` by the incoming gradient.
 
-    with_graph: Computes the gradients with a graph, for a backward with create_graph=True. Without this
-    function such a backward raises NoSecondDerivative with the text `no_second_derivative`.
-    recompute: Computes the gradients again. With this function the first backward scales the known ones
-    in place and returns them without a copy, so nothing else may refer to them or to their storages.
+    with_graph: Computes the gradients with a graph, for a backward with create_graph=True. Default:
+        such a backward raises NoSecondDerivative with the text `no_second_derivative`.
+    recompute: Computes the gradients again. If given, the first backward scales `grads` in place and
+        returns them without a copy: no other reference to their storages may exist.
     """
     options = no_second_derivative, with_graph, recompute, list(grads)
     return apply(_PrecomputedGradients, value, options, *tensors)
@@ -197,7 +198,7 @@ class _PrecomputedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, options: Any, *tensors: Tensor) -> Tensor:
         ctx.no_second_derivative, ctx.with_graph, ctx.recompute, ctx.grads = options
-        # reading these in backward raises if a step changed them: the gradients would be stale
+        # backward reads saved_tensors, which raises if an optimizer step changed them in between
         ctx.save_for_backward(*tensors)
         return value.clone()
 
@@ -212,7 +213,7 @@ class _PrecomputedGradients(torch.autograd.Function):
             scaled = [grad * part for part in ctx.grads or ctx.recompute()]
         else:
             scaled, ctx.grads = ctx.grads or list(ctx.recompute()), None
-            # scaling by 1 is left out on the CPU only: reading a device's value would wait
+            # skip a factor of 1, on the CPU only: reading the factor from a device synchronizes
             if not (grad.device.type == "cpu" and grad.item() == 1):
                 scaled = [part.mul_(grad) for part in scaled]
         return None, None, *scaled
@@ -220,11 +221,11 @@ class _PrecomputedGradients(torch.autograd.Function):
 
 @final
 class grad_enabled:  # noqa: N801 a context manager
-    """Inside, autograd records, also if the caller is in inference mode."""
+    """torch.enable_grad() that also leaves inference mode."""
 
     def __enter__(self) -> None:
-        # most callers have gradients enabled already, and entering these modes takes time
-        self._entered: list[Any] = []  # modes to leave at exit
+        # entered only if needed: entering a mode takes time
+        self._entered: list[Any] = []
         if torch.is_inference_mode_enabled():
             self._entered.append(torch.inference_mode(False))
         if self._entered or not torch.is_grad_enabled():
@@ -238,7 +239,7 @@ class grad_enabled:  # noqa: N801 a context manager
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
-    """Inside, new tensors can be differentiated by: no_grad replaces inference mode."""
+    """Replaces an active inference mode by no_grad: new tensors may then require grad."""
     return _no_grad_instead() if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -249,13 +250,10 @@ def _no_grad_instead() -> Iterator[None]:
 
 
 def clone_inference_tensors(tree: T) -> T:
-    """The tree with copies instead of inference tensors, which autograd refuses to save."""
+    """The tree with clones of its inference tensors: autograd refuses to save inference tensors."""
     leaves, structure = pytree.flatten(tree)
-    found = []
-    with without_functions_seen():  # an active mode would see each of these calls
-        for i, x in enumerate(leaves):
-            if isinstance(x, Tensor) and x.is_inference():
-                found.append(i)
+    with without_functions_seen():  # else an active TorchFunctionMode intercepts is_inference
+        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
     if not found:
         return tree
     for i in found:
@@ -266,8 +264,7 @@ def clone_inference_tensors(tree: T) -> T:
 def without_graph(function: Callable[[], Tensor]) -> Tensor:
     """The value of a function, without its graph.
 
-    It runs under no_grad, which takes less memory, and again with gradients enabled if the function
-    differentiates inside.
+    The function runs under no_grad. If it needs a graph itself, it runs again under enable_grad.
     """
     with torch.no_grad():
         try:
@@ -279,7 +276,7 @@ def without_graph(function: Callable[[], Tensor]) -> Tensor:
         return function().detach()
 
 
-# Words of torch's errors about operations that it cannot differentiate.
+# Parts of torch's error messages about operations without a derivative.
 NOT_DIFFERENTIABLE = (
     "not implemented", "forward AD", "does not currently support double backward",
     "don't support automatic differentiation", "saved tensor hooks", "incompatible with .grad()",
@@ -293,7 +290,8 @@ def no_forward_mode(
     error: Exception,
     instead: str = "Outside of torch.func transforms use the reverse mode.",
 ) -> Exception:
-    """The exception to raise for an error in forward mode: explained if torch lacks a derivative."""
+    """The exception to raise for an error in forward mode: UnsupportedError if torch lacks a
+    derivative, else the error itself."""
     words = (
         *NOT_DIFFERENTIABLE,
         "ZeroTensor",
@@ -301,10 +299,10 @@ def no_forward_mode(
         "autocast",
         "forward mode AD",
         "functorch transform",
-        "to not have been used in the graph",  # a derivative inside the function
-        "set a forward gradient",  # a tangent of another size or layout
+        "to not have been used in the graph",  # autograd.grad inside the function
+        "set a forward gradient",  # a rule returned a tangent of wrong size or layout
         "flat_bdims",  # a Function without a jvp, under vmap
-        "view size is not compatible",  # rules that view tangents of any layout
+        "view size is not compatible",  # a rule calls view() on a non-contiguous tangent
         "do not have strides",  # sparse layouts inside torch.func
     )
     if isinstance(error, HoglibError) or not any(word in str(error) for word in words):
@@ -319,10 +317,10 @@ def no_forward_mode(
 
 
 class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
-    """Raise UnsupportedError if hooks of a module fail that can be turned off.
+    """Raise UnsupportedError if hooks of a module with a method `disable_hooks` fail.
 
-    Opacus' GradSampleModule has such hooks. They count forward passes on the module's own parameters,
-    which hoglib swaps, and expect one backward for each forward.
+    For Opacus' GradSampleModule: its hooks count forward passes on the module's own parameters, which
+    hoglib swaps, and expect one backward for each forward.
     """
 
     def __init__(self, what: str) -> None:
@@ -344,9 +342,11 @@ class translate_hook_errors(ErrorTranslation):  # noqa: N801 a context manager
 
 @final
 class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
-    """Raise UnsupportedError for torch's error about an operation that it cannot differentiate, and for
-    failing hooks (see :class:`translate_hook_errors`); raise NoSecondDerivative, with the names of the
-    graph's custom Functions, if a tensor that a derivative needs was changed in place."""
+    """Explains torch's errors in a derivative.
+
+    UnsupportedError: an operation has no derivative, or hooks fail (`translate_hook_errors`).
+    NoSecondDerivative: a saved tensor was changed in place; names the graph's custom Functions.
+    """
 
     def __init__(self, what: str, graph: GraphSummary | None = None) -> None:
         super().__init__(what)
@@ -384,19 +384,19 @@ class translate_errors(translate_hook_errors):  # noqa: N801 a context manager
 
 
 def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
-    """Whether second derivatives are infinite or NaN although the value is finite.
+    """Whether second derivatives (`parts`) are infinite or NaN, and the value is finite.
 
-    It reads the numbers once. On a device nothing waits, so the answer may be about an earlier call
-    with equal shapes; there is one answer for each call.
+    On a device the numbers are read late, without synchronization: the answer may be about an earlier
+    call with equal shapes.
     """
     if transforms_active() or not value_checks_on() or not parts or parts[0].is_meta:
         return False
     with without_functions_seen():
         if value.is_cpu:
             total = 0.0
-            for x in parts:  # takes half the time of a norm
+            for x in parts:  # a sum takes half the time of a norm
                 total += (x.detach() if x.requires_grad else x).sum().item()
-            # a sum of finite numbers may overflow
+            # the sum of finite numbers may overflow, so look again before answering True
             return not (cmath.isfinite(total) or _finite(parts)) and _finite([value])
         parts = [x.detach() for x in parts]
         # one kernel launch for all parts
@@ -404,7 +404,7 @@ def is_not_finite(caller: str, value: Tensor, parts: Vector) -> bool:
         of_value = value.detach().sum() if value.dim() else value.detach()
         numbers = torch.stack([of_value, *(x.to(value.device) for x in norms)])
         found = read_late((caller, *(x.shape for x in parts)), numbers)
-        # None: no earlier call's numbers have arrived, so do not warn
+        # None: no numbers have arrived from the device; do not warn
         finite, *of_parts = [True] if found is None else found.isfinite().tolist()
         return finite and not all(of_parts)
 
@@ -417,7 +417,7 @@ def warn_if_not_finite(
     leaves: Vector,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """`warn_of_not_finite` if second derivatives are not finite although the value is."""
+    """`warn_of_not_finite` if `is_not_finite`."""
     if is_not_finite(caller, value, parts):
         warn_of_not_finite(caller, func, leaves, around)
 
@@ -429,18 +429,18 @@ def warn_of_not_finite(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     by: Vector | None = None,
 ) -> None:
-    """Warn of second derivatives that are not finite, and name the operation that made them.
+    """Warn of infinite or NaN second derivatives, and name the operation that caused them.
 
-    One more evaluation finds the operation.
+    Evaluates func once more to find the operation.
     around: The context of this evaluation.
-    by: More leaves that the user's own backward differentiates by. The cause may then lie outside of
-    func: no warning if no operation is found.
+    by: More leaves that the user's own backward differentiates by. The cause may then lie outside
+        func, so there is no warning if func has no such operation.
     """
     with around(), suppress(RuntimeError, HoglibError):
         where = _first_not_finite(func, leaves, by or [])
         if not where and by is not None:
             return
-        # on a device the numbers may be an earlier call's
+        # on a device the numbers may come from an earlier call
         here = "" if leaves[0].device.type == "cpu" else " in this call"
         where = where or f"an operation whose backward shows none{here}"
         warn_once(
@@ -452,10 +452,9 @@ def warn_of_not_finite(
 
 
 def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
-    """The operation whose backward first makes a first or second derivative infinite or NaN; "" if
-    none.
+    """The name of the first operation with an infinite or NaN first or second derivative; "" for none.
 
-    by: Leaves of the second derivative besides those of func.
+    by: More leaves to take the second derivative by.
     """
     found: list[Any] = []
     with record_backward_origins():
@@ -469,7 +468,7 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
             vjp(outputs, [*p, *by], [*map(torch.randn_like, outputs)], "", retain_graph=True)
     if not found:
         return ""
-    # nodes of the second derivative were made by backwards of nodes of func
+    # a node of the second derivative was made by the backward of a node of func: name the latter
     node = found[0]
     while made_by(node) is not None:
         node = made_by(node)
@@ -479,7 +478,8 @@ def _first_not_finite(func: ScalarFunction, leaves: Vector, by: Vector) -> str:
 
 
 def note_not_finite(outputs: Sequence[Tensor | None], found: list[Any]) -> None:
-    """Append to `found` the first node whose backward turns finite gradients infinite or NaN."""
+    """Hook the graph of outputs: append to `found` the first node with a backward that maps finite
+    gradients to infinity or NaN."""
 
     def note(node: object, by: Any, given: Any) -> None:
         if not found and _finite(given) and not _finite(by):

@@ -1,10 +1,9 @@
-"""Finds where a function leaves the graph, by a mode that sees each torch call of the function.
+"""A TorchFunctionMode that finds the lines at which a function leaves the autograd graph.
 
 A call leaves the graph if an argument is a floating-point tensor with a graph, and the result is a
-tensor without one, or a number: `.detach()`, `.data`, code under `no_grad`, kernels without a
-derivative, also ones of future versions of torch. Not every such call does harm. To find out, the mode
-can repair one: it returns the argument instead of the detached tensor, or enables gradients for the
-call.
+number or a tensor without a graph: `.detach()`, `.data`, code under `no_grad`, kernels without a
+derivative. Not every such call does harm. To find out, the mode can repair a call: it returns the
+argument instead of the detached tensor, or enables gradients for the call.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +28,7 @@ VALUE_INDEPENDENT = (
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty",
     "new_zeros", "new_ones", "new_full", "heaviside",
 )  # fmt: skip
-# Calls that may use only the dtype or shape of their second tensor.
+# Calls that may read only the dtype or shape of their second tensor.
 LIKE = ("to", "type_as", "expand_as", "view_as", "reshape_as")
 # Calls that return no tensor: method -> what users write.
 ESCAPES = {
@@ -55,8 +54,8 @@ class DetachedGradient:
         .backward(), which accumulates. "write": an in-place write that autograd does not see.
         "kernel": an operation without a derivative.
     place: The user's line.
-    then: The call, such as ".numpy()", by which the detached tensor then left torch.
-    module: The module that ran, such as " in Linear", if the watch records modules.
+    then: The later call, such as ".numpy()", that took the detached tensor out of torch; or "".
+    module: The running module, such as " in Linear", if the watch records modules.
     """
 
     how: str
@@ -67,7 +66,7 @@ class DetachedGradient:
 
     @property
     def repairable(self) -> bool:
-        """Whether the mode can run the call in a way that keeps the graph."""
+        """Whether the mode can keep the graph in this call."""
         return self.kind in ("alias", "off", "inner") and not self.then
 
     def __str__(self) -> str:
@@ -79,7 +78,7 @@ class DetachedGradient:
 class DetachmentWatch(TorchFunctionMode):
     """A mode that collects in `detached` the lines at which calls inside it leave the graph.
 
-    repair: (how, place) of each call to be repaired.
+    repair: (how, place) of the calls to repair.
     module: Describes the running module.
     """
 
@@ -91,9 +90,8 @@ class DetachmentWatch(TorchFunctionMode):
         self.applying = Applying()  # calls in the forward of a custom Function are not watched
         self._repair = set(repair)
         self._lost: list[tuple[Tensor, DetachedGradient]] = []  # (detached tensor, where)
-        # results of .data and .detach() on tensors without a graph: writes into them are not seen
+        # results of .data and .detach() on tensors without a graph: autograd misses writes into them
         self._aliases: list[Tensor] = []
-        # (how, place) -> what was found there
         self._seen: dict[tuple[str, SourceLine | None], DetachedGradient] = {}
 
     @contextmanager
@@ -151,16 +149,16 @@ class DetachmentWatch(TorchFunctionMode):
         return result
 
     def _check(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
-        """The result of a call; notes if it lost the graph of the arguments, and repairs if asked."""
+        """The result of a call; notes a lost graph, and repairs the call if it is in `repair`."""
         outputs = [y for y in pytree.leaves(result) if is_float(y)]
         without = [y for y in outputs if not y.requires_grad or name == "Parameter"]
-        # torch's fallback node for kernels without a derivative raises in backward
+        # kernels without a derivative get torch's NotImplemented node, which raises in backward
         raw = [y for y in outputs if y.grad_fn and "NotImplemented" in y.grad_fn.name()]
         if not without and not raw:
             return result
         if name in ALIASES:
             found = self._note(ALIASES[name], "alias")
-        # .grad: backward was noted already
+        # the attribute x.grad: `.backward()` was noted already
         elif name == "grad" and func is not torch.autograd.grad:
             return result
         elif name == "grad":
@@ -180,7 +178,7 @@ class DetachmentWatch(TorchFunctionMode):
         return result
 
     def _escape(self, how: str, tensors: list[Tensor], has_graph: bool) -> None:
-        """Notes that the values of a tensor leave torch: one with a graph, or one detached before."""
+        """Notes that values leave torch, of a tensor with a graph or of a detached tensor."""
         for x in tensors:
             for lost, found in self._lost:
                 if lost is x:
@@ -199,20 +197,20 @@ class DetachmentWatch(TorchFunctionMode):
 
 
 def tensors_written(name: str, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call writes into: `out`, and its first argument if it works in place."""
-    # torch passes an operator such as `x += y` under the name of its method, `add_`
+    """The tensors that a call writes into: `out`, and the first argument of an in-place call."""
+    # torch passes `x += y` under the name of the method, `add_`
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return pytree.tensors((kwargs.get("out"), args[:1] if in_place else ()))
 
 
 def name_of_call(func: Callable[..., Any]) -> str:
-    """The name by which a user knows a torch callable: `data` for the getter of Tensor.data."""
+    """A torch callable's name in user code: `data` for the getter of Tensor.data."""
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
 
 
 def uses_metadata(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call uses only dtype or shape of a tensor with a graph: x.to(y), x.view_as(y)."""
+    """Whether a call reads only dtype or shape of a tensor with a graph: x.to(y), x.view_as(y)."""
     return name in LIKE and bool(args) and isinstance(args[0], Tensor) and not args[0].requires_grad
 
 

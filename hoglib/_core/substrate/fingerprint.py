@@ -1,5 +1,5 @@
-"""Fingerprints of tensors, to see whether the state of a loss changes between passes; and checksums of
-tensors and calls, which processes compare."""
+"""Fingerprints of tensors, to notice changes of a loss's state between passes; and checksums of tensors
+and calls, to compare processes."""
 
 import zlib
 from collections import OrderedDict
@@ -32,8 +32,8 @@ class StateFingerprint:
     """The state that a loss depends on, as numbers: results of :meth:`now` differ if it has changed.
 
     Pointers and version counters do not suffice: fused optimizers, ``.data`` and NumPy write without
-    changing them. Nor does a sum: the gradient of a weight before a layer norm sums to zero, and so
-    does a step. So the sum and the norm of each tensor are compared.
+    changing them. A sum does not suffice either: a gradient step of a weight before a layer norm sums
+    to zero. So the sum and the norm of each tensor are compared.
 
     Args:
         loss: The function; the tensors and modules that its code reaches are looked up once.
@@ -58,7 +58,7 @@ class StateFingerprint:
         state: list[Any] = []
         pending: list[Any] = [*self.roots]
         seen = {id(None)}
-        while pending:  # by hand: the generators of `modules()` take longer than all else
+        while pending:  # not `modules()`: its generators would take most of the time
             module = pending.pop()
             if id(module) in seen:
                 continue
@@ -76,12 +76,12 @@ class StateFingerprint:
                     state += name, *value
         tensors: list[Tensor] = []
         for t in {id(t): t for t in found if t is not None}.values():  # a shared tensor once
-            # a DTensor's local shard needs no communication
+            # the local shard of a DTensor: no communication
             t = t.detach().to_local() if hasattr(t, "to_local") else t
             tensors.append(t)
             # inference tensors have no version counter
             state += t.data_ptr(), None if t.is_inference() else t._version
-        # the user's autocast is state, also while an algorithm has it off
+        # the user's autocast is part of the state; algorithms disable autocast for themselves
         with users_autocast():
             for kind in sorted({t.device.type for t in tensors} - {"meta"}):
                 state.append(torch.is_autocast_enabled(kind))
@@ -93,7 +93,7 @@ class ComparedState:
     """Compares the state of a loss between passes over data.
 
     The state must not change while an algorithm, such as a solver, runs. Sums and norms read every
-    element. So an algorithm compares them at its first product and at its end, and in between only if
+    element, so an algorithm compares them at its first product and at its end, and in between only if
     pointers, version counters or attributes have changed.
 
     Attributes:
@@ -226,13 +226,13 @@ class Numbers:
         if not isinstance(other, Numbers):
             return False
         mine, theirs = self.read(), other.read()
-        # NaN equals NaN here
+        # NaN counts as equal to NaN
         pairs = zip_longest(mine, theirs)
         return mine == theirs or all(x == y or (x != x and y != y) for x, y in pairs)
 
 
 def checksum(numbers: Sequence[float]) -> float:
-    """A number that changes if a number changes, or if two are exchanged."""
+    """A number that changes if a number changes, or if two numbers change places."""
     values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     # sines of different integers differ, so an exchange of two numbers changes the sum
     weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device="cpu").sin()
@@ -240,12 +240,12 @@ def checksum(numbers: Sequence[float]) -> float:
 
 
 def checksum_of_tensors(tensors: Sequence[Tensor]) -> float:
-    """A number that changes if a tensor changes, or if two are exchanged."""
+    """A number that changes if a tensor changes, or if two tensors change places."""
     return checksum(sums_and_norms(list(tensors)).read())
 
 
 def checksum_of_rows(rows: Tensor) -> float:
-    """A number that changes if an element of a matrix changes, or if two are exchanged."""
+    """A number that changes if an element of a matrix changes, or if two elements change places."""
     dtype = torch.promote_types(rows.dtype, torch.float32)  # float16 has no odd integers above 2048
     weights = torch.arange(1, rows.shape[1] + 1, dtype=dtype, device=rows.device).sin()
     return checksum((rows @ weights.to(rows.dtype)).tolist())

@@ -1,10 +1,10 @@
-"""The graph of a value: a walk finds its leaves and custom Functions.
+"""The autograd graph of a tensor: a walk over its nodes finds leaves and custom Functions.
 
     graph = graph_summary(value)
     check_custom_functions(graph, "hvp")      # refuses Functions without a second derivative
     grads = torch.autograd.grad(value, leaves, create_graph=True)
 
-A walk takes time for each node, so one summary of a value is made and passed on.
+A walk takes time for each node: callers make one summary and pass it on.
 """
 
 from collections.abc import Iterable, Iterator, Set
@@ -31,7 +31,7 @@ class FunctionNode(NamedTuple):
     """A node with a backward in Python.
 
     node: The node of the graph.
-    function: The custom Function of the node; None for code compiled by torch.compile.
+    function: The node's custom Function; None for code compiled by torch.compile.
     """
 
     node: Any
@@ -89,13 +89,13 @@ class GraphSummary(NamedTuple):
         return any(getattr(entry.function, "runs_user_code", True) for entry in self.functions)
 
     def backward_modes(self) -> AbstractContextManager[object]:
-        """A context for a backward: without stand-ins, unless it needs them. While they are on, each
-        torch call, also for a shape or a dtype, takes a microsecond longer."""
+        """A context for a backward: without stand-ins, unless a node needs them. Under the stand-ins'
+        mode each torch call, also x.shape, takes a microsecond longer."""
         needed = self.functions and self.needs_stand_ins
         return nullcontext() if needed else without_stand_ins()
 
     def reached(self, tensors: Iterable[Tensor]) -> list[int]:
-        """The indices of the given tensors that are leaves of the graph."""
+        """The indices of the tensors among the leaves of the graph."""
         return [i for i, tensor in enumerate(tensors) if id(tensor) in self.leaves]
 
 
@@ -123,11 +123,11 @@ def walk(
 ) -> list[tuple[Any, Parents]]:
     """Each node in the graphs of the tensors among the outputs, with its next_functions.
 
-    since: Tensors at whose nodes the walk stops.
-    until: Ids of leaf tensors; the walk ends at the first of these.
+    since: The walk does not enter the nodes of these tensors.
+    until: Ids of leaf tensors; the walk ends when it meets one.
     """
     pending: list[Any] = [y.grad_fn for y in outputs if isinstance(y, Tensor)]
-    # None: next_functions has it for inputs without a graph
+    # None stands in next_functions for inputs without a graph
     seen: set[Any] = {None, *[x.grad_fn for x in since]} if since else {None}
     found = []
     while pending:
@@ -152,8 +152,8 @@ def leaf_tensors(outputs: Iterable[Any], since: Iterable[Tensor] = ()) -> list[T
 
 
 def _leaf_of(node: object) -> Any:
-    """The tensor at an end of a graph, or None. While torch.compile traces, the end of an input's graph
-    is an `Error` node, which stands for a tensor outside and is returned itself."""
+    """The leaf tensor of a node without parents, or None. While torch.compile traces, an input's graph
+    ends in an `Error` node, which is returned itself: it stands for a tensor outside."""
     return node if type(node).__name__ == "Error" else getattr(node, "variable", None)
 
 
@@ -164,19 +164,19 @@ def half_dtypes(outputs: Iterable[Any]) -> set[torch.dtype]:
 
 
 def depends_on_any(value: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Whether a value was computed from one of the leaf tensors."""
+    """Whether the graph of a value contains one of the leaf tensors."""
     wanted = {*map(id, leaves)}
     found = walk([value], until=wanted)
     return bool(found) and id(_leaf_of(found[-1][0])) in wanted
 
 
 def graph_bytes(values: Iterable[Tensor]) -> int:
-    """The approximate memory of graphs: the bytes of all outputs of operations in them."""
+    """The approximate memory of graphs: the bytes of all outputs of their operations."""
     return sum(torch_internals.output_bytes(node) for node, _ in walk(values))
 
 
 def check_custom_functions(graph: GraphSummary, what: str) -> None:
-    """Raises NoSecondDerivative for custom Functions whose backward is `@once_differentiable`."""
+    """Raises NoSecondDerivative for custom Functions with an `@once_differentiable` backward."""
     for _, function in graph.user_functions:
         assert function is not None
         name = function.__qualname__
@@ -193,7 +193,7 @@ def check_custom_functions(graph: GraphSummary, what: str) -> None:
 def saved_tensors(node: Any, *, unpack: bool = True) -> Iterator[tuple[str, Tensor]]:
     """The floating-point and complex tensors that the node of a custom Function keeps, by name.
 
-    unpack: Unpack tensors that saved-tensor hooks packed, too; a checkpoint recomputes to unpack.
+    unpack: Also unpack tensors with saved-tensor hooks; a checkpoint then recomputes.
     """
     if unpack or not torch_internals.has_saved_by_hooks(node):
         with suppress(RuntimeError):  # the graph was freed, or a saved tensor was changed in place

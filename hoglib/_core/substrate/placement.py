@@ -5,9 +5,10 @@ w_r that add up to one,
 
     gather(x) = the whole tensors               average(a) = the shards of sum_r w_r a_r
 
-are adjoint to each other, for the inner product  <x, y> = sum over all shards  of shards and
-<a, b> = sum_r w_r <a_r, b_r>  of whole tensors, which differ between processes. Each is the derivative
-of the other, so autograd gives derivatives of sum_r w_r f_r of any order.
+are adjoint maps, for the inner product  <x, y> = sum over all shards  of shards and
+<a, b> = sum_r w_r <a_r, b_r>  of whole tensors a_r, which differ between processes. The backward of
+gather is average, and the backward of average is gather, so autograd gives derivatives of
+sum_r w_r f_r of any order.
 """
 
 import sys
@@ -38,8 +39,8 @@ from hoglib._core.torch_api.torch_internals import apply
 from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
 
 Vector = list[Tensor]
-ROUNDING = 1e-9  # tolerance for checksums of processes, which may run on different processors
-# The names of the numbers that `Sharding.check_agreement` compares between processes.
+ROUNDING = 1e-9  # relative difference allowed between checksums: processes may run on unlike machines
+# For messages: the four numbers that `Sharding.check_agreement` compares between processes.
 AGREEMENT = (
     "call, with its options, criterion and parameters,",
     "number of vectors",
@@ -56,7 +57,7 @@ def any_sharded(values: Iterable[object]) -> bool:
 
 
 def full_tensor(value: Any) -> Any:
-    """The whole tensor of a DTensor, without a graph; any other value itself."""
+    """The whole tensor of a DTensor, without a graph; other values unchanged."""
     if not is_sharded(value):
         return value
     with torch_internals.without_transforms(), torch.no_grad():
@@ -66,7 +67,7 @@ def full_tensor(value: Any) -> Any:
 def refuse_sharded(
     caller: str, tensors: Iterable[Any], what: str = "params", instead: str = INSTEAD
 ) -> None:
-    """Raise for DTensors, in a function that needs whole tensors."""
+    """Raise for DTensors, in a function that takes only whole tensors."""
     if any_sharded(tensors):
         raise UnsupportedError(
             f"{caller}: expected {what} that each process holds whole, got DTensors, as fully_shard "
@@ -76,8 +77,8 @@ def refuse_sharded(
 
 
 def refuse_fsdp1(model: nn.Module) -> None:
-    """Raise for FullyShardedDataParallel: its parameters are slices of flat ones."""
-    library: Any = sys.modules.get("torch.distributed.fsdp")  # None where nothing imported it
+    """Raise for FullyShardedDataParallel: its parameters are slices of flat parameters."""
+    library: Any = sys.modules.get("torch.distributed.fsdp")  # None: not imported
     for name, module in model.named_modules() if library is not None else ():
         if isinstance(module, library.FullyShardedDataParallel):
             raise UnsupportedError(
@@ -92,9 +93,8 @@ class Layout(NamedTuple):
 
     mesh: The DeviceMesh.
     placements: The placement in each dimension of the mesh.
-    shape: Of the whole tensor.
-    stride: Of the whole tensor.
-    plain: Each process holds the whole tensor, which is no DTensor.
+    shape, stride: The shape and stride of the whole tensor.
+    plain: The tensor is an ordinary tensor, whole in each process, not a DTensor.
     """
 
     mesh: Any
@@ -108,8 +108,7 @@ class Layout(NamedTuple):
         return cls(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
     def wrap(self, local: Tensor) -> Any:
-        """The DTensor of local shards. Trailing dimensions beyond those of the layout are not
-        sharded."""
+        """The DTensor of local shards. Trailing dimensions beyond `shape` are not sharded."""
         from torch.distributed.tensor import DTensor
 
         more = local.shape[len(self.shape) :]
@@ -120,7 +119,7 @@ class Layout(NamedTuple):
         )
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This process's shard of a tensor that all processes hold, without communication."""
+        """This process's shard of a tensor that all processes hold whole; no communication."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if self.plain:
@@ -133,7 +132,7 @@ class Layout(NamedTuple):
         """The shards of sum_r weight_r value_r over the processes r."""
         from torch.distributed.tensor import DTensor, Partial
 
-        # a constant of autograd: the derivative is `_Exchange`'s
+        # detached: `_Exchange` defines the derivative, not the operations below
         value = weight * value.detach()
         if self.copies() == self.mesh.size():
             return all_reduce(value, self.mesh)
@@ -148,9 +147,10 @@ class Layout(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """The whole tensor of shards (gathers=True), or the shards of an average over the processes.
+    """gather (gathers=True): the whole tensor of shards; or average: the shards of a weighted mean.
 
-    The two maps are linear, and adjoint to each other: the backward of each applies the other.
+    Both maps are linear, so jvp applies the map itself. They are adjoint, so backward applies the map
+    with `gathers` negated.
     """
 
     @staticmethod
@@ -174,17 +174,14 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: object, in_dims: Any, value: Tensor, *options: Any) -> Any:
-        # as a trailing dimension, which is not sharded
+        # the batch dimension becomes a trailing dimension: `Layout.wrap` does not shard it
         return apply(_Exchange, value.movedim(in_dims[0], -1), *options), -1
 
 
 @final
 @dataclass(frozen=True)
 class Unsharded:
-    """The placement of tensors that this process holds whole; nothing is communicated.
-
-    Its methods are the ones of :class:`Sharding`, which documents them.
-    """
+    """The placement of ordinary tensors: :class:`Sharding` without communication."""
 
     is_sharded = False
     weight = 1.0
@@ -247,7 +244,7 @@ def placement_of(tensors: Sequence[Tensor], names: Callable[[], Sequence[str]]) 
         return UNSHARDED
     from torch.distributed.tensor import Replicate
 
-    mesh = mesh_of(tensors)  # each tensor's mesh is this one or a part of it
+    mesh = mesh_of(tensors)  # the largest mesh; tensors may be on submeshes
     everywhere = tuple(Replicate() for _ in mesh.shape)
     layouts = tuple(
         Layout.of(t) if is_sharded(t) else Layout(mesh, everywhere, t.shape, t.stride(), True)
@@ -262,13 +259,13 @@ class Sharding:
     """The distribution of several tensors over the processes of one mesh.
 
     Attributes:
-        layouts: The layout of each tensor; processes hold a tensor that is no DTensor whole.
+        layouts: The layout of each tensor.
         mesh: The largest DeviceMesh of the tensors.
         weight: w_r of this process r.
         names: The qualified names of the tensors, if they are parameters of a module.
-        deferred: Indices of the tensors that blocks gather when they run, see `defer`.
-        gathered: Indices of the tensors that have been gathered for the current loss.
-        order: Indices of the tensors in the order in which they were gathered for the current loss.
+        deferred: Indices of tensors that remat blocks gather when they run, see `defer`.
+        gathered: Indices of the tensors gathered so far for the current loss.
+        order: The calls of `gather_one` for the current loss, as indices of tensors.
     """
 
     is_sharded = True
@@ -281,11 +278,11 @@ class Sharding:
     order: list[int] = field(default_factory=list, compare=False)
 
     def weighted(self, weight: float) -> "Sharding":
-        """A copy with another weight of this process."""
+        """A copy with this weight of this process."""
         return replace(self, weight=weight)
 
     def weighted_by(self, rows: float) -> "Sharding":
-        """A copy with this process's part of the rows of all processes as its weight."""
+        """A copy with the weight (rows of this process) / (rows of all processes)."""
         mine = torch.tensor(float(rows), dtype=torch.float64, device=self.mesh.device_type)
         return self.weighted(rows / max(float(self.sum(mine)), 1.0))
 
@@ -334,8 +331,8 @@ class Sharding:
         weight = self.weight * self.mesh.size() / layout.mesh.size()
         whole: Tensor = apply(_Exchange, shard, True, layout, weight)
         self.gathered.add(index)
-        # `_Mean` compares the order between processes, with the loss: processes that run different
-        # blocks would gather each other's parameters
+        # `_Mean` compares the order between processes: a full_tensor() of different parameters in two
+        # processes would mix their shards.
         self.order.append(index)
         return whole
 
@@ -351,10 +348,10 @@ class Sharding:
         layout, value = self.layouts[index], rows.movedim(0, -1).contiguous()
         if layout.mesh == self.mesh:
             return layout.average(value, 1.0).movedim(-1, 0)
-        return layout.part_of(self.sum(value)).movedim(-1, 0)  # the layout is on a part of the mesh
+        return layout.part_of(self.sum(value)).movedim(-1, 0)  # a layout on a submesh
 
     def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
-        """The items that this process owns: in order of falling cost, each goes to the least loaded."""
+        """The items of this process: in order of falling cost, each goes to the least loaded process."""
         loads: dict[int, float] = dict.fromkeys(self.mesh.mesh.flatten().tolist(), 0.0)
         mine = []
         for i in sorted(range(len(items)), key=lambda i: -costs[i]):
@@ -364,7 +361,7 @@ class Sharding:
         return mine
 
     def defer(self, model: object, blocks: Sequence[Any]) -> "Sharding":
-        """A copy in which each block gathers, when it runs, the parameters that no other block uses.
+        """A copy with deferred tensors: each block gathers, when it runs, the parameters of its own.
 
         blocks: From `hoglib._core.remat.blocks.rematerialized`.
         """
@@ -372,7 +369,7 @@ class Sharding:
             return self
         own = dict(model.named_parameters(remove_duplicate=False))
         index = {id(own[name]): i for i, name in enumerate(self.names) if name in own}
-        # index of a tensor -> (module, name) of each place where the model has it
+        # index of a tensor -> each (module, name) with module._parameters[name] = the tensor
         users: dict[int, list[Any]] = defaultdict(list)
         for module in model.modules():
             for name, p in module._parameters.items():
@@ -389,7 +386,7 @@ class Sharding:
         return replace(self, deferred=frozenset(deferred), gathered=self.gathered, order=self.order)
 
     def copy_share(self, index: int) -> float:
-        """The weight of a shard in a sum over processes: copies of one shard count once together."""
+        """The weight of a shard in a sum over processes: all copies of one shard count as one."""
         layout = self.layouts[index]
         return layout.mesh.size() / (layout.copies() * self.mesh.size())
 
@@ -406,9 +403,9 @@ class Sharding:
         leaves: Vector,
         changed: bool = False,
     ) -> bool:
-        """Raise in all processes if their calls, or the tensors that each holds whole, differ.
+        """Raise in all processes if their calls, or the tensors that they all hold whole, differ.
 
-        It takes one all-reduce. Returns whether `changed` is True in any process.
+        Takes one all-reduce. Returns whether `changed` is True in any process.
         """
         of_call = checksum_of_call(caller, call, [layout.shape for layout in self.layouts])
         numbers = [of_call, columns, *map(self.checksum_of_whole, (vector, leaves))]
@@ -429,17 +426,17 @@ class Sharding:
         flag: float = 0.0,
         error: Exception | None = None,
     ) -> float:
-        """Raise in all processes if a number differs between them; return the largest flag.
+        """Raise in all processes if a number differs between processes; return the largest flag.
 
-        numbers: At most len(AGREEMENT). All calls send a message of one size, because gloo aborts a
-        process that receives another number of bytes than it expects.
-        error: An error of this process, which raises it; the others then raise one that says so.
+        numbers: At most len(AGREEMENT). All calls send a message of one size: gloo aborts on a message
+            of unexpected size.
+        error: An error of this process, raised here; all other processes raise DistributedError.
         """
         local = torch.zeros(len(AGREEMENT), dtype=torch.float64, device=device)
         local[: len(numbers)] = local.new_tensor(numbers)
         flags = local.new_tensor([flag, error is not None])
         if error is not None:
-            tell(error, self.mesh)  # before the message: the others read it afterwards
+            tell(error, self.mesh)  # before the all-reduce: afterwards other processes read the store
         # the minimum is minus the maximum of the negatives: both in one all-reduce
         extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
         if error is not None:
@@ -472,10 +469,10 @@ class Sharding:
         return self.dot(a, a).sqrt()
 
     def mean_of(self, compute: Callable[[], Tensor]) -> Tensor:
-        """sum_r w_r value_r of the values that processes compute, differentiable to any order.
+        """sum_r w_r compute()_r over the processes r, differentiable to any order.
 
-        An error in one process raises in all. If a process fails before it has gathered the parameters
-        of all deferring blocks, only it raises: the others wait for it to gather the rest.
+        An error in one process raises in all processes. Exception: a process that fails before all
+        deferred tensors are gathered raises alone, and the other processes wait in full_tensor().
         """
         self.gathered.clear()
         self.order.clear()
@@ -485,7 +482,7 @@ class Sharding:
             tell(error, self.mesh)
             if self.deferred <= self.gathered:
                 device = self.mesh.device_type
-                # the message of `_Mean`: value, failed, order, order^2
+                # instead of the message of `_Mean`: (value, failed, order, order^2)
                 failed = [0.0, 1.0, 0.0, 0.0]
                 self.sum(torch.tensor(failed, dtype=torch.float64, device=device))
             raise
@@ -493,15 +490,15 @@ class Sharding:
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the processes, in place if `value` is on a device of the mesh."""
-        # NCCL sums on GPUs only
+        # NCCL reduces tensors on GPUs only
         return all_reduce(value.to(self.mesh.device_type), self.mesh).to(value.device)
 
     def together(self, caller: str) -> AbstractContextManager[None]:
-        """Inside, the processes make a call together; its errors are known to all of them."""
+        """Inside, an error of one process is reported to all processes of the mesh."""
         return together(caller, self.mesh)
 
     def reduce(self, value: Tensor, op: str) -> Tensor:
-        """A reduction over the processes by another operation than the sum, in place."""
+        """A reduction over the processes by dist.ReduceOp.`op`, in place."""
         return all_reduce(value, self.mesh, op)
 
 
@@ -509,25 +506,25 @@ Placement = Unsharded | Sharding
 
 
 def all_reduce(value: Tensor, mesh: Any, op: str = "SUM") -> Tensor:
-    """The sum, or another reduction, over the processes of a mesh, in place."""
-    everyone = mesh.size() == dist.get_world_size()  # one message, however many dimensions
+    """The sum, or the reduction dist.ReduceOp.`op`, over the processes of a mesh, in place."""
+    everyone = mesh.size() == dist.get_world_size()  # one all-reduce, for any number of dimensions
     with together("all_reduce", mesh):
         for group in [None] if everyone else mesh.get_all_groups():
-            # by name: a torch without distributed has no ReduceOp
+            # getattr, because a torch built without distributed has no ReduceOp
             dist.all_reduce(value, getattr(dist.ReduceOp, op), group=group)
     return value
 
 
 class _Mean(torch.autograd.Function):
-    """sum_r w_r value_r, equal in all processes. The derivative by each process's value is the
-    identity: `_Exchange` applies the weights."""
+    """sum_r w_r value_r, equal in all processes. Backward passes the gradient on unchanged, because
+    `_Exchange` applies the weights w_r."""
 
     @staticmethod
     def forward(value: Tensor, sharding: Sharding) -> Tensor:
         wide = sharding.weight * value.detach().reshape(-1).double()
-        # below 2^20, so that float64 adds the squares of 2^13 processes without rounding
+        # below 2^20: float64 adds the squares of 2^13 processes without rounding
         order = float(zlib.crc32(repr(sharding.order).encode()) % 2**20)
-        # n sum_r order_r^2 = (sum_r order_r)^2 exactly where all are equal
+        # n sum_r order_r^2 = (sum_r order_r)^2 if and only if all order_r are equal
         sums = sharding.sum(torch.cat([wide, wide.new_tensor([0.0, order, order**2])]))
         failed, total, squares = sums[-3:].tolist()
         if failed:

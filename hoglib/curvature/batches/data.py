@@ -1,11 +1,11 @@
 """The data of an operator: batches, their weights, how they are split and moved; and the processes of
 torch.distributed that share the data.
 
-Each process sums over its part of the data, and one all-reduce adds up the sums. A message of fixed
-size goes before it: a table with a row for each process, holding the totals of its pass and checksums
-of everything that must be equal in all processes (the call, vectors, parameters, buffers, and data
-that was given to all). A process that fails sends its row too, so that the others raise instead of
-waiting for it. Processes that share the parameters read their own batches in step (`in_step`).
+Each process sums over its part of the data, and one all-reduce adds up the sums. An all-reduce of
+fixed size goes before: a table with a row for each process, the totals of its pass and checksums of
+everything that must be equal in all processes (the call, vectors, parameters, buffers, and data given
+to all). A process that fails sends its row too: all processes then raise, and none waits.
+Processes that share the parameters read their own batches in step (`in_step`).
 """
 
 import os
@@ -37,14 +37,14 @@ class PassTotals(NamedTuple):
     """The totals of one process's pass over its data; only numbers, for the all-reduce."""
 
     failed: float = 0.0  # 1 if this process has an error
-    changed: float = 0.0  # 1 if parameters, buffers or settings did since the last pass
+    changed: float = 0.0  # 1 if parameters, buffers or settings changed since the last pass
     pieces: float = 0.0  # the number of pieces
     weight: float = 0.0  # the sum of the pieces' shares
     loss: float = 0.0  # the sum of share times loss
     largest: float = 0.0  # the largest magnitude of a loss
-    shared: float = 0.0  # 1 if pieces of one batch lie in several processes
-    whole: float = 0.0  # the loss of that batch as a whole
-    # checksums, which must be equal in all processes
+    shared: float = 0.0  # 1 if several processes take pieces of the only batch
+    whole: float = 0.0  # the loss of the only batch as a whole
+    # checksums; they must be equal in all processes
     kind: float = 0.0  # the operator's class and kind
     options: float = 0.0  # policy, reduction, dtype
     criterion: float = 0.0  # the loss function
@@ -52,8 +52,8 @@ class PassTotals(NamedTuple):
     seed: float = 0.0  # of Monte-Carlo samples
     params: float = 0.0  # the values of the parameters
     model: float = 0.0  # buffers, and parameters outside of params
-    vectors: float = 0.0  # the vectors that are multiplied
-    data: float = 0.0  # data that was given to all processes
+    vectors: float = 0.0  # the vectors of the product
+    data: float = 0.0  # the data, with processes="shard"
 
 
 SAME_CALL = "all have to make the same call, of the same class with the same options"
@@ -74,7 +74,7 @@ ADVICE = {
     "shuffle=False, or 'sharded' where each is given a part of its own",
 }
 
-# Equal bit for bit: no sums, which processes may round differently
+# Checksums without sums of floats, which processes may round differently: compared exactly.
 EXACT = "kind", "options", "criterion", "shapes", "seed"
 
 
@@ -96,8 +96,9 @@ def gathered(caller: str, value: object) -> list[Any]:
 class Processes:
     """The processes that share the data: this one alone, or all of the default group.
 
-    name: the caller, for messages. how: None: this process alone. "shard": each process takes its
-    part of the data that all are given. "sharded": each process is given its own part.
+    name: The caller, for messages.
+    how: None: this process alone. "shard": every process is given all of the data, and takes a part.
+        "sharded": every process is given its own part.
     """
 
     def __init__(self, name: str, how: str | None, data: object) -> None:
@@ -111,19 +112,18 @@ class Processes:
                 f"{os.environ['WORLD_SIZE']} and no group; call torch.distributed.init_process_group() "
                 "first."
             )
-        self.world = dist.get_world_size() if group else 1  # number of processes
-        self.rank = dist.get_rank() if group else 0  # number of this one
+        self.world = dist.get_world_size() if group else 1
+        self.rank = dist.get_rank() if group else 0
         if self.world > 1:
             self._check_sampler(how, data)
         if how is None:
             self.world, self.rank = 1, 0
         self.alone = self.world == 1
-        # whether this process takes only a part of the data that it is given
+        # this process skips a part of the data that it is given
         self.splitting = not self.alone and how == SHARD
 
     def takes(self, number: int) -> bool:
-        """Whether this process takes the batch, or the piece of the only batch, with this
-        number."""
+        """Whether this process takes batch `number`, or piece `number` of the only batch."""
         return not self.splitting or number % self.world == self.rank
 
     def share(self, count: int) -> int:
@@ -131,7 +131,7 @@ class Processes:
         return len(range(self.rank, count, self.world)) if self.splitting else count
 
     def number(self, index: int) -> int:
-        """The number, over all processes, of the piece at an index of this process."""
+        """The index over all processes of this process's piece `index`."""
         return index if self.alone or self.splitting else self.rank + self.world * index
 
     def gather(self, value: object) -> list[Any]:
@@ -139,17 +139,12 @@ class Processes:
         return [value] if self.alone else gathered(self._name, value)
 
     def join(self, error: Exception, device: torch.device) -> None:
-        """Take part with an error in the sum that the other processes make next; raise it."""
+        """Report an error in the all-reduce that all processes make next, and raise it."""
         if not self.alone:
             with together(self._name):
                 self._exchange(PassTotals(), error, device)
 
-    def all_reduce(self, *given: Any) -> PassTotals:
-        """`_all_reduce`, whose errors all processes know."""
-        with together(self._name):
-            return self._all_reduce(*given)
-
-    def _all_reduce(
+    def all_reduce(
         self,
         compute: Callable[[], Tensor],
         used: Tensor,
@@ -160,18 +155,20 @@ class Processes:
     ) -> PassTotals:
         """Add up compute() and used over the processes, in place; returns the summed totals.
 
-        Raises `error`, if given. Raises in all processes if another one has an error, or if their
-        calls or vectors differ. compute runs after these checks, because it may communicate, too.
+        Raises `error`, if given. Raises in all processes if one process has an error, or if calls or
+        vectors differ between processes. compute runs after these checks: it may communicate.
 
-        used: which parameters the loss uses, as numbers. mine: the totals of this process. dtype: the
-        dtype of vectors; checksums may differ by its rounding.
+        used: From `UnusedLeaves.used`.
+        mine: The totals of this process.
+        dtype: The dtype of the vectors: its rounding is allowed between checksums.
         """
-        every = self._exchange(mine, error, device)
-        self._check_same(every, dtype)
-        total = compute()
-        wide = torch.promote_types(total.dtype, torch.float32)  # a message has one dtype
-        flat = [x.reshape(-1).to(device, wide) for x in (total, used)]
-        parts = self._sum(torch.cat(flat)).split([x.numel() for x in flat])
+        with together(self._name):
+            every = self._exchange(mine, error, device)
+            self._check_same(every, dtype)
+            total = compute()
+            wide = torch.promote_types(total.dtype, torch.float32)  # a message has one dtype
+            flat = [x.reshape(-1).to(device, wide) for x in (total, used)]
+            parts = self._sum(torch.cat(flat)).split([x.numel() for x in flat])
         for x, part in zip((total, used), parts, strict=True):
             x.copy_(part.view(x.shape))
         largest = max(one.largest for one in every)
@@ -182,13 +179,13 @@ class Processes:
     def _exchange(
         self, mine: PassTotals, error: Exception | None, device: torch.device
     ) -> list[PassTotals]:
-        """The totals of each process; raises in all where one has an error."""
+        """The totals of each process; raises in all processes if one process has an error."""
         if error is not None:
-            tell(error)  # before the message, after which the others read it
+            tell(error)  # before the all-reduce: afterwards the other processes read the store
         mine = mine._replace(failed=error is not None)
         table = torch.zeros(self.world, len(mine), dtype=torch.float64, device="cpu")
         table[self.rank] = torch.tensor(mine, dtype=table.dtype, device="cpu")
-        # Sent before the sums: processes that disagree may have sums of different sizes, and backends
+        # Sent before the sums. Processes that disagree may have sums of different sizes, and backends
         # abort on messages of different sizes.
         every = [PassTotals(*row) for row in self._sum(table.to(device)).tolist()]
         if error is not None:
@@ -246,13 +243,13 @@ class Processes:
 
 
 def constants_of(loss: object, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a model that are not among the leaves: frozen parameters, and buffers in use."""
+    """The tensors of a loss's model besides the leaves: frozen parameters, and buffers in use."""
     model = getattr(loss, "model", None)
     known = {id(leaf) for leaf in leaves}
     found: list[Tensor] = []
     for module in model.modules() if isinstance(model, nn.Module) else ():
         found += [p for p in module._parameters.values() if p is not None and id(p) not in known]
-        # In train mode a norm uses the batch's statistics
+        # A norm in train mode uses statistics of the batch, not its buffers.
         if not (isinstance(module, NORMS) and module.training):
             buffers = [b for b in module._buffers.values() if b is not None]
             found += [b for b in buffers if b.is_floating_point()]
@@ -263,13 +260,13 @@ BatchSize = Callable[[Any], float]
 
 
 class Piece(NamedTuple):
-    """A batch, or a part of one, that goes through the model at once."""
+    """A batch or micro-batch: the examples that go through the model at once."""
 
-    batch: Any  # the batch, or the part
+    batch: Any
     weight: float  # n_b, its number of examples or batch_size(batch)
     number: int  # counted over the pieces of all batches, in all processes
     fraction: float = 1.0  # of a pass, for the progress bar
-    whole: Any = None  # the unsplit batch, on the last of its pieces that this process takes
+    whole: Any = None  # the unsplit batch, on this process's last piece of the batch
     known: tuple[float, ...] | None = None  # fingerprint of all processes' batches, from in_step()
 
 
@@ -277,17 +274,17 @@ class Piece(NamedTuple):
 class Batches:
     """One batch, or batches that can be iterated again and again, each with its weight.
 
-    A tensor, a mapping, a tuple, a list with a tensor in it, and an object that cannot be iterated is
-    one batch; any other re-iterable yields batches. If several processes are given all of the data,
-    each takes every n-th batch, or every n-th piece of the only batch.
+    A tensor, a mapping, a tuple, a list with a tensor in it, and an object without `__iter__` are one
+    batch; any other re-iterable yields batches. With processes="shard" each process takes every n-th
+    batch, or every n-th piece of the only batch.
 
     Attributes:
-        listed: Whether data is a list of tensors only: the user may have meant a batch each.
+        listed: Whether data is a list of tensors only: the user may mean each tensor as a batch.
         processes: The processes that share the data.
         device: Where batches are moved.
         mean: Whether the loss over the data is a mean.
         shared: Whether processes take pieces of the only batch.
-        checksum: Of data that was given to all processes, after an iteration.
+        checksum: The checksum of the data with processes="shard", after an iteration.
     """
 
     def __init__(
@@ -314,12 +311,12 @@ class Batches:
 
     @property
     def single(self) -> bool:
-        """Whether the data is one batch that is not split."""
+        """Whether the data is one batch, not split into micro-batches."""
         return self._one and self._micro_batch is None
 
     @property
     def weight_cancels(self) -> bool:
-        """Whether the sum over the data has a single term, in all processes together."""
+        """Whether the sum over the data has one term in all: a mean is then the term itself."""
         return self.single and self.processes.alone and not self._sharded
 
     def __len__(self) -> int:
@@ -330,13 +327,13 @@ class Batches:
     def __iter__(self) -> Iterator[Piece]:
         own, index, total = self.processes, 0, 0.0
         every, count = self._one or not own.splitting, max(len(self), 1)
-        skips = self.mean and not self._sharded  # a mean with weight 0 is 0 / 0: skip it
+        skips = self.mean and not self._sharded  # a batch of weight 0 has the mean 0 / 0: skip it
         for number, batch in enumerate(self.current() if self._one else self._data):
             if own.splitting:
                 total += (number + 1) * checksum((*fingerprint(batch), 1.0))
             if every or own.takes(number):
                 moved, mine = to_device(batch, self.device), []
-                # Weigh the batch before it was moved: reading a weight from a device waits for it.
+                # Weights are computed from the unmoved batch: reading from a device synchronizes.
                 pieces: Iterable[tuple[Any, Any]] = [(moved, batch)]
                 if self._micro_batch or self.shared:
                     pieces = zip(self._split(moved), self._split(batch), strict=True)
@@ -353,7 +350,7 @@ class Batches:
         self.checksum = total
 
     def current(self) -> list[Any]:
-        """The batches as they are now."""
+        """The batches that `data` holds at this moment."""
         batches = list(self._data)
         if self._one and len(batches) != 1:
             raise ArgumentValueError(
@@ -363,7 +360,7 @@ class Batches:
         return batches
 
     def explain(self, error: Exception) -> None:
-        """Add a note to an error: how a list of tensors was read."""
+        """Add a note to an error: a list of tensors was read as one batch."""
         known = isinstance(error, ArgumentTypeError | ArgumentValueError)
         if self.listed and (known or not isinstance(error, HoglibError)):
             error.add_note(f"data: a list of tensors is read as one batch; {OF_TENSORS}.")
@@ -399,7 +396,7 @@ class Batches:
 
 
 def first_examples(batch: object, count: int) -> Any:
-    """The first `count` examples of a batch; None if it has no more than these."""
+    """The first `count` examples of a batch; None if the batch has at most `count`."""
     size = row_count(batch)
     return None if size is None or size <= count else rows_of(batch, size, 0, count)
 
@@ -421,7 +418,7 @@ def rows_of(batch: Any, count: int, start: int, stop: int) -> Any:
 
 
 def as_dict(batch: object) -> Any:
-    """A mapping that pytrees do not know, such as BatchEncoding of transformers, as a dict."""
+    """The batch; a mapping unknown to pytrees, such as transformers' BatchEncoding, as a dict."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
@@ -438,13 +435,13 @@ def leading_dimension(batch: object) -> float:
 
 
 def fingerprint(batch: object) -> tuple[float, ...]:
-    """For each tensor in a batch its sum, and a sum that changes with the order of the examples too."""
+    """For each tensor in a batch: its sum, and its sum weighted by the positions of the examples."""
     numbers = numbers_of(batch)
     return tuple(torch.stack(numbers).tolist()) if numbers else ()
 
 
 def numbers_of(batch: object) -> list[Tensor]:
-    """The numbers of `fingerprint` as scalars in float64, on the tensors' devices."""
+    """`fingerprint` as float64 scalars on the tensors' devices."""
     numbers = []
     for _, x in tensors_in("", batch):
         if x.layout is torch.strided and x.numel() and x.device.type != "meta":
@@ -480,7 +477,7 @@ def is_batch(data: object) -> bool:
 
 
 def as_one_batch(batch: Any) -> Any:
-    """A list of tensors that is known to be one batch, as a tuple; other batches unchanged."""
+    """A list of tensors as a tuple, which is always one batch; other batches unchanged."""
     return tuple(batch) if isinstance(batch, list) and is_batch(batch) else batch
 
 
@@ -501,19 +498,19 @@ def to_device(batch: object, device: torch.device) -> Any:
         if isinstance(x, Tensor):
             found, leaves[i] = True, x.to(device, non_blocking=not waits)
     if not found:
-        return batch.to(device) if hasattr(batch, "to") else batch  # such as a batch of graphs
-    return pytree.unflatten(leaves, structure)  # new containers: a loss may change them
+        return batch.to(device) if hasattr(batch, "to") else batch  # e.g. torch_geometric's Batch
+    return pytree.unflatten(leaves, structure)  # new containers: a loss may change its batch
 
 
-NUMBERS = 16  # numbers of a batch's fingerprint (eight tensors) that passes compare
+NUMBERS = 16  # numbers of a fingerprint in the message of in_step(): eight tensors
 
 
 def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[Piece, Sharding]]:
-    """The batches of processes that share the parameters, by one small all-reduce for each.
+    """The batches of processes that share the parameters, with one small all-reduce for each batch.
 
-    A piece has the weight of all processes' batches together, and the placement this process's part
-    of that weight. The fingerprint changes with any of the batches. Raises in all processes if one
-    has fewer batches, or an error while its data is read.
+    A yielded piece has the summed weight of all processes' batches, and the yielded placement has this
+    process's fraction of the sum. `Piece.known` is the sum of the fingerprints. Raises in all processes
+    if one process has fewer batches, or an error while it reads its data.
     """
     own, world = iter(batches), placement.mesh.size()
     while True:
@@ -525,7 +522,7 @@ def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[
                 weight = piece.weight
                 found = fingerprint(piece.batch)[:NUMBERS]
                 numbers[: len(found)] = found
-        except Exception as caught:  # the other processes wait for this one
+        except Exception as caught:  # raised after the all-reduce, for which all processes wait
             error = caught
             tell(error, placement.mesh)
         mine = [float(error is not None), float(piece is not None), weight, *numbers]
@@ -546,7 +543,7 @@ def in_step(name: str, batches: Batches, placement: Sharding) -> Iterator[tuple[
                 f"gathered together, got one more in {given:.0f} of them than in the others; give each "
                 "the same number, of any size."
             )
-        # Each process draws its own samples
+        # `number` seeds Monte-Carlo samples: each process draws its own.
         number = dist.get_rank() + dist.get_world_size() * piece.number
         if total:
             known = piece._replace(weight=total, number=number, known=tuple(every))

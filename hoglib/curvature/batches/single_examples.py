@@ -37,7 +37,7 @@ def by_vmap_or_loop(problem: Problem) -> tuple[Tensor, Vector]:
     batching rule."""
     try:
         return by_vmap(problem)
-    except (RuntimeError, NotImplementedError):  # the loop raises errors of the user's code again
+    except (RuntimeError, NotImplementedError):  # an error of the user's code returns in the loop
         return by_loop(problem)
 
 
@@ -48,12 +48,12 @@ def over_examples(
     (batch,) = problem.args
     count = number_of_examples(batch)
     parts, form = pytree.flatten(batch)
-    # Tensors without a row for each example are passed whole.
+    # Tensors with another leading dimension are passed whole.
     mapped = [isinstance(x, Tensor) and x.dim() > 0 and len(x) == count for x in parts]
 
     def run(p: Vector, *rows: Tensor) -> Any:
         left = iter(rows)
-        # The loss takes a batch: make one of a single example.
+        # The loss takes batches: each example becomes a batch of size 1.
         one = [next(left).unsqueeze(0) if row else x for x, row in zip(parts, mapped, strict=True)]
         return of_example(problem.with_args(pytree.unflatten(one, form)), p)
 
@@ -77,9 +77,9 @@ def by_vmap(problem: Problem) -> tuple[Tensor, Vector]:
 def jacobian_by_vmap(
     problem: Problem, outputs: Callable[[Problem, Vector], Vector], chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The outputs [M] of all examples, and their derivatives by the leaves [M, P], each example alone.
+    """The outputs [M] and their Jacobian by the leaves [M, P], by vmap over the examples.
 
-    Their order is that of the outputs of the batch, if these have a row for each example.
+    Rows are in the order of the batch's outputs, provided that the outputs have a row per example.
     """
 
     def of_example(one: Problem, p: Vector) -> Any:

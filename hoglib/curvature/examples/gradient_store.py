@@ -29,15 +29,15 @@ CALLER = "gradient_store"
 
 
 class _Projection(NamedTuple):
-    """S, a sparse matrix with one entry of 1 or -1 in each column: rows [n, P] to rows [n, K]."""
+    """S [K, P], a sparse matrix with one entry, 1 or -1, in each column."""
 
-    places: Tensor  # the row of S where each column has its entry, [P]
-    signs: Tensor  # the entries, [P]
+    places: Tensor  # [P], the row of each column's entry
+    signs: Tensor  # [P], the entries
     modules: dict[str, slice]  # the rows of S for the parameters of each module
 
     @staticmethod
     def of(space: Space, project: int | None, by_module: bool, seed: int) -> "_Projection":
-        """Draw S. Parameters of a module with no more numbers than `project` are kept as they are."""
+        """Draw S. For a module with at most `project` parameters S is the identity."""
         random = torch.Generator("cpu").manual_seed(seed)
         paths, numbers = pytree.paths(space.params), space.places()
         places, signs = torch.empty(2, space.size, dtype=torch.int64, device="cpu")
@@ -55,11 +55,11 @@ class _Projection(NamedTuple):
 
     @property
     def width(self) -> int:
-        """K."""
+        """K, the number of rows of S."""
         return max(part.stop for part in self.modules.values())
 
     def apply(self, rows: Tensor) -> Tensor:
-        """S times each row."""
+        """S times each row: [n, P] -> [n, K]."""
         return rows.new_zeros(len(rows), self.width).index_add_(1, self.places, rows * self.signs)
 
 
@@ -74,8 +74,8 @@ class GradientStore(NamedTuple):
         loss: The function.
         params: The parameters.
         projection: S.
-        preconditioned: Whether A^-1 is the inverse of a matrix, and not the identity.
-        point: Sums and norms of the parameters and the constants of the model, to compare.
+        preconditioned: Whether A is a solver's matrix, not the identity.
+        point: Sums and norms of the parameters and the model's constants: queries must have equal ones.
     """
 
     rows: Tensor
@@ -97,10 +97,10 @@ class GradientStore(NamedTuple):
 
         Args:
             query: The queries: a batch, or batches.
-            by_module: Return a dict with the part of each module; the parts add up to the product. Only
-                of a store with ``by_module=True``.
+            by_module: Return a dict with the part of each module; the parts add up to the product. The
+                store must have ``by_module=True``.
         Returns:
-            The products [N, queries], on the CPU, or a dict of these by the names of modules.
+            The products [N, queries], on the CPU; with by_module a dict: module name -> [N, queries].
         Raises:
             ArgumentValueError: if params or the model have changed since the store was made.
         References:
@@ -146,7 +146,7 @@ class GradientStore(NamedTuple):
             query: The queries: a batch, or batches.
             by_module: As for :meth:`products`.
         Returns:
-            The scores [N, queries], on the CPU, or a dict of these by the names of modules.
+            The scores [N, queries], on the CPU; with by_module a dict: module name -> [N, queries].
         Raises:
             ArgumentValueError: for a store without a solver.
         """
@@ -160,7 +160,7 @@ class GradientStore(NamedTuple):
 
 
 def _modules_of(space: Space) -> list[str]:
-    """The names of the modules that have parameters, in order."""
+    """The names of the modules with parameters, in order."""
     return [*dict.fromkeys(path.rpartition(".")[0] for path in pytree.paths(space.params))]
 
 
@@ -192,9 +192,9 @@ def gradient_store(
     `hoglib.KFACOperator` K. A query then takes its own gradient and one product with the file:
     :meth:`GradientStore.products` and :meth:`GradientStore.influence`.
 
-    Rows are written in order. If the call is repeated, it goes on after the rows in the file, in
-    batches of any size; if all are there, it returns after a pass that hashes the data. The last row
-    is computed again, and compared. The file ``<out>.call`` beside it identifies the call.
+    Rows are written in order. A repeated call continues after the last written row, with batches of any
+    size; if the file is complete, it returns after a pass that hashes the data. The last written row is
+    computed again, and compared. The file ``<out>.call`` identifies the call.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
@@ -207,18 +207,18 @@ def gradient_store(
             parameters are kept whole. None: no projection, K = P.
         by_module: Project the parameters of each module apart, so that scores can be split by modules.
         solver: A `hoglib.KFACOperator` of the training data, on params.
-        damping: The number that is added to the diagonal of the solver's matrix.
+        damping: Added to the diagonal of the solver's matrix.
         seed: The seed of S.
         progress: Show a bar that counts batches (needs tqdm).
     Returns:
         A :class:`~hoglib.curvature.GradientStore`.
     Raises:
-        ArgumentTypeError: for a solver that is no KFACOperator.
+        ArgumentTypeError: if solver is not a KFACOperator.
         ArgumentValueError: for a DataLoader that shuffles, a solver without damping or on other
-            parameters, and an `out` of another call or loss, or that is cut off.
-        OutputError: for an `out` that cannot be written, before anything is computed.
-        NonFiniteError: for an example with a gradient that is not finite.
-        UnsupportedError: for parameters that several processes share.
+            parameters, and an existing file `out` of another call or loss, or a truncated file.
+        OutputError: if `out` is not writable; raised before any computation.
+        NonFiniteError: for an example with NaN or infinity in its gradient.
+        UnsupportedError: for DTensor parameters.
     References:
         Charikar, Chen and Farach-Colton, Finding Frequent Items in Data Streams, 2002. Weinberger et
         al., Feature Hashing for Large Scale Multitask Learning, 2009. Park et al., TRAK: Attributing
@@ -272,17 +272,17 @@ def gradient_store(
     solve = None if solver is None or damping is None else solver.inverse(damping).matvec
     bar, scale = ProgressBar(CALLER, progress, "batch"), len(w) / float(w.sum())
     rows: Any = partial(gradient_rows, loss, params)
-    # The last written row, if it is not zero, is computed again: nothing else tells the criterion.
+    # The last nonzero row is computed again: the digests of the call do not contain the criterion.
     written = file.scores[: file.done].any(1).nonzero()
     start = int(written[-1]) if len(written) else file.done
     with examined_functions(CALLER, first_order=True):
         for at, g in examples.parts(loss, space, bar, rows, start, CALLER):
             preconditioned = g if solve is None else solve(g.T).T
-            # float32 at least: a sum of many numbers in half precision would be rounded at each
+            # float32 at least: half precision would round each addition of a long sum
             found = scale * projection.apply(preconditioned.to(file.scores.dtype)).to(file.scores)
             if at.start == start < file.done:
                 _check_same_row(file.scores[start], found[0], space.precision, solver is None)
-                found[0] = file.scores[start]  # other stores may read it
+                found[0] = file.scores[start]  # keep the stored bits: other stores may map this file
             file.scores[at] = found
     point = _values_of(loss, space)
     return GradientStore(
@@ -291,8 +291,8 @@ def gradient_store(
 
 
 def _check_same_row(stored: Tensor, row: Tensor, precision: torch.dtype, plain: bool) -> None:
-    """Raise unless a stored row is the row of this call. plain: without a solver, whose inverse
-    enlarges rounding."""
+    """Raise unless a stored row agrees with the recomputed row. plain: without a solver; the inverse
+    of a solver's matrix amplifies rounding."""
     allowed = torch.finfo(precision).eps ** 0.5 if plain else 0.1
     if float((stored - row).norm()) > allowed * float(stored.norm()):
         raise errors.ArgumentValueError(

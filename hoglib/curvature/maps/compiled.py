@@ -1,11 +1,11 @@
-"""Products with curvature matrices by compiled graphs, which later calls find again.
+"""Products with curvature matrices by compiled graphs; later calls reuse the graphs.
 
 The product with one vector is captured as it runs in eager mode. For several vectors at one point the
-graph is evaluated partially: nodes that do not depend on the vector run once,
+graph is split in two (partial evaluation): the first part does not depend on the vector and runs once,
 
     (v, point) -> (value, M v)    becomes    point -> (value, residuals), (v, point, residuals) -> M v
 
-just as eager mode keeps the graph of a gradient between products.
+The residuals correspond to the gradient's graph, which eager mode keeps between products.
 """
 
 from collections.abc import Callable
@@ -46,13 +46,12 @@ def compiled_linear_map(kind: CurvatureKind, problem: Problem, several: bool) ->
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         nonlocal unused
         try:
-            # The residuals go by AMBIENT: a graph takes tensors only, and a backend with residuals of
-            # its own would be compiled again at each point.
+            # Residuals are passed by AMBIENT: a graph takes tensors only, and a backend object that
+            # holds residuals would be a new cache key at each point.
             graphs = AMBIENT.graphs._replace(residuals=residuals)
             with inside(graphs=graphs), torch.set_grad_enabled(policy.create_graph):
-                # New tensors: a tensor that is both vector and parameter would become one input of
-                # the graph. At even offsets: view_as_complex refuses odd ones, and a graph does not
-                # check again.
+                # view_as: if one tensor is both vector and parameter, capture must see two inputs.
+                # at_even: a captured view_as_complex is not checked again for odd offsets.
                 fresh = [at_even(v.view_as(v)) for v in vector]
                 value, product, unused = compiled(fresh, problem.leaves, problem.args)
         finally:
@@ -72,12 +71,11 @@ def _product(
     leaves: Vector,
     args: tuple[Any, ...],
 ) -> tuple[Tensor, Vector, tuple[int, ...] | None]:
-    """(vector, leaves, args) -> (value, M vector, numbers of the leaves that the loss does not depend
-    on)."""
+    """(vector, leaves, args) -> (value, M vector, indices of unused leaves)."""
     around = ring(policy, loss, examine=False)
     with around as blocks:
         problem = Problem(policy, loss, structure, leaves, args).entered(blocks)
-        # several=True: reverse mode, which has the smaller graphs.
+        # several=True selects reverse mode, which has smaller graphs.
         point = kind.linearize(problem, True)
         around.note_gradient(point.gradient)
         value, product = point.apply(vector, False)
@@ -93,14 +91,14 @@ def linearizer(kind: CurvatureKind, captured: bool) -> Callable[[Problem, bool],
 
 @final
 class Residuals:
-    """The outputs of the graph that runs once at a point, and the inputs for which it ran."""
+    """The inputs and outputs of the last run of the graph that runs once at a point."""
 
     def __init__(self) -> None:
         self._inputs: list[Tensor] = []  # the point
-        self._outputs: list[Tensor] = []  # value and residuals there
+        self._outputs: list[Tensor] = []  # value and residuals at the point
 
     def of(self, inputs: list[Tensor], run_once: Run) -> list[Tensor]:
-        """run_once(*inputs), computed again only for other tensors."""
+        """run_once(*inputs); the last outputs if the inputs are the last tensors."""
         if len(inputs) != len(self._inputs) or not all(map(is_, inputs, self._inputs)):
             self._inputs, self._outputs = inputs, list(run_once(*inputs))
         return self._outputs
@@ -109,7 +107,7 @@ class Residuals:
         self._inputs, self._outputs = [], []
 
     def bytes(self) -> int:
-        """The memory that the outputs hold, not counting storages of the inputs."""
+        """The bytes of the outputs' storages, not counting storages of the inputs."""
         inputs = {x.untyped_storage().data_ptr() for x in self._inputs}
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self._outputs}
         return sum(x.nbytes() for pointer, x in storages.items() if pointer not in inputs)
@@ -118,7 +116,7 @@ class Residuals:
 @final
 @dataclass(unsafe_hash=True)
 class PartialEval:
-    """A backend of `hoglib.compile` that runs what does not depend on the vector once."""
+    """A backend of `hoglib.compile` that runs the vector-independent part of a graph once."""
 
     count: int  # the first `count` tensors of a function are the vector
     backend: str  # compiles both parts
@@ -126,7 +124,7 @@ class PartialEval:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
         count = self.count
-        # The parts are told apart by what a node reads, so writes in place must go first.
+        # `depends` follows the arguments of nodes, so in-place writes must be removed before.
         module = functionalize(module, inputs)
         given = module.graph.find_nodes(op="placeholder")
         outputs: Any = module.graph.output_node().args[0]
@@ -139,7 +137,7 @@ class PartialEval:
         residuals = _saved_nodes(module.graph, depends)
         run_once = self._made(_part(module, given[count:], [*values, *residuals]), inputs[count:])
         with torch.no_grad():
-            # Example residuals: the second part is compiled for their shapes.
+            # Example residuals, to compile the second part.
             found = [x.detach() for x in run_once(*inputs[count:])[len(values) :]]
         run_each = self._made(_part(module, [*given, *residuals], products), [*inputs, *found])
 
@@ -158,11 +156,11 @@ class PartialEval:
 
 
 def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
-    """The nodes that do not depend on the vector, but that dependent nodes use."""
+    """The residuals: nodes independent of the vector with a dependent user."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         for x in node.all_input_nodes if node in depends else ():
-            # A view costs nothing to make again: keep the tensor that it views.
+            # Save the base of a view: making the view again costs nothing.
             while x.target in VIEWS and x not in depends:
                 x = x.all_input_nodes[0]
             if x.op == "call_function" and x not in depends:
@@ -171,7 +169,7 @@ def _saved_nodes(graph: fx.Graph, depends: set[fx.Node]) -> list[fx.Node]:
 
 
 def _part(module: fx.GraphModule, inputs: list[fx.Node], outputs: list[fx.Node]) -> fx.GraphModule:
-    """The graph that computes the outputs from the inputs, which may be inner nodes."""
+    """The subgraph from `inputs`, which may be inner nodes, to `outputs`."""
     needed = {x for x in outputs if isinstance(x, fx.Node)} - set(inputs)
     for node in reversed(module.graph.nodes):
         if node in needed:

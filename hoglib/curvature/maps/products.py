@@ -46,13 +46,13 @@ from hoglib.ring import ring, warn_if_derivatives_not_finite
 T = TypeVar("T")  # a pytree of tensors
 Loss = Callable[..., Tensor]
 Entries = dict[tuple[int, int], Tensor]  # (a, b) -> the block of the leaves a and b
-# With so many rows, computing half of a symmetric matrix saves time: MLPs of 114, 451 and 2,203
-# parameters take 0.9, 1.0 to 1.2 and 0.5 times as long.
+# From this number of rows on, only one triangle of a symmetric matrix is computed. It takes 0.9, 1.0 to
+# 1.2 and 0.5 times as long for MLPs of 114, 451 and 2,203 parameters.
 MIRRORED = 1024
 
 
 def _like_product(value: object, options: object, params: Tree, v: Tree, *args: Any) -> Any:
-    """What a product looks like to torch.compile: a number, and tensors like v."""
+    """Example results of a product for torch.compile: a scalar, and tensors like v."""
     value, *_ = pytree.tensors(value)
     return value.sum().detach(), pytree.map(lambda x: x.detach().clone(), v)
 
@@ -99,7 +99,7 @@ def hvp(
         ArgumentTypeError, ArgumentValueError: for params, v or a value of the wrong kind, naming the
             leaf.
         NoSecondDerivative: if the value does not depend on params, or comes from a custom Function
-            that is `@once_differentiable`.
+            with an `@once_differentiable` backward.
         UnsupportedError: if torch has no derivative of an operation.
     References:
         Pearlmutter, Fast Exact Multiplication by the Hessian, 1994.
@@ -218,7 +218,7 @@ def fisher_vp(
     Raises:
         ArgumentTypeError: for a loss without ``outputs`` and ``criterion``.
         ArgumentValueError: if no likelihood is given and the criterion does not determine one.
-        NonFiniteError: for outputs that are not finite.
+        NonFiniteError: for outputs with NaN or infinity.
         UnsupportedError: for "exact", if torch has no KL divergence of the distribution, or the
             divergence's second derivative is not the Fisher matrix.
     References:
@@ -247,7 +247,7 @@ def _product(
             # An outer transform may differentiate the product.
             policy = policy._replace(create_graph=True)
         problem = Problem.of(policy, func, params, *args)
-        # For DTensors the problem has the shards: v is compared with the whole tensors.
+        # With DTensors, problem.leaves are the shards; v is compared with params.
         leaves = pytree.leaves(params) if problem.placement.is_sharded else problem.leaves
         vector, block = validation.vectors("v", v, params, flat=(leaves, problem.structure))
         if problem.placement.is_sharded:
@@ -257,7 +257,7 @@ def _product(
             entered, vector = problem.entered(blocks), clone_inference_tensors(vector)
             vector = entered.placement.local_vector("v", vector)
             columns = vector[0].shape[-1] if block else 1
-            # One all-reduce before anything is gathered: if processes differ, all raise.
+            # One all-reduce before any gather: if calls differ between processes, all raise.
             call = kind, policy, func
             entered.placement.check_agreement(policy.caller, call, columns, vector, entered.leaves)
             if problem.placement.is_sharded:
@@ -269,13 +269,13 @@ def _product(
         tell_sharers(error, params)
         raise
     if not problem.placement.is_sharded:
-        # The search for a cause runs the loss again, which would need the other processes.
+        # Not with DTensors: the search for a cause runs the loss again, in this process alone.
         warn_if_derivatives_not_finite(problem, value, product)
     if kind.mode == DIFFERENCES:
-        # differences are computed in float64
+        # finite differences are computed in float64
         product = [part.to(leaf.dtype) for part, leaf in zip(product, problem.leaves, strict=True)]
     if not policy.create_graph:
-        # each call of torch takes longer than to ask for it
+        # detach() only if needed: it takes longer than reading requires_grad
         product = [part.detach() if part.requires_grad else part for part in product]
         value = value.detach().clone()
     return value, problem.tree(product)
@@ -295,7 +295,7 @@ def _refuse_sharded(policy: Policy, func: Callable[..., Any]) -> None:
 
 
 def _like_hessian(value: Any, options: object, params: Any, *args: Any) -> Any:
-    """What a matrix looks like to torch.compile: for each output a block for each two leaves."""
+    """Example results of `hessian` for torch.compile: for each output a block for each two leaves."""
 
     def block(y: Tensor, p: Tensor, q: Tensor) -> Tensor:
         return y.detach().sum().expand(*y.shape, *p.shape, *q.shape)
@@ -350,13 +350,13 @@ def hessian(
 
         H[a][b][i, j] = d^2 func(params, *args) / d params[a][i] d params[b][j]
 
-    func returns a scalar, or a tensor or pytree of outputs, each with an H of its own. Every number in
-    the outputs then takes a run of func and the rows of its matrix.
+    func returns a scalar, or a tensor or pytree of outputs. With outputs, H has a Hessian for each
+    output element, and each element takes a run of func and all rows of a Hessian.
 
     Rows are computed by reverse-over-reverse, several at once: the graph of the gradient is recorded
     once, and vmap maps over its backward. (`torch.func.hessian` also maps over the forward pass, which
-    is silently wrong in the rows of a LayerNorm's weight.) Operations that vmap cannot map take one row
-    after another. P numbers in params take P^2 numbers of memory. Inside torch.func transforms the
+    is silently wrong in the rows of a LayerNorm's weight.) Without a batching rule, rows are computed
+    one after another. P numbers in params take P^2 numbers of memory. Inside torch.func transforms the
     Hessian is `jacfwd(grad)`, all at once. The inputs are not changed; hessian works under no_grad and
     inference_mode.
 
@@ -369,21 +369,21 @@ def hessian(
             a block for each tensor. "module": a block for the parameters of each module. A function
             returns the block of a name. A list of lists of names gives the blocks. H[a] then has the
             names that share a block with a.
-        chunk_size: Rows at once. Default: as many as take 32 MiB on a CPU, 1 GiB on another device, by
-            the size of the graph; one on a CPU, if that is faster.
+        chunk_size: Rows at once. Default: by the size of the graph, as many as take 32 MiB on a CPU or
+            1 GiB on another device; 1 on a CPU if the graph is larger than 2 MiB.
         create_graph: Whether H can be differentiated again.
         **options: How func is evaluated, as :class:`hoglib.Options` describes it. A compiled graph runs
             once what all rows share; compile excludes create_graph, and several outputs.
     Returns:
-        H: for params a dict, a dict of dicts; for any other pytree nested alike; for one tensor one
-        tensor. For several outputs, these in their structure.
+        H: for a dict of params a dict of dicts; for any other pytree nested in its structure twice; for
+        one tensor one tensor. For several outputs: a pytree of outputs, with an H for each.
     Raises:
         ArgumentTypeError, ArgumentValueError: for params, blocks or a value of the wrong kind.
         NoSecondDerivative: if the value does not depend on params, or its gradient lost its graph.
         UnsupportedError: if torch has no derivative of an operation.
     Shape:
-        - ``H[a][b]``: the shape of ``params[a]``, followed by the shape of ``params[b]``; of an output
-          its shape comes first
+        - ``H[a][b]``: the shape of ``params[a]``, followed by the shape of ``params[b]``; for several
+          outputs the shape of the output comes first
     Example:
         >>> hog.hessian(lambda p: p[0] ** 2 * p[1], torch.tensor([1.0, 2.0]))
         tensor([[4., 2.],
@@ -414,7 +414,7 @@ def hessian(
         found = []
         for i in range(y.numel()):
             one = replace(problem, loss=partial(_entry, problem.loss, number, i))
-            with preserve_random_state():  # all entries belong to the same random function
+            with preserve_random_state():  # func draws equal random numbers for all entries
                 found.append(_matrix(HessianKind(), one, params, blocks, chunk_size))
         leaves, form = zip(*map(pytree.flatten, found), strict=True)
         stacked = [torch.stack(parts) for parts in zip(*leaves, strict=True)]
@@ -425,8 +425,7 @@ def hessian(
 
 
 def _several_outputs(problem: Problem) -> Any:
-    """The outputs of a function that returns tensors with numbers; None for a scalar, and for anything
-    else."""
+    """The outputs of the loss, if they are several floating-point numbers; else None."""
     with ring(problem.policy, problem.loss) as blocks:
         p = problem.entered(blocks).leaves
         if not torch_internals.transforms_active():  # func may itself differentiate by p
@@ -439,7 +438,7 @@ def _several_outputs(problem: Problem) -> Any:
 
 
 def _entry(func: Any, number: int, index: int, params: Any, *args: Any) -> Tensor:
-    """A number among the outputs of a function."""
+    """Element `index` of output leaf `number` of a function."""
     entry: Tensor = pytree.leaves(func(params, *args))[number].reshape(-1)[index]
     return entry
 
@@ -510,7 +509,7 @@ def _matrix(
     with around as recomputed:
         entered = problem.entered(recomputed)
         if torch_internals.transforms_active() and isinstance(kind, HessianKind):
-            # vmap of reverse-over-reverse is silently wrong through normalization layers.
+            # vmap of reverse-over-reverse is silently wrong for normalization layers.
             numbers = tuple(range(len(entered.leaves)))
             full = torch.func.jacfwd(torch.func.grad(entered, numbers), numbers)(*entered.leaves)
             entries = {(a, b): full[a][b] for group in groups for a in group for b in group}
@@ -519,7 +518,7 @@ def _matrix(
             around.note_gradient(point.gradient)
             if point.gradient is None:
                 entries = _by_products(point, entered.leaves, groups, chunk_size)
-            else:  # an eager Hessian, which has the graph of the gradient
+            else:  # an eager Hessian: the point has the gradient and its graph
                 value = point.gradient.value
                 entries = _by_rows(point.gradient, entered, groups, chunk_size)
     warn_if_derivatives_not_finite(problem, value, entries.values())
@@ -544,7 +543,7 @@ def _by_rows(
     # through every leaf for each row.
     for group in groups:
         mirrored = sum(p[a].numel() for a in group) >= MIRRORED
-        # The largest leaf last: its many rows are then differentiated only by that leaf.
+        # The largest leaf last: its many rows are then differentiated by that leaf alone.
         order = sorted(group, key=lambda a: p[a].numel()) if mirrored else group
         for place, a in enumerate(order):
             by, count = order[place:] if mirrored else group, p[a].numel()

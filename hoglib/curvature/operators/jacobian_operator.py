@@ -28,7 +28,7 @@ from hoglib.curvature.sums.term import Term
 from hoglib.errors import ArgumentValueError
 from hoglib.functional import functional_loss
 
-NUMBERS_AT_ONCE = 2**24  # in the rows of examples that are computed at once
+NUMBERS_AT_ONCE = 2**24  # elements of the Jacobian rows in one vmap chunk of `_by_examples`
 OPTIONS = ("stand_ins", "remat", "check_deterministic", "progress", "memory_limit")
 
 
@@ -36,7 +36,7 @@ OPTIONS = ("stand_ins", "remat", "check_deterministic", "progress", "memory_limi
 class JacobianOperator(RectangularOperator):
     r"""The Jacobian of a model's outputs over data, by its parameters.
 
-        J = d outputs(params, data) / d params        [M, P], the outputs of one batch after the other
+        J = d outputs(params, data) / d params        [M, P], rows in the order of batches and outputs
 
         J @ v, J.T @ u        products with vectors on the parameters, and on the outputs
         J.T @ J               an operator on the parameters: the Gauss-Newton matrix of half the sum of
@@ -63,7 +63,7 @@ class JacobianOperator(RectangularOperator):
         ArgumentValueError: for no batches, and for a DataLoader that shuffles.
         NoSecondDerivative: at J @ v, for a custom Function with a backward that has lost its graph.
         NondeterministicError: for outputs or batches that change from pass to pass.
-        NonFiniteError: for outputs and products that are not finite.
+        NonFiniteError: for NaN or infinity in outputs or products.
     References:
         Jacot, Gabriel and Hongler, Neural Tangent Kernel: Convergence and Generalization in Neural
         Networks, 2018. Novak, Sohl-Dickstein and Schoenholz, Fast Finite Width Neural Tangent Kernel,
@@ -94,8 +94,7 @@ class JacobianOperator(RectangularOperator):
 
     @cached_property
     def target(self) -> Space:
-        """The vector space of the outputs. The first use takes a pass over the data to find their
-        sizes."""
+        """The vector space of the outputs. Its first use makes a pass over the data, for the shapes."""
         return self._space_of([[y.to("meta") for y in found] for found in self._of_batches()])
 
     def outputs(self) -> Tensor:
@@ -105,7 +104,7 @@ class JacobianOperator(RectangularOperator):
             A flat vector on the outputs [M].
         """
         every = self._of_batches()
-        if "target" not in vars(self):  # saves a pass
+        if "target" not in vars(self):  # fill the cached_property: it would make a pass of its own
             self.target = self._space_of([[y.to("meta") for y in found] for found in every])
         flat = torch.cat([y.reshape(-1) for found in every for y in found]).to(self.target.dtype)
         self._check_size(len(flat))
@@ -127,12 +126,12 @@ class JacobianOperator(RectangularOperator):
         return found
 
     def _space_of(self, found: list[Vector]) -> Space:
-        """The space of outputs, given as meta tensors: no memory."""
+        """The vector space of the outputs of all batches, given as meta tensors."""
         every = [y for outputs in found for y in outputs]
-        # One tensor holds all outputs if batches have one each, and differ only in their rows.
+        # Batches with one output tensor each, of equal trailing shape, form one tensor [N, ...].
         one_of_each = len(every) == len(found) and all(y.dim() for y in every)
         alike = one_of_each and len({y.shape[1:] for y in every}) == 1
-        # Not by torch.cat, which imports torch._dynamo for meta tensors: a second.
+        # Not torch.cat: for meta tensors it imports torch._dynamo, which takes a second.
         rows = sum(map(len, every)) if alike else sum(y.numel() for y in every)
         dtype = reduce(torch.promote_types, [y.dtype for y in every])
         # An expanded zero: the space needs shapes, not memory.
@@ -148,8 +147,11 @@ class JacobianOperator(RectangularOperator):
             )
 
     def _by_examples(self) -> tuple[Tensor, Tensor]:
-        """The outputs [M], and the matrix [M, P] by the gradients of single examples at once, for
-        outputs that have a row for each example and do not couple them, which is not checked."""
+        """The outputs [M] and J [M, P], by vmap over examples.
+
+        Right only if the outputs have a row for each example and no row depends on another example;
+        the caller checks it.
+        """
         found = []
         chunk = max(1, NUMBERS_AT_ONCE // self.space.size)
         with torch.inference_mode(False), own_algebra():
@@ -169,7 +171,7 @@ class JacobianOperator(RectangularOperator):
         validation.refuse_transforms(NAME, "use the function hoglib.jvp there.")
         start, sums = 0, self._sum
         total = torch.zeros(len(rows), into.size, dtype=into.dtype, device=self.device)
-        # A point that was kept for J^T u lacks the derivative by u, which J v needs.
+        # A point kept by a product J^T u was made without the graph by u that J v needs.
         if not (transposed or sums.kept is None or sums.kept.jacobian):
             sums.kept = None
         kept: _Point | None = None
@@ -181,7 +183,7 @@ class JacobianOperator(RectangularOperator):
                 sums.batches.weight_cancels and 0 < point.held_bytes() <= self._limit
             )
             kept = point if keep else None
-            # The outputs of one batch follow the outputs of another: batches need a fixed order.
+            # Rows start to stop of J belong to this batch: batches need a fixed order.
             stop = start + sum(point.sizes)
             split = point.split if transposed else self.space.split_rows
             own = rows[:, start:stop] if transposed else rows
@@ -207,15 +209,15 @@ def _outputs_of(problem: Problem, leaves: Vector) -> Vector:
     return CompositeLoss(problem, CriterionHessian(), "reverse").outputs(leaves)
 
 
-# A function, because operators are pickled, and a lambda cannot be.
+# Not a lambda: operators are pickled.
 def _unit_weight(batch: object) -> float:
     return 1.0
 
 
 @final
 class _Outputs:
-    """A function as a loss: the mean square of its outputs, by which passes over the data are
-    compared."""
+    """A function as a loss, the mean square of its outputs: `Determinism` compares it between
+    passes."""
 
     def __init__(self, func: object) -> None:
         if isinstance(func, nn.Module):
@@ -234,7 +236,8 @@ class _Outputs:
 
 @final
 class _Point:
-    """The outputs at a batch, with their graph. for_tangents: whether J v is asked for."""
+    """The outputs at a batch, with their graph. for_tangents: products J v are needed, not only
+    J^T u."""
 
     def __init__(self, term: Term, for_tangents: bool) -> None:
         self.term = term
@@ -244,14 +247,13 @@ class _Point:
             self._p = fresh_leaves(problem.leaves, False)  # the leaves of this graph
             self._outputs, self.value = self._composite.checked_outputs(self._p, for_tangents)
             self.sizes = [y.numel() for y in self._outputs]  # numbers in each output
-            # J v needs J^T u with a graph, and so a backward that can be differentiated; J^T u does
-            # not.
+            # J v is the derivative of J^T u by u, so it needs a J^T u with a graph.
             self.jacobian: Any = for_tangents and TransposedJacobian(self._outputs, self._p, NAME)
-            # the model's patches during forward, for recomputation in backward
+            # a checkpoint recomputes in backward with the patches that the model had in forward
             self.patches = patches.values()
 
     def held_bytes(self) -> int:
-        """The bytes of the graph, if it is kept."""
+        """The bytes that a kept graph holds."""
         return graph_bytes(self.jacobian.parts if self.jacobian else with_graph(self._outputs))
 
     def split(self, rows: Tensor) -> Vector:
@@ -260,8 +262,8 @@ class _Point:
         return [part.reshape(len(rows), *y.shape).to(y.dtype) for part, y in parts]
 
     def products(self, chunk: Chunk, count: int, transposed: bool, keep: bool) -> Vector:
-        """J v for `count` vectors, or J^T u if transposed. chunk: (start, stop) -> these
-        vectors."""
+        """J v for `count` vectors, or J^T u if transposed. chunk: (start, stop) -> vectors start to
+        stop."""
         if count == 1:
             found = self._product([x[0].contiguous() for x in chunk(0, 1)], transposed, keep)
             return [x.unsqueeze(0) for x in found]

@@ -76,8 +76,8 @@ class DatasetOperator(LinearOperator):
         super().__init__(Space(params, of_data.dtype), of_data.progress and sharing.rank == 0)
         kind.check_loss(loss)
         if self.space.placement.is_sharded:
-            # Processes may draw different samples for factors, which they add up, but not for
-            # products, of which they hold copies.
+            # Factors are added up over processes, so each may draw its own samples. A product is
+            # replicated, so all processes must draw equal samples.
             _check_sharded(policy, loss, kind.random and not self._adds_factors, of_data)
         policy.check_blocks(loss)
         at = Term(policy, loss, self.space, self._bar, self.space.placement)
@@ -120,11 +120,11 @@ class DatasetOperator(LinearOperator):
         if torch_internals.transforms_active():
             instead = "use the function hvp, ggn_vp or fisher_vp there."
             validation.refuse_transforms(str(self), instead)
-        # With several processes, one may have no batch: it adds zeros.
+        # A process without a batch contributes zeros to the all-reduce.
         make = torch.empty if self._sum.alone else torch.zeros
         total = make(rows.shape, dtype=self.space.dtype, device=self.space.device)
-        with without_functions_seen():  # modes would see every view
-            # The leaves of a single vector are split once, for all batches.
+        with without_functions_seen():  # else an active TorchFunctionMode intercepts each view
+            # A single vector is split into leaves once, for all batches.
             vector = self._split(rows[0]) if len(rows) == 1 else None
         kept: _KeptProduct | None = None
 
@@ -151,15 +151,18 @@ class DatasetOperator(LinearOperator):
     def _add_batch(
         self, rows: Tensor, vector: Vector | None, total: Tensor, term: Term
     ) -> tuple[Tensor, "_KeptProduct | None"]:
-        """Add share times the products of the rows at one batch to total; returns the loss there, and
-        the product to keep, or None."""
+        """Add term.share * (products of the rows at the term's batch) to total.
+
+        Returns the loss at the batch, and the linearization to keep for later products, or None.
+        """
         kind = self._kind if self._kind.metric is None else self._kind.for_batch(term.piece.number)
         single = self._sum.batches.single and not term.placement.is_sharded
-        # Before the stand-ins are on: they would see the access to each shape.
+        # Made before the ring enters the stand-ins, which intercept each access to a shape.
         problem, context = term.problem(), term.ring(around_graph=True)
-        # A compiled map knows what it holds only after the product.
+        # held_bytes() of a compiled map is known only after its first product.
         several = len(rows) > 1 or (single and (not context.captures or self._memory_limit > 0))
-        # keep_swapped() joins the ring's patch; a captured ring has none, and it makes one.
+        # keep_swapped() records the model's patches: in the ring's context, or, in a captured ring,
+        # in a context that it makes.
         with context as blocks, keep_swapped() if single else nullcontext() as patches:
             problem = problem.entered(blocks)
             point = linearizer(kind, context.captures)(problem, several)
@@ -217,7 +220,7 @@ class DatasetOperator(LinearOperator):
                 value = loss
                 outside = _outside(form, p)
                 own = zip([*self.space.leaves(), *outside], [*p, *outside], strict=True)
-                # a tensor may be a parameter, and used from elsewhere: pairs, not a dict
+                # Pairs, not a dict: one tensor may be a parameter and also reach the loss from outside.
                 pairs = [pair for pair in own if pair[0].requires_grad]
                 if pairs and form.requires_grad:
                     weight = torch.full_like(form, term.share)
@@ -236,11 +239,11 @@ class DatasetOperator(LinearOperator):
     def _forms(
         self, term: Term, left: Tensor, right: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Vector]]:
-        """For each j the loss at a batch, and left_j^T A right_j with its graph; and the parameters in
-        the graph."""
+        """For each j: the loss at a batch, left_j^T A right_j with a graph, and the graph's leaves for
+        the parameters."""
         term = term._replace(policy=term.policy._replace(create_graph=True))
         problem = term.problem()
-        # Copies: the graph ends at them, also if parameters have one.
+        # Detached: the graph ends here, even if the parameters are not leaves.
         p = [leaf.detach().requires_grad_() for leaf in problem.leaves]
         with term.ring(around_graph=True) as blocks:
             point = self._kind.linearize(replace(problem, leaves=p).entered(blocks), True)
@@ -250,14 +253,14 @@ class DatasetOperator(LinearOperator):
                 yield value.detach(), torch.stack([(x * y).sum() for x, y in pairs]).sum(), p
 
     def _half_precision(self) -> torch.dtype | None:
-        """The half-precision dtype that the loss or its gradient computes in, if any."""
+        """The half-precision dtype that the loss or its gradient computes in, or None."""
         with HalfWatch() as watch:
             self._sum.gradient()
         return watch.dtype
 
     def _products_in_double(self, rows: Tensor) -> Tensor | None:
-        """The products of rows at the first batch in float64, each with its own graph; None if they
-        cannot be computed."""
+        """The products of rows at the first batch in float64, each with its own graph; None if the
+        loss does not run in float64."""
         if not self._sum.whole:
             return None
         products = []
@@ -267,22 +270,23 @@ class DatasetOperator(LinearOperator):
             for row in rows:
                 with term.ring(around_graph=True) as blocks:
                     problem = term.problem().entered(blocks).in_double()
-                    # for_batch(number) seeds: the float64 product has the samples of the product in
-                    # question.
+                    # for_batch(number) seeds the Monte-Carlo samples: the float64 product draws the
+                    # samples of the float32 product.
                     point = self._kind.for_batch(term.piece.number).linearize(problem, True)
                     _, product = point.apply(to_double(self.space.split(row)), False)
                 products.append(torch.cat([x.detach().reshape(-1) for x in product]))
-        except Exception as error:  # e.g. code that is bound to another dtype
+        except Exception as error:  # e.g. code bound to another dtype
             LOGGER.debug("%s: no products in float64: %s", type(self).__name__, error)
             return None
         return torch.stack(products)
 
     def _fits_in_memory(self, point: LinearMap) -> bool:
-        """Whether the map holds something between products, and no more than the limit."""
+        """Whether the map holds a graph between products, of at most memory_limit bytes."""
         return 0 < point.held_bytes() <= self._memory_limit
 
     def _split(self, row: Tensor) -> Vector:
-        """The leaves of a vector, contiguous: strided vectors take 1.5 times the time."""
+        """A flat vector as leaves, contiguous: a product with strided leaves takes 1.5 times the
+        time."""
         return self.space.split(row.contiguous())
 
     def _apply(
@@ -294,14 +298,14 @@ class DatasetOperator(LinearOperator):
         term: Term,
         keep: bool,
     ) -> Any:
-        """Add share times the products of the rows to total, or at the first batch write them;
+        """Add term.share * (products of the rows) to total, or overwrite it at the first batch;
         returns the loss.
 
-        vector: the leaves of a single row, else None. keep: whether to keep the graph after the last
+        vector: the leaves of the only row; None for several rows. keep: keep the graph after the last
         product.
         """
         value: Any = None
-        count = len(rows) if vector is None else 1  # modes would see `len`
+        count = len(rows) if vector is None else 1  # a TorchFunctionMode would intercept `len`
         if point.several is not None and count > 1:
             chunk = self.space.split_rows
             value, products = apply_rows(point, lambda i, j: chunk(rows[i:j]), count, keep)
@@ -309,7 +313,7 @@ class DatasetOperator(LinearOperator):
             term.advance(count)
             return value
         for j in range(count):
-            with without_functions_seen():  # modes would see every view
+            with without_functions_seen():
                 leaves = vector or self._split(rows[j])
             value, product = point.apply(leaves, keep or j + 1 < count)
             with without_functions_seen():
@@ -326,7 +330,7 @@ def _outside(form: Tensor, p: Vector) -> list[Tensor]:
 
 
 def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedDataOptions) -> None:
-    """Raise for options that do not work with parameters that processes share."""
+    """Raise for options that do not work with DTensor parameters."""
     reasons = {
         "processes": (
             options.processes is not None,
@@ -352,11 +356,11 @@ def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedData
 
 
 class _KeptProduct(NamedTuple):
-    """The matrix at the only batch, with a graph that is kept between products."""
+    """The linearization at the only batch, with its graph, kept between products."""
 
-    point: LinearMap  # the matrix
-    term: Term  # the loss at the batch
-    patches: PatchState  # of the model during forward, for recomputation in backward
+    point: LinearMap
+    term: Term
+    patches: PatchState  # the model's patches during forward; a checkpoint recomputes with them
 
 
 @final

@@ -27,10 +27,10 @@ def sparse_hessian(
 
         H_ij = d^2 func(x, *args) / dx_i dx_j        i, j number the elements of x
 
-    Columns that share no row are multiplied at once: a Hessian whose rows have s entries takes about s
-    products, whatever its size. The pattern is found by products with random vectors, by some 4 s more
-    for each factor of 4 in the size; later calls of func with an x of this shape try it again. The
-    result is compared with one more product, so that a wrong pattern raises.
+    Columns without a common row are multiplied at once: a Hessian with s entries in each row takes
+    about s products, for any number of rows. Products with random vectors find the pattern: about 4
+    times s for each factor of 4 in the number of rows. Later calls of func with an x of this shape try
+    the known pattern first. One more product checks the result, so a wrong pattern raises.
 
     Args:
         func: The function ``func(x, *args)``, which returns a scalar.
@@ -43,9 +43,9 @@ def sparse_hessian(
     Returns:
         A `torch.sparse_csr` tensor [n, n] with n the number of elements of x, without gradients.
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an x that is no real floating-point tensor, for a
-            sparsity that is no pattern of this shape, and where the Hessian has entries outside of it.
-        LossError: for a func that returns no scalar.
+        ArgumentTypeError, ArgumentValueError: unless x is a real floating-point tensor, sparsity has
+            the Hessian's shape, and the Hessian has no entries outside the pattern; and for a func
+            without a scalar result.
         UnsupportedError: for a DTensor.
     References:
         Curtis, Powell and Reid, On the Estimation of Sparse Jacobian Matrices, 1974 (colours).
@@ -78,9 +78,9 @@ def sparse_jacobian(
 
         J_ij = d func(x, *args)_i / dx_j        i, j number the elements of the output and of x
 
-    Columns that share no row are multiplied at once, or rows that share no column, where that takes
-    fewer products; rows with many entries are read by transposed products. `sparse_hessian` describes
-    how the pattern is found and compared.
+    Columns without a common row, or rows without a common column, are multiplied at once, by the way
+    with fewer products; transposed products read rows with many entries. `sparse_hessian` describes
+    how the pattern is found and checked.
 
     Args:
         func: The function ``func(x, *args)``, which returns a tensor of any shape.
@@ -95,11 +95,11 @@ def sparse_jacobian(
         A `torch.sparse_csr` tensor [m, n] with m and n the numbers of elements of the output and of x,
         without gradients.
     Raises:
-        ArgumentTypeError, ArgumentValueError: for an x that is no real floating-point tensor, for a
-            sparsity that is no pattern of this shape, and where the Jacobian has entries outside of it.
+        ArgumentTypeError, ArgumentValueError: unless x is a real floating-point tensor, sparsity has
+            the Jacobian's shape, and the Jacobian has no entries outside the pattern.
         UnsupportedError: for a DTensor.
     References:
-        As of `sparse_hessian`.
+        The references of `sparse_hessian`.
     Example:
         >>> J = hog.sparse_jacobian(lambda x: x.diff() ** 2, torch.tensor([0.0, 1.0, 3.0]))
         >>> J.to_dense()

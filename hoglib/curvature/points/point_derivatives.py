@@ -6,7 +6,7 @@ Second-order operators are weighted sums of second derivatives along directions,
     sum_ij a_ij d_i d_j f = sum_r w_r v_r^T H v_r
 
 The collapsed route propagates values, first derivatives along all directions, and the *sum* of the
-second derivatives, for which no single second derivative is needed (`hoglib.taylor`).
+second derivatives, without any single second derivative (`hoglib.taylor`).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,11 +41,11 @@ from hoglib.taylor.nested import along_path, differentiate_path
 from hoglib.taylor.series import Algebra, Biharmonic, MultiIndex, Parts, Univariate, add
 
 PointMode = Literal["auto", "collapsed", "nested"]
-# Elements of all directions that are propagated at once, if no graph is kept.
+# Elements of the directions in one run of Taylor mode, if no graph is kept.
 AT_ONCE = 2**24
-# With up to FEW directions nested derivatives are faster: the rules of Taylor mode are Python code at
-# each operation. If a graph is kept, only with up to SMALL elements in x: with 8,192 an MLP 2 x 64
-# takes 0.78 of the nested time by Taylor mode.
+# With at most FEW directions nested derivatives are faster: Taylor mode runs Python code at each
+# operation. With a kept graph, also at most SMALL elements in x: for 8,192 elements and an MLP 2 x 64
+# Taylor mode takes 0.78 of the nested time.
 FEW, SMALL = 2, 1024
 OF_POINTS = "one number for each point is `a.reshape(-1, 1).expand(-1, D)`"
 
@@ -55,11 +55,11 @@ class Directions(NamedTuple):
 
     vectors: Tensor  # [R, *x.shape]
     weights: Tensor | float  # [R], or one number for all
-    unit: bool  # whether the directions are the elements of a point, in order
+    unit: bool  # whether the directions are the unit vectors of a point, in order
 
     def probes(self, by_index: bool = True) -> list[Weighted]:
-        """The probes of the nested routes: indices of elements, if by_index and unit, else
-        vectors."""
+        """(direction, weight) for nested derivatives; a direction is the index of an element if
+        by_index and unit, else a vector."""
         weights = self.weights
         if not isinstance(weights, Tensor):
             weights = [weights] * len(self.vectors)  # type: ignore[assignment]
@@ -68,20 +68,20 @@ class Directions(NamedTuple):
         return list(zip(vectors, weights, strict=True))  # type: ignore[arg-type]
 
 
-# Whether x is many points -> the directions, or the jets to propagate along them.
+# Functions of `batched`: whether x is many points.
 Chosen = Callable[[bool], Directions]
-Pieces = Callable[[bool], list[tuple[Algebra, Parts]]]
+Pieces = Callable[[bool], list[tuple[Algebra, Parts]]]  # the runs of Taylor mode
 
 
 def _like_laplacian(value: Any, options: Any, x: Tensor, *args: Any) -> Any:
-    """What the results look like to torch.compile."""
+    """Example results of `laplacian` for torch.compile."""
     if not options.get("return_gradient"):
         return value, value.clone()
     return value, value.clone(), value.sum().expand(*value.shape, *x.shape[min(value.dim(), 1) :])
 
 
 def _like_directional(value: Any, options: object, x: Tensor, v: Tensor, *args: Any) -> Any:
-    """What the results look like to torch.compile."""
+    """Example results of `directional` for torch.compile."""
     return value, value.expand(*v.shape[: v.dim() - x.dim()], *value.shape).clone()
 
 
@@ -139,8 +139,8 @@ def laplacian(
     inside torch.func transforms). "auto" is nested
 
     - if an operation has no Taylor rule, such as a custom Function of yours;
-    - if that is faster: for one output and at most two directions, without a graph at any number of
-      points, with a graph at points of at most 1,024 elements in all
+    - if nested derivatives are faster: for one output and at most two directions, without a graph at
+      any number of points, with a graph at points of at most 1,024 elements in all
 
     and collapsed otherwise.
 
@@ -161,13 +161,13 @@ def laplacian(
             returns a. It may require grad. Default: ones, the Laplacian.
         num_projections: k random vectors instead of all elements of a point; None is exact.
         sparsity: The pattern of the Hessian of each point by its D elements: "auto" finds it, and
-            `hoglib.sparse_hessian` describes the others. Elements without a common entry share a
+            `hoglib.sparse_hessian` describes patterns. Elements without a common entry share a
             direction: the Laplacian of particles that do not act on each other takes as many directions
             as one particle. The Hessian is compared with the pattern at calls 1, 2, 4, 8, ... of one
-            func object with equal numbers in args; "auto" then finds the new one. In between, a pattern
-            that holds no more gives an unbiased estimate: the directions have random signs. Not inside
-            torch.func transforms.
-        generator: Draws these vectors; None is torch's global generator.
+            func object with equal numbers in args; "auto" then finds a new pattern. In between, if the
+            Hessian has left the pattern, the result is an unbiased estimate: the directions have random
+            signs. Not inside torch.func transforms.
+        generator: Draws the random vectors; None is torch's global generator.
         return_gradient: Also return the gradient of each output by its point.
         mode: "collapsed", which raises if an operation has no Taylor rule; "nested"; or "auto".
         create_graph: Whether the results can be differentiated again, by parameters, x or args. By
@@ -223,14 +223,14 @@ def laplacian(
                 return Directions(signs, 1.0, False)
             return directions_of(x, batched, of_x or coefficients, signs)
 
-        # Nested derivatives if they are faster, else Taylor mode, else nested if that has no rule.
+        # Nested if faster; else Taylor mode; nested again if an operation has no Taylor rule.
         found = _of_few_directions(given, values, x, chosen)
         found = found or _collapsed(given, values, x, chosen, return_gradient)
         value, total, gradient = found or (*_nested(given, values, x, chosen), None)
         if not return_gradient:
             return value, total
         if gradient is None:
-            keep = given.keep and (given.always or value.requires_grad)  # as of the other results
+            keep = given.keep and (given.always or value.requires_grad)  # as for value and total
             gradient = point_gradients(values, x, keep)
         return value, total, gradient
 
@@ -243,18 +243,18 @@ def laplacian(
 def _of_few_directions(
     options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The nested derivatives where they are faster than Taylor mode; None elsewhere.
+    """Nested derivatives if they are faster than Taylor mode, else None.
 
-    They are faster for one output, many points and at most FEW directions, if a graph is kept with at
-    most SMALL elements in x. None also for a sum that is zero everywhere, as for a piecewise linear
-    func: Taylor mode warns of it.
+    Nested derivatives are faster for one output, many points and at most FEW directions; with a kept
+    graph also at most SMALL elements in x. None also if all sums are zero, as for a piecewise linear
+    func: Taylor mode then warns.
     """
-    # The sum is read below, and transformed or traced tensors have no values. Layers are recorded in
-    # Taylor mode alone: a backward pass uses the weights where no mode sees it.
+    # Transformed or traced tensors have no values to test for zero. A layer mode records the layers
+    # in Taylor mode: in a backward pass it does not see the weights.
     without = torch_internals.transforms_active() or torch_internals.tracing() or layer_mode()
     if options.mode != "auto" or without:
         return None
-    with without_stand_ins():  # which would see each shape
+    with without_stand_ins():  # their mode intercepts each access to a shape
         few = 0 < x.numel() <= SMALL or (x.numel() and not options.keep)
         if not few or x.dim() < 2:
             return None
@@ -277,7 +277,7 @@ def _of_few_directions(
         with without_stand_ins():
             if total.any():
                 return value, total, None
-    # Taylor mode runs func again: it must draw equal random numbers.
+    # Taylor mode runs func again, with equal random numbers.
     generators.set(drawn)
     return None
 
@@ -299,14 +299,14 @@ def _nested(
 def _collapsed(
     options: TaylorOptions, values: Function, x: Tensor, chosen: Chosen, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Value, sum over the directions, and the gradient if the directions give it; None if an
-    operation has no Taylor rule."""
+    """Value, sum over the directions, and the gradient (None unless the directions are all unit
+    vectors); None if an operation has no Taylor rule."""
     unit = False
 
     def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
         nonlocal unit
         vectors, weights, unit = chosen(batched)
-        # One piece if a graph is kept: it would hold all pieces anyway.
+        # With a kept graph one piece: the graph holds all pieces anyway.
         step = len(vectors) if options.keep else max(16, AT_ONCE // x.numel())
         parts = []
         for start in range(0, len(vectors), step):
@@ -333,16 +333,16 @@ def _collapsed(
 def at_points(
     options: TaylorOptions, values: Function, x: Tensor, pieces: Pieces
 ) -> tuple[list[tuple[Tensor, Parts]], bool] | None:
-    """For each piece the value and its coefficients; and whether x is many points. None without
-    Taylor mode.
+    """For each piece (value, Taylor coefficients), and whether x is many points; None if Taylor mode
+    is not possible.
 
-    Only the value tells whether x is many points or one: the likelier layout is tried first, and if
-    it is wrong, the generators are set back.
+    x is one point if the value is a scalar, else many. The likelier layout is tried first; if it is
+    wrong, the generators are set back.
     """
     if not x.numel() or options.mode == "nested" or torch_internals.transforms_active():
         return None
     generators = GeneratorStates([x.device])
-    # A scalar is one point; a vector is rather one point than many scalars.
+    # A scalar is one point; a vector is more likely one point than many scalar points.
     for batched in {0: [False], 1: [False, True]}.get(x.dim(), [True, False]):
 
         def call(own: Tensor, batched: bool = batched) -> list[Tensor]:
@@ -355,7 +355,7 @@ def at_points(
         drawn = None if torch_internals.tracing() else generators.now()
         try:
             for k, (algebra, parts) in enumerate(todo):
-                # only the last piece advances the generators: as one run of func
+                # only the last piece advances the generators, as one run of func does
                 with nullcontext() if k == len(todo) - 1 else fixed_random_numbers([x]):
                     found = by_taylor(options, algebra, [x], [parts], call)
                 if found is None:
@@ -369,8 +369,7 @@ def at_points(
 
 
 class _OtherLayout(Exception):
-    """The value does not have the expected layout: many points, one point, or one output for each
-    point."""
+    """The value has another layout than the caller assumed (one point, many points, one output)."""
 
 
 @when_compiled(within_compile(_like_laplacian))
@@ -483,7 +482,7 @@ def _nested_twice(options: TaylorOptions, values: Function, x: Tensor) -> tuple[
 
 
 def units(x: Tensor, batched: bool) -> Tensor:
-    """The elements of a point as directions, [D, *x.shape]; all points share the memory."""
+    """The unit vectors of a point, [D, *x.shape], expanded over the points."""
     shape = x.shape[1:] if batched else x.shape
     D = shape.numel()
     e = torch.eye(D, dtype=x.dtype, device=x.device)
@@ -493,10 +492,9 @@ def units(x: Tensor, batched: bool) -> Tensor:
 
 
 def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | None) -> Directions:
-    """The directions of the operator sum_ij a_ij d_i d_j with these coefficients, or of the
-    Laplacian.
+    """The directions of the operator sum_ij a_ij d_i d_j with coefficients a; None: the Laplacian.
 
-    signs: random vectors [k, *x.shape] of independent signs, which replace the exact sum.
+    signs: Random vectors [k, *x.shape] of independent signs for an estimate; None: the exact sum.
     """
     if coefficients is None:
         if signs is None:
@@ -514,7 +512,7 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
         sizes, q = symmetric_eigen(a)
         v = (q * sizes.clamp(min=0).sqrt().unsqueeze(-2)).movedim(-1, 0)
         return Directions(v.reshape(D, *x.shape), 1.0, False)
-    # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s brings u and z to one size.
+    # d_u d_z = 1/4 (d_(u + z)^2 - d_(u - z)^2) with z = a u; s gives u and z one magnitude.
     u = e if signs is None else signs
     flat = u.reshape(len(u), -1, D)
     z = flat * a if diagonal else torch.einsum("nij,rnj->rni", a.reshape(-1, D, D), flat)
@@ -529,8 +527,7 @@ def directions_of(x: Tensor, batched: bool, coefficients: Any, signs: Tensor | N
 
 
 def _is_nonnegative(a: Tensor, diagonal: bool) -> bool:
-    """Whether the matrices have real roots, and no derivative of the roots is needed; False if values
-    are unknown."""
+    """Whether all a are positive semi-definite; False if a requires grad or its values are unknown."""
     if a.requires_grad or torch_internals.tracing() or torch_internals.transforms_active():
         return False
     if diagonal:
@@ -565,8 +562,8 @@ def _check_coefficients(coefficients: Any, x: Tensor, batched: bool) -> Tensor:
 
 
 def _check_elements(coefficients: Any, x: Tensor) -> None:
-    """Warn of coefficients [D] that may be meant as [N], one number for each point; raise if a
-    function of x shows that they are."""
+    """For N = D: warn that coefficients are read as [D], not [N]; raise if a function of x returns
+    [N]."""
     if not callable(coefficients):
         warn_once(
             f"coefficients: read a tensor of {len(x)} numbers for {len(x)} points of as many elements "
@@ -580,13 +577,12 @@ def _check_elements(coefficients: Any, x: Tensor) -> None:
 
 
 def _draw_directions(x: Tensor, number: object, generator: object, *, signs: bool) -> Tensor | None:
-    """`number` random vectors like x, [number, *x.shape]: signs -1 and 1, or normal numbers. None for
-    None."""
+    """Random vectors [number, *x.shape] of signs -1 and 1, or of normal numbers; None for None."""
     if number is None:
         return None
     validation.at_least("num_projections", number, 1)
     own = validation.generator(generator)
-    device = x.device if own is None else own.device  # equal numbers wherever x is
+    device = x.device if own is None else own.device  # equal numbers for x on any device
     shape = number, *x.shape
     if not signs:
         return torch.randn(shape, generator=own, device=device, dtype=x.dtype).to(x.device)
@@ -661,7 +657,7 @@ def directional(
             return as_returned(given, value, rows if several else rows[0])
         ((value,), (parts,)) = found
         d = parts[-1]
-        # None stands for zero, here along each direction.
+        # None stands for zero: return zeros for each direction.
         if d is None and several:
             d = torch.zeros(len(v), *value.shape, dtype=value.dtype, device=value.device)
         return as_returned(given, value, d)
@@ -722,7 +718,8 @@ def partial_derivative(
         values = point_values(func, args)
 
         def path(batched: bool) -> tuple[list[Tensor], tuple[int, ...], list[int]]:
-            """The coordinates as directions, their orders, and `index` by places among them."""
+            """The distinct coordinates as directions, their orders, and `index` as positions in this
+            list."""
             e = units(x, batched)
             for k, i in enumerate(index):
                 if isinstance(i, bool) or not isinstance(i, int) or not -len(e) <= i < len(e):
@@ -738,7 +735,7 @@ def partial_derivative(
 
         def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
             vectors, orders, _ = path(batched)
-            algebra = MultiIndex(orders)  # a variable of the jet for each coordinate
+            algebra = MultiIndex(orders)  # one variable for each distinct coordinate
             parts: Parts = algebra.zeros()
             for i, vector in enumerate(vectors):
                 unit = tuple(int(i == j) for j in range(len(orders)))
@@ -749,7 +746,7 @@ def partial_derivative(
         if found is not None:
             ((value, parts),) = found[0]
             return as_returned(given, value, parts[-1])
-        # Only the value tells the layout: one more run, with equal random numbers.
+        # One more run, with equal random numbers: the value's shape tells whether x is many points.
         with fixed_random_numbers([x]), torch.no_grad():
             batched = values(x).dim() > 0
         vectors, orders, order = path(batched)

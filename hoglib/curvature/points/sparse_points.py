@@ -1,10 +1,10 @@
-"""Directions of a Laplacian whose Hessians are sparse.
+"""Directions for the Laplacian of a function with a sparse Hessian H at each point.
 
-With a colour for each element of a point, such that elements i and j of one colour have H_ij = 0,
+If elements of a point are coloured so that H_ij = 0 for i and j of one colour, the Laplacian is
 
     sum_i H_ii = sum_c s_c^T H s_c        s_c the 0-1 vector of the elements of colour c
 
-takes as many directions as colours.
+with one direction for each colour.
 """
 
 from collections.abc import Callable
@@ -34,10 +34,10 @@ AUTO = "auto"
 
 @dataclass
 class _Known:
-    """What earlier calls of a function have found.
+    """The record of earlier calls of a function.
 
-    calls: How many there were with this pattern.
-    given: The pattern that was given, or "auto", and the plain values in args.
+    calls: The number of calls with this pattern.
+    given: The argument `sparsity`, and the plain values in args.
     vectors: The directions without signs, [colours, *x.shape].
     """
 
@@ -49,18 +49,18 @@ class _Known:
 def coloured_directions(
     options: TaylorOptions, func: Callable[..., Tensor], x: Tensor, args: Any, sparsity: object
 ) -> Tensor:
-    """The directions [colours, *x.shape] for a pattern that is given, or found with "auto".
+    """The directions [colours, *x.shape] for a given pattern, or for the pattern that "auto" finds.
 
-    The Hessian of the points' sum is compared with the pattern at calls 1, 2, 4, 8, ... of a function
-    with these plain values in args. In between, random signs make the result for a pattern that holds
-    no more an unbiased estimate.
+    Calls 1, 2, 4, 8, ... of a function with equal plain values in args compare the pattern with
+    `_SummedHessian`. In between the Hessian may leave the pattern: with random signs the result is
+    then an unbiased estimate.
     """
     if torch_internals.transforms_active() or torch_internals.tracing():
         raise UnsupportedError(
             "laplacian(sparsity=): expected a call outside of torch.func transforms and torch.compile, "
             "which hide the values; leave sparsity out there."
         )
-    # functions of one code, with other values in their closures, may have other patterns
+    # Not `owner_of`: closures of one code with different values may have different patterns.
     owner, method = getattr(func, "__self__", func), getattr(func, "__func__", None)
     known = memoize_on(owner, (CALLER, method, x.shape, x.dtype, x.device), _Known) or _Known()
     given = sparsity, *(value for value in pytree.leaves(args) if is_plain(value))
@@ -81,7 +81,7 @@ def coloured_directions(
 
 @final
 class _SummedHessian:
-    """sum_n w_n d^2 f_n / dx_n^2 [D, D], with weights w for which no entry cancels over the points."""
+    """sum_n w_n d^2 f_n / dx_n^2 [D, D], with random weights w: entries of the points do not cancel."""
 
     def __init__(
         self, options: TaylorOptions, func: Callable[..., Tensor], x: Tensor, args: Any
@@ -99,7 +99,7 @@ class _SummedHessian:
         return self
 
     def _run(self, body: Callable[..., Any], *more: Tensor) -> Any:
-        with fixed_random_numbers([self._x]):  # all products, and the Laplacian, draw equal ones
+        with fixed_random_numbers([self._x]):  # all products, and the Laplacian, draw equal numbers
             return self._options.evaluate(self._func, body, None, self._x, self._args, *more)
 
     def like_points(self, rows: Tensor) -> Tensor:

@@ -58,8 +58,8 @@ class DataOptions(TypedDict, total=False):
             Default: "mean".
         batch_size: A function of a batch that returns its weight n_b: the number that the criterion's
             mean divides by. A batch of weight 0 contributes nothing. Default: for torch's criteria with
-            a likelihood that `hoglib.fisher_vp` knows, the summed class weights of labels that are not
-            ignored; for other losses the leading dimension of the batch's first tensor.
+            a likelihood that `hoglib.fisher_vp` knows, the summed class weights of labels other than
+            ignore_index; for other losses the leading dimension of the batch's first tensor.
         micro_batch: Split batches into pieces of so many examples, for memory. The result is exact; a
             loss that mixes examples raises. Default: None, no split.
         check_deterministic: Compare the losses of each pass with the first pass, and raise if they
@@ -196,14 +196,14 @@ class DatasetSum:
         likelihoods.check_reduction(loss, options.reduction)
         counting = getattr(metric, "counting", None) or "criterion"
         size = options.batch_size or getattr(loss, "batch_size", None)
-        no_weights = mean and size is None  # neither the options nor the loss give them
+        no_weights = mean and size is None  # neither the options nor the loss give weights
         if no_weights and counting == "criterion":
-            # no method of self: a reference cycle would keep the tensors until a garbage collection
+            # Not a method of self: the reference cycle would keep tensors until a garbage collection.
             size = partial(watchers.criterion_denominator, loss)
         micro_batch, sharded = options.micro_batch, at.placement.is_sharded
         given = data, space.device, size, micro_batch, processes
         self.at, self.batches = at, Batches(*given, mean=mean, sharded=sharded)
-        # Checksums of these must be equal in all processes; keys are fields of PassTotals.
+        # All processes must have equal checksums of these objects; keys are fields of PassTotals.
         same_options = at.policy, options.reduction, space.dtype
         self._call = {"kind": kind, "options": same_options, "criterion": loss}
         single, shared = self.batches.single, self.batches.shared
@@ -214,8 +214,8 @@ class DatasetSum:
         if options.check_deterministic:
             self.losses = watchers.Determinism(at, fixed_batches, not processes.alone)
         self.unused = watchers.UnusedLeaves(at)
-        # the default weights of several batches are compared with the mean of the loss: for each
-        # product, or, of a matrix without that mean ("terms"), for value and gradient only
+        # The default weights of several batches are compared with the denominators of the loss's
+        # mean: at each product, or, if M divides by its own terms ("terms"), at value() and gradient().
         compares = no_weights and not single
         for_all = compares and counting != "terms"
         # with sharded parameters, the weight of a batch is a sum over processes
@@ -237,7 +237,7 @@ class DatasetSum:
         self.watchers = [watcher for watcher, needed in chosen if needed] + [*further]
         self.last: PassTotals | None = None  # of the last pass; None after a change of the state
         self._unread: list[float] = []  # shares of the last pass, until its losses are read
-        # an operator's linearization, with its graph, and its `term`; dropped when the state changes
+        # an operator's linearization with its graph and its `term`; None after a change of the state
         self.kept: Any = None
 
     @property
@@ -295,7 +295,7 @@ class DatasetSum:
         return totals.weight if self.batches.mean else 1.0
 
     def number(self) -> float:
-        """The loss of the last pass, as a number that is on the CPU already."""
+        """The loss of the last pass, from sums on the CPU: no device synchronizes."""
         assert self.last is not None
         return float(self._total_loss(self.last, torch.device("cpu")))
 
@@ -319,17 +319,18 @@ class DatasetSum:
             all processes: all-reduce of total
 
         Custom Functions are examined, and watchers check the losses. An error in one process is raised
-        in all. With rows, `visit` gets the term of a kept graph, if there is one.
+        in all. With rows and a kept graph, `visit` is called once, with the kept term.
 
-        visit: adds term.share times its result at a batch to the total; returns the loss. total: a
-        tensor, or a function that returns it, called after the batches. rows: the vectors that are
-        multiplied, equal in all processes. first_order: see `examined_functions`. also: watchers of
-        this pass, before the default ones.
+        visit: Adds term.share times its result at a batch to the total; returns the loss.
+        total: A tensor, or a function that returns a tensor, called after the batches.
+        rows: The vectors of a product, equal in all processes.
+        first_order: See `examined_functions`.
+        also: Watchers of this pass, called before the default ones.
         """
         try:
             with users_autocast():
                 if rows is not None and self.kept is not None and self.state.may_skip():
-                    # an algorithm compares the state at every eighth product: it costs time
+                    # comparing the state costs time: inside an algorithm every eighth product does
                     visit(self.kept.term)
                     assert self.last is not None  # the totals of the pass that made the graph
                     return self.last
@@ -349,25 +350,25 @@ class DatasetSum:
                     raise
                 if not self.alone:
                     totals = self._add_up(total, rows, totals, None)
-                elif totals is self.last:  # from a kept graph: nothing new to check
+                elif totals is self.last:  # a kept graph has no new losses to check
                     return totals
                 if not self._unread:
                     self._finish(totals, everyone)
                     self.last = totals
                 return totals
-        except BaseException as error:  # also of what follows the messages, and an interrupt
+        except BaseException as error:  # also errors after the messages, and KeyboardInterrupt
             self.tell(error)
             raise
 
     def tell(self, error: BaseException) -> None:
-        """Let the processes that share data or parameters know of an error that ends a call."""
+        """Report an error that ends a call to the processes that share data or parameters."""
         if not self.whole:
             tell(error, self.at.placement.mesh)
 
     def _own_part(
         self, visit: Visit, rows: Tensor | None, everyone: Watchers, first_order: bool
     ) -> PassTotals:
-        """Visit the batches of this process, or the kept graph; return their totals."""
+        """Visit the batches of this process, or the kept graph; return the totals of this process."""
         warn_if_replaced(self.at.policy.caller, self.at.loss, self.at.space.params)
         changed = self.state.changed(self._read_last_losses)
         if changed:
@@ -383,7 +384,7 @@ class DatasetSum:
         if self.at.placement.is_sharded and self._changed_elsewhere(rows, changed):
             for watcher in everyone:
                 watcher.before(True)
-        # On a device, the next pass reads the losses of a repeated one: reading now would synchronize.
+        # On a device, the losses of a repeated pass are read by the next pass: no synchronization.
         waits = rows is not None and self.at.space.device.type != "cpu"
         late = waits and self.alone and self.last is not None
         shares: list[float] = []
@@ -416,7 +417,7 @@ class DatasetSum:
             first = False
 
     def _finish(self, totals: PassTotals, everyone: Watchers) -> None:
-        """Run the checks at the end of a pass, which has ended in all processes."""
+        """Run the watchers' checks after all processes have ended their pass."""
         if not totals.pieces:
             raise ArgumentValueError(
                 "data: expected at least one batch, got none; a DataLoader with drop_last=True and "
@@ -428,7 +429,7 @@ class DatasetSum:
         self.watchers = [watcher for watcher in self.watchers if not watcher.first_pass_only]
 
     def _read_last_losses(self) -> None:
-        """Read and check the losses of the last pass, if that was put off."""
+        """Read and check the losses of the last pass, if they are still unread."""
         shares, self._unread = self._unread, []
         if shares:
             self._finish(watchers.totals_of(shares, self.losses.losses()), self.watchers)
@@ -468,8 +469,9 @@ class DatasetSum:
     def require_constant_state(self, algorithm: str) -> Iterator[None]:
         """Raise if parameters or data change while an algorithm, such as a solver, makes its products.
 
-        The state is compared at the end instead of before each product. It is so for a single batch,
-        and for any data on a device, which a comparison would make wait; otherwise this does nothing.
+        For a single batch, and for any data on a device, where each comparison would synchronize, the
+        state is compared once, at the end. For other data `fold` compares it at each product, and this
+        context does nothing.
         """
         waits = self.at.space.device.type != "cpu"
         one = self.batches.weight_cancels
@@ -479,7 +481,7 @@ class DatasetSum:
         with self.state.during(algorithm):
             try:
                 yield
-            except Exception as error:  # a kept graph raises for tensors that were changed in place
+            except Exception as error:  # e.g. of a kept graph, for a tensor changed in place
                 if self.kept is not None:
                     self.state.check(error)
                 raise
@@ -487,6 +489,6 @@ class DatasetSum:
             self._read_last_losses()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the kept graph, which cannot be copied."""
+        """Pickle without the kept graph: autograd graphs cannot be copied."""
         self._read_last_losses()
         return {**vars(self), "kept": None}

@@ -19,17 +19,18 @@ from hoglib.ring import ring
 class Term(NamedTuple):
     """The loss at a batch, with the options and the parameters to evaluate it.
 
-    `DatasetSum.terms` makes one for each batch. Operators and watchers have one without a batch, `at`.
+    `DatasetSum.terms` makes one for each batch. Operators and watchers hold `at`, a term without a
+    batch.
     """
 
     policy: Policy  # the options of the caller
     loss: Any
     space: Space  # of the parameters
     bar: ProgressBar
-    placement: Placement  # with this process's part in the weight of the batch
-    piece: Piece = Piece(None, 1.0, 0)  # the batch, or a part of it
-    share: float = 1.0  # its factor in the sum over the data
-    first: bool = True  # the first of this process in a pass, which may overwrite the total
+    placement: Placement  # its weight is this process's fraction of the batch's weight
+    piece: Piece = Piece(None, 1.0, 0)  # the batch, or a micro-batch
+    share: float = 1.0  # the factor of this term in the sum over the data
+    first: bool = True  # this process's first term in a pass: it may overwrite the total
 
     @property
     def batch(self) -> Any:
@@ -47,7 +48,7 @@ class Term(NamedTuple):
         return Problem(self.policy, self.loss, structure, leaves, (self.piece.batch,), *where)
 
     def ring(self, *, around_graph: bool = False) -> ring:
-        """The context of an evaluation; custom Functions are not examined, because `fold` does so."""
+        """The context of an evaluation. `DatasetSum.fold` examines custom Functions, not this ring."""
         return ring(self.policy, self.loss, examine=False, around_graph=around_graph)
 
     @contextmanager

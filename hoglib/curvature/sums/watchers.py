@@ -45,8 +45,7 @@ from hoglib.ring import ring
 ALLOW = ", or allow it by check_deterministic=False"  # advice of operators
 DROPOUTS = (module_kinds.DROPOUTS, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 IGNORED = -100  # the label that torch's `cross_entropy` leaves out of its mean
-# the loss at a batch, and the fingerprint of the batch
-BatchRecord = tuple[float, tuple[float, ...]]
+BatchRecord = tuple[float, tuple[float, ...]]  # (the loss at a batch, the batch's fingerprint)
 
 
 class Watcher:
@@ -55,19 +54,19 @@ class Watcher:
     at: the term without a batch.
     """
 
-    first_pass_only = False  # whether it is removed after the first pass that succeeds
+    first_pass_only = False  # removed after the first pass without an error
 
     def __init__(self, at: Term) -> None:
         self.at = at
 
     def before(self, changed: bool) -> None:
-        """Called as a pass begins. changed: whether the state of the loss has, since the last pass."""
+        """Called as a pass begins. changed: parameters, model or data differ from the last pass."""
 
     def saw(self, term: Term, value: Tensor) -> None:
-        """Called after each batch of this process, with its loss."""
+        """Called after each batch of this process, with the loss at the batch."""
 
     def totals(self) -> Mapping[str, float]:
-        """The fields of PassTotals that this watcher fills in for the other processes."""
+        """The fields of PassTotals that this watcher sets in this process's message."""
         return {}
 
     def after(self, totals: PassTotals) -> None:
@@ -75,9 +74,9 @@ class Watcher:
 
 
 class Losses(Watcher):
-    """Records the losses of a pass; raises for one that is not finite.
+    """Records the losses of a pass; raises for NaN and infinity.
 
-    A loss on the CPU is read at once, one on a device after the next batch, so that no read waits.
+    A loss on the CPU is read at once. A loss on a device is read after the next batch: no read waits.
     """
 
     def __init__(self, at: Term) -> None:
@@ -106,17 +105,17 @@ class Losses(Watcher):
         return [*map(itemgetter(0), self._now)]
 
     def read_last(self) -> None:
-        """Read the last loss, if it is not read yet."""
+        """Read the last loss, if it is still unread."""
         if (arrived := self._pending) is not None:
             self._pending = None
             arrived()
 
     def before_keeping(self, term: Term, value: Tensor) -> Tensor:
-        """Called with the loss of the only batch, before an operator keeps its graph; returns it."""
+        """Called with the loss of the only batch before an operator keeps the graph; returns a loss."""
         return value
 
     def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
-        """The numbers to read of a batch, in float64: the loss first."""
+        """The scalars to read at a batch, in float64: the loss, then perhaps its fingerprint."""
         return [value.double()]
 
     def _arrived(self, read: DeviceRead, term: Term, value: Tensor) -> None:
@@ -135,8 +134,9 @@ class Losses(Watcher):
 class Determinism(Losses):
     """Compares the losses and the batches of each pass with the first pass.
 
-    fixed_batches: raise if batches change their order. shared: several processes share the data; total
-    losses are then compared with the tolerance of the parameters' dtype.
+    fixed_batches: Raise if batches change their order.
+    shared: Several processes share the data: the total loss is compared with the tolerance of the
+        parameters' dtype, because only this process knows the dtype of its losses.
     """
 
     _total: float | None = None  # the mean loss over the data of all processes, at the first pass
@@ -167,9 +167,9 @@ class Determinism(Losses):
             )
 
     def before_keeping(self, term: Term, value: Tensor) -> Tensor:
-        """Compute the loss again, which the caller records and compares, unless a pass has already.
+        """Compute the loss a second time, unless an earlier pass did; `saw` compares the two.
 
-        No later pass would find a difference: a kept graph holds the random numbers that it drew.
+        Later products with a kept graph reuse its random numbers, so no later pass would differ.
         """
         if self._first:
             return value
@@ -181,13 +181,13 @@ class Determinism(Losses):
     def _numbers(self, term: Term, value: Tensor) -> list[Tensor]:
         first = len(self._now) + (self._pending is not None) >= len(self._first)
         found = [value.double()]
-        # Later passes look at a batch only if its loss differs from the first pass, see `_arrived`.
+        # A later pass computes the fingerprint only for a loss that differs, in `_arrived`.
         if term.piece.known is None and (first or self._fixed_batches):
             found += [x.to(value.device) for x in numbers_of(term.piece.batch)]
         return found
 
     def _arrived(self, read: DeviceRead, term: Term, value: Tensor) -> None:
-        """Raise if a batch, or the loss at the same batch, differs from the first pass."""
+        """Raise if batch k differs from the first pass, or if batch k is equal and its loss differs."""
         super()._arrived(read, term, value)
         k = len(self._now) - 1
         if k >= len(self._first):
@@ -214,15 +214,14 @@ class Determinism(Losses):
             )
 
     def _cause_in_data(self) -> str:
-        """What differs from pass to pass in the data, and what to do, by the records of two
-        passes."""
+        """What differs in the data between the first pass and this pass, and what to do."""
         model = getattr(self.at.loss, "model", None)
         random = random_modules(model)
-        if random:  # shuffled batches differ too, but eval mode may be all that is missing
+        if random:  # shuffled batches differ too, but model.eval() alone may suffice
             return random
         before, after = ([record for _, record in own] for own in (self._first, self._now))
         lengths = {len(numbers) for numbers in (*before, *after)}
-        # of each tensor's two numbers, the first does not depend on the order of the examples
+        # A fingerprint has two numbers for each tensor; the first ignores the order of the examples.
         sums = range(0, lengths.pop() if len(lengths) == 1 else 0, 2)
         totals = [(fsum(x[i] for x in before), fsum(x[i] for x in after)) for i in sums]
         pairs = zip(totals, ([x[i] for x in before] for i in sums), strict=True)
@@ -273,10 +272,10 @@ class Symmetry(Watcher):
     ) -> None:
         """Compare the first two vectors and their products, from one call or two successive ones.
 
-        half: returns the half-precision dtype that the loss computes in, if any. in_double: computes
-        the products in float64, because float32 products may be rounding errors only, for instance if a
-        classifier fits all examples. Both are called only if the matrix is not symmetric to its dtype's
-        rounding.
+        half: Returns the half-precision dtype that the loss computes in, or None.
+        in_double: Computes the products in float64: products in float32 may consist of rounding errors,
+            for instance if a classifier fits all examples. Both functions are called only if the
+            matrix is asymmetric beyond the rounding of its dtype.
         """
         name, loss, space = self.at.policy.caller, self.at.loss, self.at.space
         key = ("symmetric", name)
@@ -315,10 +314,8 @@ class Symmetry(Watcher):
 
 
 def criterion_denominator(loss: object, batch: object) -> float:
-    """The number that the criterion's mean divides by; for an unknown criterion the leading dimension.
-
-    The default weight of a batch.
-    """
+    """The default weight of a batch: the number that the criterion's mean divides by, or for an unknown
+    criterion the batch's leading dimension."""
     counts = likelihoods.example_counts(loss, batch)
     return leading_dimension(batch) if counts is None else float(counts.sum())
 
@@ -333,12 +330,12 @@ def _wrong_denominator(name: str, advice: str) -> ArgumentValueError:
 
 @final
 class ExampleCounts(Watcher):
-    """Raises if the criterion's denominator / the weight differs between batches.
+    """Raises if the ratio (criterion's denominator) / (weight) differs between batches.
 
-    For matrices with one term per example, and weights that are numbers of examples.
+    For matrices with one term per example, if weights are numbers of examples.
     """
 
-    _ratio: float | None = None  # the criterion's denominator / the weight, at the first batch
+    _ratio: float | None = None  # the ratio at the first batch
 
     def __init__(self, at: Term, advice: str) -> None:
         super().__init__(at)
@@ -355,8 +352,8 @@ class ExampleCounts(Watcher):
 class Denominators(Watcher):
     """Raises if the mean of an unknown criterion does not divide by the weight of the batch.
 
-    The loss of a batch is compared with the losses of its two halves, at the batches 0, 1, 2, 4, 8, ...
-    A known criterion gives its denominator.
+    At the batches 0, 1, 2, 4, 8, ... the loss is compared with the losses of two halves of the batch.
+    Known criteria need no comparison: `criterion_denominator` has their denominators.
     """
 
     first_pass_only = True
@@ -398,7 +395,7 @@ class Denominators(Watcher):
             )
 
 
-# A loss that is no mean over examples, by its relation to its halves: what it is, and what to do.
+# A loss other than a mean over examples, by its relation to the losses of halves: advice.
 NO_MEANS = {
     "sum": "their sum. Pass `reduction='sum'` for the sum over the data, or divide the loss by "
     "`len({first})`",
@@ -409,12 +406,12 @@ NO_MEANS = {
 
 @final
 class IgnoredLabels(Watcher):
-    """Warns if batches have different numbers of labels per example, some of them ignored."""
+    """Warns if batches have different numbers of labels per example, and some labels are ignored."""
 
     first_pass_only = True
 
     def before(self, changed: bool) -> None:
-        # for each batch `counted_labels`, and its weight
+        # for each batch: (`counted_labels`, weight)
         self._counted: list[tuple[dict[str, tuple[int, bool]], float]] = []
 
     def saw(self, term: Term, value: Tensor) -> None:
@@ -438,7 +435,7 @@ class IgnoredLabels(Watcher):
 
 
 def counted_labels(batch: object) -> dict[str, tuple[int, bool]]:
-    """For each integer tensor in a batch, how many elements are not -100, and whether any is -100."""
+    """Name of an integer tensor in a batch -> (number of labels other than -100, any label is -100)."""
     found = {}
     for name, x in tensors_in("batch", batch):
         if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta":
@@ -449,7 +446,8 @@ def counted_labels(batch: object) -> dict[str, tuple[int, bool]]:
 
 @final
 class ListOfTensors(Watcher):
-    """Warns of a list of two tensors if the loss takes each as a batch, as an autoencoder's does."""
+    """Warns of a list of two tensors if the loss also takes one tensor as a batch, as the loss of an
+    autoencoder does: the list may have been meant as two batches."""
 
     first_pass_only = True
 
@@ -458,7 +456,6 @@ class ListOfTensors(Watcher):
         alike = len({(x.shape, x.dtype) for x in batch}) == 1 and batch[0].is_floating_point()
         if len(batch) != 2 or not alike or targets is None or targets(batch) is batch:
             return
-        # the list is ambiguous if the loss also takes one tensor as a batch
         try:
             with preserve_random_state():
                 term.of(batch[0]).value()
@@ -472,11 +469,13 @@ class ListOfTensors(Watcher):
 
 @final
 class Splits(Watcher):
-    """Raises if the loss of a batch differs from its pieces: a layer or the criterion mixes examples.
+    """Raises if the loss of a batch differs from the losses of its micro-batches: a layer or the
+    criterion mixes examples.
 
-    losses: the watcher that records the losses of the pieces. mean: they are means, not sums. shared:
-    several processes take pieces of the only batch, which is compared at the end of the pass, with the
-    totals of all processes.
+    losses: The watcher that records the losses of the micro-batches.
+    mean: The loss is a mean over examples, not a sum.
+    shared: Several processes take pieces of the only batch. The comparison then uses the totals of all
+        processes, at the end of the pass.
     """
 
     _done = False
@@ -484,8 +483,8 @@ class Splits(Watcher):
     def __init__(self, at: Term, losses: Losses, mean: bool, shared: bool) -> None:
         super().__init__(at)
         self._losses, self._mean, self._shared = losses, mean, shared
-        self._shares: list[float] = []  # of the pieces of the current batch
-        self._whole: float | None = None  # the loss of the batch that processes share
+        self._shares: list[float] = []  # of the micro-batches of the current batch
+        self._whole: float | None = None  # the loss of the only batch, if processes share it
 
     def before(self, changed: bool) -> None:
         self._shares, self._whole = [], None
@@ -539,9 +538,9 @@ def totals_of(shares: Sequence[float], losses: Sequence[float]) -> PassTotals:
 
 @final
 class BatchNorm(Watcher):
-    """Warns once about layers that normalise by the batch.
+    """Warns once about layers that normalise by statistics of the batch.
 
-    roots: the modules that the loss calls.
+    roots: The modules that the loss calls.
     """
 
     first_pass_only = True
@@ -573,22 +572,23 @@ class BatchNorm(Watcher):
 class UnusedLeaves(Watcher):
     """Warns once about parameters that the loss does not depend on at any batch."""
 
-    _unused: frozenset[int] | None = None  # indices of leaves; None while no batch has told
+    _unused: frozenset[int] | None = None  # indices of leaves; None before the first `note`
 
     def note(self, unused: tuple[int, ...] | None) -> None:
-        """Record the unused leaves of a batch; None if they are not known. Operators call it."""
+        """Record the unused leaves of a batch; None: unknown. Operators call this method."""
         if unused is not None:
             now = frozenset(unused)
             self._unused = now if self._unused is None else self._unused & now
 
     def used(self, pieces: float) -> Tensor:
-        """For each leaf, 1 if a batch of this process uses it, else 0. pieces: the number of them."""
+        """For each leaf, 1 if a batch of this process uses it, else 0. pieces: the number of
+        micro-batches of this process."""
         every = range(len(pytree.leaves(self.at.space.params)))
         flags = [float(pieces > 0 and i not in (self._unused or ())) for i in every]
         return torch.tensor(flags, dtype=torch.float32, device="cpu")
 
     def keep(self, used: Tensor) -> None:
-        """Keep as unused the leaves that no process uses. used: :meth:`used`, summed over processes."""
+        """Unused leaves are those that no process uses. used: :meth:`used`, summed over processes."""
         if self._unused:
             self._unused = frozenset(i for i in self._unused if not used[i])
 
@@ -605,12 +605,14 @@ class UnusedLeaves(Watcher):
 
 @final
 class Draws(Watcher):
-    """Warns if the loss draws random numbers; for KFAC, which makes one pass, with none to compare."""
+    """Warns if the loss draws random numbers. For KFAC: `Determinism` needs two passes, KFAC makes
+    one."""
 
     _drawn: Term | None = None  # the first term that drew random numbers
 
     def start(self) -> None:
-        """Record the generators' state: the operator calls it before each loss, and after own draws."""
+        """Record the generators' state. The operator calls this before each loss, and after it drew
+        samples itself."""
         self._state = generator_state(self.at.space.device)
 
     def drawn(self) -> bool:
@@ -651,7 +653,8 @@ class Agreement(Watcher):
 
 
 def random_cause(term: Term) -> str:
-    """A sentence on what draws random numbers in a loss, and what to do; "" if nothing does."""
+    """A sentence that names the modules or the line that draw random numbers, with advice; "" if the
+    loss draws none."""
     modules = random_modules(getattr(term.loss, "model", None))
     line = None if modules else line_that_draws(term.value, term.space.device)
     if line is None:
@@ -663,7 +666,7 @@ def random_cause(term: Term) -> str:
 
 
 def random_modules(model: object) -> str:
-    """A sentence on the modules that draw random numbers in train mode; "" for none."""
+    """A sentence that names the modules that draw random numbers in train mode; "" for none."""
     random = in_training(model, _draws_in_training)
     if not random:
         return ""
@@ -674,7 +677,7 @@ def random_modules(model: object) -> str:
 
 
 def in_training(model: object, chosen: Callable[[nn.Module], bool]) -> list[str]:
-    """Names and types of the modules in train mode for which `chosen` is true."""
+    """Names and types of the modules in train mode that `chosen` accepts."""
     named = model.named_modules() if isinstance(model, nn.Module) else ()
     return [f"{name} ({type(m).__name__})" for name, m in named if m.training and chosen(m)]
 
@@ -687,5 +690,5 @@ def _draws_in_training(module: nn.Module) -> bool:
 
 
 def close(a: float, b: float, dtype: torch.dtype, terms: Sequence[float] = ()) -> bool:
-    """Whether two losses are equal to rounding in a dtype. terms: sizes of the terms they sum."""
+    """Whether two losses are equal up to rounding in a dtype. terms: magnitudes of their summands."""
     return abs(a - b) <= DERIVATIVES.of(dtype) * max(abs(a), abs(b), *map(abs, terms))

@@ -21,7 +21,7 @@ from hoglib.functional import functional_loss
 
 
 def _norm(x: Tensor) -> Tensor:
-    """The norm in float64: squares of float32 may leave the range."""
+    """The norm in float64: squares of float32 numbers may overflow."""
     return torch.linalg.vector_norm(x, dtype=torch.float64)
 
 
@@ -30,20 +30,20 @@ def _gradient(J: JacobianOperator, r: Tensor) -> Tensor:
     return J.T.apply(r[None])[0].to(r)
 
 
-ONE = "params"  # the name of parameters that are one tensor
-TRIES = 12  # dampings of one step: they rise by 2^78
-HIDDEN = 100  # smaller differences of losses are rounding, in units of eps
-ACCELERATED = 0.1  # the part of a step at which the second derivative is taken
-MOST_ACCELERATION = 0.75  # of 2 |a| / |d| (Transtrum and Sethna, 2012, section 3.2)
-LARGEST_JACOBIAN = 2**30  # bytes of a Jacobian in memory with method="auto"
-LARGEST_FACTORED = 8192  # rows of a matrix that is factored with method="auto"
+ONE = "params"  # the name of a single parameter tensor
+TRIES = 12  # at most so many dampings in one step: the last is 2^78 times the first
+HIDDEN = 100  # a smaller relative difference of losses, in units of eps, is rounding
+ACCELERATED = 0.1  # h: the second derivative is a difference between r(p) and r(p + h d)
+MOST_ACCELERATION = 0.75  # the bound of 2 |a| / |d| (Transtrum and Sethna, 2012, section 3.2)
+LARGEST_JACOBIAN = 2**30  # method="auto": the most bytes of a Jacobian in memory
+LARGEST_FACTORED = 8192  # method="auto": the most rows of a matrix to factor
 LeastSquaresMethod = Literal["auto", "normal", "samples", "lsmr"]
 Directions = Callable[[Tensor, float], tuple[Tensor, int]]  # (r, mu) -> d, iterations
 
 
 @results.result
 class LevenbergMarquardtStep(NamedTuple):
-    """What a step of `LevenbergMarquardt` did.
+    """The record of a step of `LevenbergMarquardt`.
 
     Attributes:
         loss: Half the sum of squares before the step.
@@ -54,7 +54,7 @@ class LevenbergMarquardtStep(NamedTuple):
         damping: mu after the step.
         accepted: Whether the parameters moved.
         method: How directions were computed.
-        tries: Dampings that were tried.
+        tries: The number of dampings tried.
         iterations: Iterations of LSMR.
         residuals: Evaluations of the residual without a derivative; the Jacobian was taken once.
     """
@@ -72,7 +72,7 @@ class LevenbergMarquardtStep(NamedTuple):
 
 
 class _NoBatch(NamedTuple):
-    """The batch of a step without one."""
+    """Stands for the batch in a step without data: operators need a batch with a tensor."""
 
     unused: Tensor
 
@@ -85,7 +85,7 @@ OF_MODEL = (
 
 @final
 class _Residual:
-    """A residual as a loss of (params, batch), the outputs of which are the weighted residual."""
+    """A residual as a loss(params, batch); its outputs are the weighted residual."""
 
     def __init__(self, given: Any, weights: object, one_tensor: bool) -> None:
         if hasattr(given, "criterion"):
@@ -152,15 +152,15 @@ class LevenbergMarquardt(BatchOptimizer):
     accepted if it lowers the gradient.
 
     - method="normal": J in memory, and a Cholesky factor of J^T J + mu D^2 [P, P].
-    - "samples": J in memory, and a factor of J D^-2 J^T + mu I [M, M]; the same step by d = -D^-2 J^T
-      (J D^-2 J^T + mu I)^-1 r.
+    - "samples": J in memory, and a factor of J D^-2 J^T + mu I [M, M]; an equal step, by
+      d = -D^-2 J^T (J D^-2 J^T + mu I)^-1 r.
     - "lsmr": products with J and J^T only, by `RectangularOperator.lstsq`.
     - "auto": "normal" if M >= P, else "samples"; "lsmr" if J is larger than 1 GiB or both sides are
       larger than 8192.
 
-    J comes from the gradients of single examples at once, where the residual has a row for each
-    example of the batch that depends on that example alone, as one compares; else from min(M, P)
-    products. Give the points of an equation as the batch, not in a closure.
+    J is computed by vmap over examples if the residual has a row for each example of the batch and no
+    row depends on another example, which the step checks; else by min(M, P) products. Give the points
+    of an equation as the batch, not in a closure.
 
     `.grad` is neither read nor written. ``info`` is the `LevenbergMarquardtStep` of the last step; a
     run resumed from ``state_dict()`` makes equal steps.
@@ -172,8 +172,8 @@ class LevenbergMarquardt(BatchOptimizer):
         params: A dict of tensors by name, or one tensor; by default all trainable parameters of the
             module.
         weights: A number for each term of the residual, in its structure: loss = sum of w |r|^2 / 2.
-        damping: The first mu, relative to J^T J along the gradient. If ``param_groups`` is given
-            another, mu starts again from it.
+        damping: The first mu, relative to J^T J along the gradient. After a change of the damping in
+            ``param_groups``, mu starts again from the new damping.
         method: As above.
         scaling: D is the largest norm of each column of J so far, for parameters of different units;
             else D = I. Not for "lsmr".
@@ -184,11 +184,12 @@ class LevenbergMarquardt(BatchOptimizer):
         max_iter: The most iterations of "lsmr".
         **options: Options of `hoglib.JacobianOperator`, such as memory_limit, remat and progress.
     Raises:
-        ArgumentTypeError: for a residual that is no real floating-point tensor, or a loss.
-        ArgumentValueError: for a second parameter group, and for weights of other terms.
-        NonFiniteError: for a residual that is not finite at the parameters; after a step it rejects
-            the step.
-        UnsupportedError: for parameters that several processes share.
+        ArgumentTypeError: unless the residual is a real floating-point tensor; for a loss.
+        ArgumentValueError: for a second parameter group, and if the terms of weights and residual
+            differ.
+        NonFiniteError: for NaN or infinity in the residual before the step; after the step they only
+            reject it.
+        UnsupportedError: for DTensor parameters.
     References:
         Madsen, Nielsen and Tingleff, Methods for Non-linear Least Squares Problems, 2004, section 3.2
         (mu). Transtrum and Sethna, Improvements to the Levenberg-Marquardt Algorithm for Nonlinear
@@ -231,9 +232,9 @@ class LevenbergMarquardt(BatchOptimizer):
             "max_iter": validation.none_or_at_least("max_iter", max_iter, 1),
             "steps": 0,
             "mu": 0.0,
-            "started": 0.0,  # the damping that mu started from
+            "started": 0.0,  # the value of "damping" that mu started from
             "raise": 2.0,  # the factor of mu at the next rejection
-            "by_examples": True,  # whether J may be computed so
+            "by_examples": True,  # False after vmap over examples gave a wrong J
         }
         if scaling and method == "lsmr":
             raise errors.ArgumentValueError(
@@ -258,8 +259,8 @@ class LevenbergMarquardt(BatchOptimizer):
 
         Args:
             closure: A batch, or a re-iterable of batches (all of the data), or a function without
-                arguments that returns one, as Lightning's manual optimization passes it. Default:
-                none, for a residual of the parameters alone.
+                arguments that returns the batch, as Lightning's manual optimization passes it.
+                Default: no batch, for a residual of the parameters alone.
         Returns:
             The loss before the step.
         """
@@ -276,7 +277,7 @@ class LevenbergMarquardt(BatchOptimizer):
             r = r.to(torch.promote_types(torch.promote_types(r.dtype, J.dtype), torch.float32))
             (square,) = read_numbers(r.double().square().sum())
             loss, length = square / 2, sqrt(square) or 1.0
-            # of r / |r|: the squares below stay in the range of float32
+            # The gradient for r / |r|: squares below stay in the range of float32.
             g = _gradient(J, r / length)
             size = length * float(_norm(g))
             if not size:
@@ -302,7 +303,7 @@ class LevenbergMarquardt(BatchOptimizer):
         return r.new_tensor(loss)
 
     def _method(self, J: JacobianOperator) -> str:
-        """The method of a step, by sizes."""
+        """The method of this step: the option, or for "auto" by the shape of J."""
         (M, P), chosen = J.shape, self.param_groups[0]["method"]
         if chosen != "auto":
             return str(chosen)
@@ -314,8 +315,8 @@ class LevenbergMarquardt(BatchOptimizer):
     def _dense(
         self, J: JacobianOperator, r: Tensor, g: Tensor, length: float, alone: bool
     ) -> Tensor:
-        """J in memory: by examples if that gives the outputs r and g = J^T r / length, else by
-        products."""
+        """J in memory: by vmap over examples if the result reproduces the outputs r and
+        g = J^T r / length, else by products."""
         group = self.param_groups[0]
         if group["by_examples"] and not alone:
             try:
@@ -333,7 +334,7 @@ class LevenbergMarquardt(BatchOptimizer):
         return J.to_dense().to(r)
 
     def _scale(self, J: JacobianOperator, A: Tensor | None, r: Tensor) -> Tensor:
-        """D, which is kept in the state."""
+        """D, a flat vector; with scaling its parts are kept in the optimizer's state."""
         if A is None or not self.param_groups[0]["scaling"]:
             return r.new_ones(())
         D = torch.linalg.vector_norm(A, dim=0, dtype=torch.float64).to(r)
@@ -347,8 +348,10 @@ class LevenbergMarquardt(BatchOptimizer):
     def _directions(
         self, J: JacobianOperator, A: Tensor | None, method: str, unit: float
     ) -> Directions:
-        """(r, mu) -> the minimizer d of |r + A d|^2 + mu / unit^2 |d|^2, and iterations. It raises for
-        a matrix that rounding made singular."""
+        """A function (r, mu) -> the minimizer d of |r + A d|^2 + mu / unit^2 |d|^2, and the iterations.
+
+        The function raises NotPositiveDefiniteError if rounding made the matrix singular.
+        """
         group = self.param_groups[0]
         if A is None:
 
@@ -360,7 +363,7 @@ class LevenbergMarquardt(BatchOptimizer):
 
             return by_products
         gram = A.T @ A if method == "normal" else A @ A.T
-        # A smaller mu is lost in the rounding of the diagonal.
+        # A smaller mu vanishes in the rounding of the diagonal.
         least = torch.finfo(A.dtype).eps * float(gram.diagonal().max())
 
         def by_factor(r: Tensor, mu: float) -> tuple[Tensor, int]:
@@ -389,8 +392,10 @@ class LevenbergMarquardt(BatchOptimizer):
         solve: Directions,
         image: Callable[[Tensor], Tensor],
     ) -> None:
-        """Raise mu until a step lowers the loss; vectors on the parameters are in units of D, and g is
-        of r / |r|."""
+        """Raise mu until a step lowers the loss.
+
+        Vectors on the parameters are in units of D. g: the gradient for the residual r / |r|.
+        """
         group, norm = self.param_groups[0], sqrt(2 * loss)
         start = torch.cat([p.detach().reshape(-1).to(r) for p in self._params.values()])
         eps = max(torch.finfo(space.precision).eps for space in (J.space, J.target))
@@ -401,7 +406,7 @@ class LevenbergMarquardt(BatchOptimizer):
             for tried in range(1, TRIES + 1):
                 try:
                     d, count = solve(r, group["mu"])
-                except errors.NotPositiveDefiniteError:  # by rounding
+                except errors.NotPositiveDefiniteError:  # mu is too small beside rounding errors
                     self._reject()
                     continue
                 iterations += count
@@ -409,12 +414,12 @@ class LevenbergMarquardt(BatchOptimizer):
                 along, square, length = read_numbers(g @ d, Jd.double().square().sum(), _norm(d))
                 model = -norm * along - square / 2
                 if tried > 1 and model <= rounding:
-                    break  # a shorter step cannot lower the loss visibly
+                    break  # for shorter steps rounding hides the decrease of the loss
                 step, bends, ratio = d, False, nan
                 if group["geodesic"]:
                     h = ACCELERATED
                     near = self._residual_at(J, start + h * d / D)
-                    self._write(J, start)  # "lsmr" multiplies with the Jacobian at the parameters
+                    self._write(J, start)  # products of "lsmr" read the parameters
                     residuals += 1
                     bends = near is None
                     if near is not None:
@@ -430,7 +435,7 @@ class LevenbergMarquardt(BatchOptimizer):
                         if model > rounding:
                             ratio = (loss - trial) / model
                             accepted = trial < loss
-                        elif trial <= loss + rounding:  # the gradient is seen more sharply
+                        elif trial <= loss + rounding:  # the gradient has less rounding than the loss
                             accepted = self._is_flatter(J, moved / norm, D, g)
                         after = trial if accepted else loss
                 if accepted:
@@ -443,7 +448,7 @@ class LevenbergMarquardt(BatchOptimizer):
                     break
                 self._write(J, start)
                 self._reject()
-        finally:  # also after an error of the residual
+        finally:  # also if the residual raised
             if not accepted:
                 self._write(J, start)
                 group["mu"], group["raise"] = first, 2.0
@@ -456,7 +461,7 @@ class LevenbergMarquardt(BatchOptimizer):
         group["raise"] *= 2
 
     def _residual_at(self, J: JacobianOperator, vector: Tensor) -> Tensor | None:
-        """The residual at these parameters, which are written; None if it is not finite."""
+        """Write a flat vector into the parameters; the residual there, or None if not finite."""
         self._write(J, vector)
         try:
             r = J.outputs()
@@ -465,7 +470,7 @@ class LevenbergMarquardt(BatchOptimizer):
         return r.to(vector) if bool(r.isfinite().all()) else None
 
     def _is_flatter(self, J: JacobianOperator, r: Tensor, D: Tensor, g: Tensor) -> bool:
-        """Whether the gradient at the parameters is smaller than g; not if it is not finite."""
+        """Whether the gradient at the current parameters is shorter than g, and finite."""
         try:
             return float(_norm(_gradient(J, r) / D)) < float(_norm(g))
         except errors.NonFiniteError:
