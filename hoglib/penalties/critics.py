@@ -49,7 +49,7 @@ def wgan_gp(
         one_sided: Whether only slopes above k are penalised: max(0, |grad| - k)^2 (WGAN-LP).
             Default: False.
         generator: Draws e. Default: torch's own generator.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -105,7 +105,7 @@ def zero_centred(
             penalty too.
         *args: Further arguments of the critic, such as labels.
         generator: Draws e. Default: torch's own generator.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -148,7 +148,7 @@ def r1(critic: Critic, real: Tree, *args: Any, **options: Unpack[Options]) -> Te
             tuple.
         real: Real samples: a tensor or any tree of tensors.
         *args: Further arguments of the critic, such as labels.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -192,7 +192,7 @@ def r2(critic: Critic, fake: Tree, *args: Any, **options: Unpack[Options]) -> Te
         fake: Generated samples: a tensor or any tree of tensors. Detach them unless the generator
             should learn from the penalty too.
         *args: Further arguments of the critic, such as labels.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -233,7 +233,7 @@ def r1_r2(critic: Critic, real: Tree, fake: Tree, *args: Any, **options: Unpack[
         fake: Generated samples; they may be of another number than the real ones if no further argument
             has one row per sample. Detach them unless the generator should learn from the penalty too.
         *args: Further arguments of the critic, such as labels; they and ``batch`` are used for both.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -295,7 +295,7 @@ def dragan(
         noise: c, the standard deviation of the noise. Default: half the standard deviation of all
             entries of real.
         generator: Draws d. Default: torch's own generator.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``

@@ -3,21 +3,22 @@
 DistributedDataParallel (DDP) averages gradients if every one of its parameters gets a gradient in a
 backward that follows a call of the DDP module. Else DDP is silent, or raises only at the next step:
 
-- A last bias, for instance, has no part in a gradient by the inputs, so that the backward of a penalty
-  alone does not reach it. `_AverageGradients` makes the backward reach such parameters through the
-  outputs, with gradients of None, which suffices for DDP.
-- Three mistakes cannot be corrected here: a critic that is called as `ddp.module` instead of the DDP
-  module; a static graph (the gradient inside the penalty triggers DDP's only reduction); and a second
-  backward after one call. Therefore one small all-reduce compares the gradients' norms between the
-  processes at the end of backward, and a difference raises before an optimizer can step.
+- A last bias, for instance, has no part in a gradient by the inputs, so the backward of a penalty alone
+  does not reach it. `_AverageGradients` makes the backward reach such parameters through the outputs,
+  with gradients of None, which suffices for DDP.
+- Three mistakes cannot be corrected here: calling the critic as `ddp.module` instead of the DDP module;
+  a static graph (the gradient inside the penalty triggers DDP's only reduction); and a second backward
+  after one call. Therefore one small all-reduce compares the gradients' norms between the processes at
+  the end of backward, and a difference raises before an optimizer can step.
 
 Nothing is compared without a DDP module around the parameters, under `no_sync()`, in `ddp.join()`, with
 a communication hook (which may average differently or later), and if no `.grad` was accumulated
 (`torch.autograd.grad`, which a single process may call).
 
 A lazy penalty (`every=`) runs the critic at some steps only, and all processes have to run it together.
-So each call compares its number, by a message on the CPU, for which no device waits. The message has a
-group of its own, because it would meet a message of another size in a process that makes no call.
+So each call compares the numbers of calls, by an all-reduce on the CPU, without a synchronization of
+devices. It uses a separate group: in a process without this call, the default group would pair it with
+a message of another size.
 
 fully_shard (FSDP2) frees a critic's gathered parameters after the first backward, here the gradient
 inside the penalty; but the penalty's backward needs them (``setStorage ... storage of size 0``).
@@ -47,12 +48,12 @@ from hoglib._core.torch_api import pytree, torch_internals, torch_sharding
 from hoglib.curvature.batches.data import world_size
 from hoglib.errors import DistributedError
 
-# all DDP modules that are alive, by order of creation
+# all living DDP modules, by order of creation
 _WRAPPERS: WeakValueDictionary[int, DistributedDataParallel] = WeakValueDictionary()
 _CREATION_ORDER = itertools.count()
 
 
-# a DDP module, and those of a critic's parameters that it averages
+# a DDP module, and the parameters of a critic that it averages, by name
 DDPParameters = tuple[DistributedDataParallel, dict[str, Tensor]]
 
 
@@ -84,7 +85,7 @@ class _AverageGradients(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         for ddp, params in ctx.groups:
             _compare_after(ctx.name, ddp, params)
-        # None, not zeros: 0 * inf is NaN, and with find_unused_parameters=True .grad stays as it is
+        # None, not zeros: 0 * inf is NaN, and with find_unused_parameters=True .grad stays unchanged
         return grads[0], None, None, *(None,) * ctx.outputs
 
 
@@ -178,7 +179,7 @@ def _grad_version(param: Tensor) -> tuple[int, int]:
 
 
 def _ddp_groups(params: Iterable[int]) -> list[DDPParameters]:
-    """The DDP modules around the parameters, given by id; the newest if there are several."""
+    """The DDP modules around the parameters (ids); of several around one parameter the newest."""
     wanted, groups = set(params), []
     _find_and_watch()
     for ddp in reversed(list(_WRAPPERS.values())):
@@ -210,13 +211,13 @@ def _register_hooks(module: nn.Module, *_: Any) -> None:
         _WRAPPERS[next(_CREATION_ORDER)] = module
 
 
-# What all processes have to do alike
+# Agreement of processes on schedules and numbers of samples
 
-_ON_CPU: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of a default group, one of gloo
+_ON_CPU: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # default group -> its gloo group
 
 
 def check_schedule(calls: int, every: int, critic: Any) -> None:
-    """Raise in all processes that share a critic where one penalizes it at other steps."""
+    """Raise in all processes that share a critic if their numbers of calls, or `every`, differ."""
     if world_size() == 1 or not is_shared(critic):
         return
     different = _extremes("GradientPenalty", [calls, every])
@@ -232,7 +233,7 @@ def check_schedule(calls: int, every: int, critic: Any) -> None:
 
 
 def warn_of_uneven_samples(name: str, modules: Iterable[nn.Module], count: int) -> None:
-    """Warn where processes that share parameters penalize other numbers of samples."""
+    """Warn if processes that share parameters have different numbers of samples."""
     if world_size() > 1 and any(map(_spans_all, modules)):
         ((least, most),) = _extremes(name, [count])
         if least != most:

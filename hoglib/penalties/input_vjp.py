@@ -2,7 +2,7 @@
 
     y = func(x, *args)        J^T u = d <y, u> / dx        differentiable again by the parameters
 
-Here a penalty runs the user's function, inside the ring, and calls torch's engine.
+Penalties run the user's function, inside the ring, and call autograd only here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -140,10 +140,8 @@ class InputVJP:
                 raise self.no_gradient_flow(NOT_OF_POINTS)
 
     def loses_parameters(self) -> bool:
-        """Whether the function reads parameters that require grad, but detaches all of them.
-
-        The graph of y reaches no parameter then, as if the function had none.
-        """
+        """Whether the function reads parameters that require grad, and detaches them all: the graph of y
+        has no parameter, as if the function had none."""
         if self.trainable or not self.problem.policy.create_graph:
             return False
         reached = ClosureWalker(self.problem.loss, STATE).objects
@@ -333,10 +331,10 @@ def _detached_places(problem: Problem, leaves: Sequence[Tensor]) -> list[str]:
 def without_autocast(
     options: CheckedOptions, leaves: Sequence[Tensor], tree: Tree, func: Any = None
 ) -> tuple[list[str], Any]:
-    """The device types on which autocast is to be turned off, and the tree converted for that.
+    """The device types to disable autocast on, and the tree in the dtype of the parameters.
 
     float32 and half-precision tensors of the tree become float32; or half precision, if all parameters
-    of func (without func: all leaves) are in that half precision. float64 tensors stay.
+    of func (without func: all leaves) are in one half precision. float64 tensors stay.
     """
     kinds = {} if options.autocast else {x.device.type for x in leaves}
     devices = [kind for kind in kinds if mixed_precision.autocast_on(kind)]

@@ -32,7 +32,7 @@ from hoglib.penalties.terms import half_squared_slope, squared_excess, squared_j
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 
 __all__ = ["input_gradient", "jacobian", "lipschitz", "parameter_gradient", "sobolev"]
-# Options that parameter_gradient lacks.
+# options of penalties that parameter_gradient does not take
 OF_SAMPLES = ("reduction", "output", "batch", "micro_batch")
 
 
@@ -51,7 +51,7 @@ def input_gradient(loss: Function, x: object, *args: Any, **options: Unpack[Opti
             reduction="none")`.
         x: Inputs: a tensor or any tree of tensors.
         *args: Further arguments of the loss, such as labels.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -102,7 +102,7 @@ def jacobian(
         *args: Further arguments of the function.
         num_projections: P, the number of random directions; None for the exact norm. Default: 1.
         generator: Draws the directions. Default: torch's own generator.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -156,7 +156,7 @@ def sobolev(
         *args: Further arguments of the function.
         num_projections: P, the number of random directions; None for the exact norm. Default: None.
         generator: Draws the directions. Default: torch's own generator.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``
@@ -226,11 +226,11 @@ def lipschitz(
         func: A function that is called as func(x, *args) and returns one row per sample.
         x: Inputs: a tensor or any tree of tensors.
         *args: Further arguments of the function.
-        bound: K, the spectral norm up to which nothing is penalised. Default: 1.
+        bound: K; a spectral norm of at most K has the penalty 0. Default: 1.
         num_iterations: Steps of power iteration; None for the exact norm from all C rows of J.
             Default: 10.
         generator: Draws the start of power iteration. Default: torch's own generator.
-        **options: Those of :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
+        **options: :class:`Options`: ``reduction`` ("mean", "sum" or "none"), ``output``
             (which of several outputs), ``batch`` (the sample of each row), ``autocast`` (leave it
             on), ``micro_batch`` (samples at once), ``stand_ins`` (run inside `second_order()`),
             ``remat`` (blocks to recompute), ``return_outputs`` (return the outputs too), ``compile``

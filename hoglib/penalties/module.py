@@ -36,12 +36,12 @@ class Kind(NamedTuple):
     without: Collection[str] = ()  # names of `Options` that it lacks
     term: str = ""  # the term in words, for `check`; "" if `check` does not offer the penalty
     draw: Literal["", "between", "noise"] = ""  # how it draws points; "": it evaluates at its sets
-    # the penalty as a function of (critic, points, points) without draws, if `function` draws
+    # if `function` draws points: the penalty at given points, called as (critic, points, points)
     at_points: Callable[..., Any] | None = None
 
     @property
     def keywords(self) -> list[str]:
-        """The names of all keyword arguments of the function, with those of `Options`."""
+        """The names of all keyword arguments of the function, and of `Options`."""
         parameters = inspect.signature(self.function).parameters.values()
         own = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
         return own + [name for name in OPTION_NAMES if name not in self.without]
@@ -64,7 +64,7 @@ def register(sets: tuple[str, ...], **facts: Any) -> Callable[[F], F]:
 
 
 def kind_named(name: object, known: Collection[str] = KINDS.keys()) -> str:
-    """The name of a kind, also given with hyphens; or an error with the closest known name."""
+    """The name of a kind, which may have hyphens; raises with the closest known name."""
     wanted = str(name).replace("-", "_")
     if wanted in known:
         return wanted
@@ -101,10 +101,9 @@ class GradientPenalty(nn.Module):
         options: Further options of the function and of :class:`Options`, such as {"target": 0.5} or
             {"num_projections": 3}.
     Raises:
-        ArgumentTypeError, ArgumentValueError: For arguments of the wrong kind; calls raise what the
-            function raises.
-        DistributedError: In all processes that share a critic, by calls that one of them made more
-            often.
+        ArgumentTypeError, ArgumentValueError: For arguments of the wrong kind; calls raise the errors
+            of the function.
+        DistributedError: In all processes that share a critic, if their numbers of calls differ.
     References:
         The schedule: Karras et al., Analyzing and Improving the Image Quality of StyleGAN, 2020,
         section 3.1 and appendix B.
@@ -191,7 +190,7 @@ class GradientPenalty(nn.Module):
         """
         if not (self.training and torch.is_grad_enabled()):
             return self.weight
-        if in_other_tracer():  # a capture and its checking run are no training steps: count nothing
+        if in_other_tracer():  # a capture and its eager run are no training steps: do not count
             if self.every > 1:
                 raise UnsupportedError(
                     f"GradientPenalty(every={self.every}): expected a call outside of compiled code, "

@@ -256,16 +256,15 @@ def _batch_norm_name(module: nn.Module, func: Callable[..., Any]) -> str:
 
 
 def _recall_dependence(at: InputVJP) -> bool:
-    """`is_batch_dependent`, computed once and remembered.
+    """`is_batch_dependent`, memoized.
 
-    The key is a parameter, the function's owner and name, and the modes of its modules. Lambdas that
-    are created anew for each call have an owner by their code; critics may share such code, and the
-    parameter tells them apart.
+    The key is a parameter, the function's owner and name, and the modes of its modules. The owner of a
+    lambda is its code; critics may share code, so the parameter is part of the key.
     """
     func, modes = at.problem.loss, tuple([module.training for module in at.modules])
     # not isinstance, which calls the slow metaclass of Parameter
     parameter = next((t for t in at.trainable if type(t) is nn.Parameter), at.trainable[0])
-    # not getattr of a module, whose __getattr__ is slow for a missing name
+    # no getattr on a module: nn.Module.__getattr__ is slow for a missing name
     name = "" if isinstance(func, nn.Module) else getattr(func, "__name__", "")
     key = id(owner_of(func)), name, modes
     return memoize_on(parameter, key, lambda: is_batch_dependent(at)) or False

@@ -1,5 +1,4 @@
-"""Errors in calls of models and criteria: which ones concern the arguments, and what to pass
-instead."""
+"""Errors in calls of models and criteria: advice if an error concerns the arguments."""
 
 import inspect
 import re
@@ -29,8 +28,8 @@ def explain_call_error(
 ) -> None:
     """Raises an error with advice if `error` concerns the arguments of the function.
 
-    It does if the arguments do not bind (a TypeError, and the function was never entered), or if code
-    uses an argument of another type as a tensor. Other errors are the function's own.
+    An error does if the arguments do not bind (a TypeError, and the function was never entered), or if
+    code uses an argument of another type as a tensor. All other errors are the function's own.
     """
     if not isinstance(error, TypeError | AttributeError) or isinstance(error, HoglibError):
         return
@@ -47,7 +46,7 @@ def explain_call_error(
 
 
 def _misuse(error: Exception, args: tuple[Any, ...]) -> str | None:
-    """A reason for messages if code used an argument of another type as a tensor; None otherwise."""
+    """The reason, for messages, if code used an argument of another type as a tensor; else None."""
     for x in args:
         if x is None or isinstance(x, Tensor | Number | str):
             continue
@@ -81,7 +80,7 @@ def explain_criterion(criterion: Any, outputs: Any, targets: Any, whole: bool, r
 
 
 def _tensor_hint(name: str, value: Any, at: int = 0) -> str:
-    """An expression for a tensor among outputs or targets; at: its index if they are a sequence."""
+    """An expression for a tensor in outputs or targets. at: the index in a sequence."""
     if isinstance(value, Tensor):
         return name
     if hasattr(value, "logits"):
@@ -151,7 +150,7 @@ class ErrorTranslation:
             self.explain(error)
 
     def explain(self, error: Exception) -> None:
-        """Raise another error in its place, or return to let the error through."""
+        """Raise a clearer error, or return to let this error through."""
         raise NotImplementedError
 
 
@@ -176,7 +175,7 @@ _ADVICE = {  # part of torch's message -> advice
 }
 
 
-# Part of torch's message about a kind of tensor that it cannot differentiate -> expected, got, advice.
+# Part of torch's message about nested or inference tensors -> expected, got, advice.
 # In a shape, j with a number is the ragged dimension of a nested tensor.
 _KINDS = {
     r"Nested(Tensor|Int)|'_nested_|, j\d+[,)\]]|only concrete integers|aten::matmul_backward": (
@@ -210,8 +209,8 @@ def explain_kind_of_tensor(caller: str, error: object) -> None:
 
 @final
 class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
-    """Inside, errors get a note that names the batch and the module that raised them. For torch's
-    errors about devices, an error names the tensor on another device than the reference.
+    """Inside, errors get a note that names the batch and the raising module. Errors of torch about
+    devices become an ArgumentValueError that names the tensor on a wrong device.
 
     reference: Tensors with the right device, or a function that reaches such tensors.
     what: The name of the batch.
@@ -228,7 +227,7 @@ class translate_batch_errors(ErrorTranslation):  # noqa: N801 a context manager
     def explain(self, error: Exception) -> None:
         if isinstance(error, HoglibError | torch.OutOfMemoryError):
             return
-        # the innermost of nested contexts adds the note
+        # in nested contexts, the innermost adds the note
         if not hasattr(error, "__notes__"):
             with suppress(Exception):  # a failing `extra_repr` would hide the error
                 self._add_note(error)

@@ -401,7 +401,7 @@ class ClosureWalker:
         self.edges.append(Edge(place, reference.step, known))
 
     def _read(self, names: Set[str]) -> None:
-        """Follows attributes with these names, then attributes named in the methods with these names."""
+        """Follows attributes with these names, then the names in the methods with these names."""
         while names := names - self._names:
             self._names |= names
             for name in names & self._unread.keys():

@@ -3,13 +3,13 @@
     with together("hvp", mesh):  # around every call that sends messages, and around every message
         ...
 
-If an exception leaves such a call in one process, the other processes still wait for a message.
+If an exception leaves such a call in one process, all other processes still wait for a message.
 
-- The failed process writes the error into the group's store (`dist.Store`). The other processes read
+- The failed process writes the error into the group's store (`dist.Store`). All other processes read
   the text when their own message fails.
-- The failed process waits, at its next call, until every other process has ended the failed call, too.
-  After the group's timeout it raises instead, so that messages of different calls are never paired.
-- An error of the backend (gloo, NCCL) becomes a DistributedError, after which no message is sent.
+- At its next call, the failed process waits until every process has ended the failed call. After the
+  group's timeout it raises instead, so messages of different calls are never paired.
+- An error of the backend (gloo, NCCL) becomes a DistributedError; this process then sends no message.
 """
 
 import sys
@@ -47,11 +47,10 @@ class _Failures:
 
 
 _FAILURES: WeakKeyDictionary[Any, _Failures] = WeakKeyDictionary()  # default group -> failures
-# Ranks -> number of failed calls in this process. It is not reset with a new group, because torchrun's
+# Ranks -> number of failed calls in this process. A new group does not reset the number: torchrun's
 # store outlives a group.
 _FAILED: Counter[Ranks] = Counter()
-# The running call. One mark for all threads: collectives pair by order, so that messages of two threads
-# would be paired wrongly in any case.
+# The running call, for all threads: collectives pair by order, so two threads must not call at once.
 _RUNNING: list[str] = []
 
 
@@ -101,7 +100,7 @@ def _end(error: BaseException, ranks: Ranks, words: str) -> None:
 
 
 def _words(ranks: Ranks) -> str:
-    """The error text of another process that ended the running call; empty if there is none."""
+    """The error text of another process that ended the running call, or ""."""
     with suppress(Exception):
         for rank in ranks:
             key = _key(ranks, _FAILED[ranks] + 1, rank)
@@ -163,7 +162,7 @@ def together(caller: str, mesh: Any = None) -> Iterator[None]:
 
 
 def tell(error: BaseException, mesh: Any = None) -> None:
-    """Write an error that ends a collective call into the store, for the other ranks of the mesh."""
+    """Write an error that ends a collective call into the store, for all other ranks of the mesh."""
     if shares_messages() and not (hasattr(error, "__hoglib_told__") or _is_of_backend(error)):
         words = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(": ")[:LONGEST]
         # every process raises this DistributedError, or it quotes another process
@@ -179,7 +178,7 @@ def tell_sharers(error: BaseException, arguments: Tree, processes: object = None
 
 
 def words_of_others(mesh: Any = None) -> str:
-    """For a message: the failed process and the error; without a text, where to look."""
+    """For messages: the failed process and its error, or advice on where to look."""
     return _words(_ranks(mesh)) or "one of them: look at its own output"
 
 

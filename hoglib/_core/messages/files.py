@@ -1,4 +1,4 @@
-"""Files from which an interrupted call continues: written atomically, and refused by other calls."""
+"""Files that an interrupted call continues: written atomically, and refused by different calls."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ def digest(leaves: Sequence[Any]) -> str:
 
 
 def check_same_call(option: str, path: Path, known: Any, wanted: dict[str, Any]) -> None:
-    """Raise if a file is from another call. `known` and `wanted` describe both calls, by names."""
+    """Raise if a file is from another call. known: the call of the file. wanted: this call."""
     for name, value in wanted.items():
         if known.get(name) != value:
             kind = "file" if path.is_file() else "directory"
@@ -55,13 +55,13 @@ def translate_file_errors(expected: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[IO[bytes]]:
-    """A stream to a file, which exists afterwards as a whole or not at all."""
+    """A stream to a file; afterwards the file is complete, or does not exist."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as stream:
             yield stream
         os.replace(temporary, path)
-    # BaseException: Ctrl-C leaves no half file either
+    # BaseException: KeyboardInterrupt leaves no half file either
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -72,8 +72,8 @@ def write_atomically(path: Path) -> Iterator[IO[bytes]]:
 class ScoreFile:
     """Scores in a memory-mapped .npy file. Rows are written in order; rows not yet written are NaN.
 
-    ``scores.npy.call``, beside ``scores.npy``, records the call, and its factors, which the next run
-    might draw differently. Ordinary writes fill a new file, because they raise on a full disk; a write
+    ``scores.npy.call``, beside ``scores.npy``, records the call, and random factors, which the next run
+    would draw differently. Ordinary writes fill a new file, because they raise on a full disk; a write
     to a memory map would crash the process.
 
     Args:
@@ -112,7 +112,7 @@ class ScoreFile:
                 f"out: expected a whole file, got {path}, which is cut off or damaged; delete it."
             ) from error
         self.scores = torch.from_numpy(numpy.load(path, mmap_mode="r+"))
-        # a row with NaN ends the written rows: its sum is NaN
+        # the first row with a sum of NaN is not yet written
         self.done = int((~self.scores.view(shape[0], -1).sum(1).isnan()).cumprod(0).sum())
 
     def keep(self, factors: object) -> None:

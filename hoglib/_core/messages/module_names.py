@@ -99,7 +99,7 @@ class ModuleNames:
             yield from root.modules()
 
     def generators(self) -> list[torch.Generator]:
-        """The random generators that the function holds, and the ones in attributes of its modules."""
+        """The random generators that the function, or an attribute of its modules, holds."""
         attributes = [x for m in self.modules() for x in vars(m).values()]
         return [*self._generators, *(x for x in attributes if isinstance(x, torch.Generator))]
 
@@ -109,10 +109,8 @@ def watching_modules(
     start: Callable[[nn.Module, Any], None],
     end: Callable[[nn.Module, Any, Any], None] = lambda module, args, output: None,
 ) -> Iterator[None]:
-    """Inside, `start` is called before, and `end` after, each module that this thread runs.
-
-    Modules that torch.compile traces, and modules of other threads, are left out.
-    """
+    """Inside, `start` is called before, and `end` after, each module that this thread runs in eager
+    mode."""
     here = threading.get_ident()
 
     def watched() -> bool:
@@ -131,7 +129,7 @@ def watching_modules(
 
 
 def _outermost_modules(found: list[Capture]) -> list[Capture]:
-    """The modules, each once, that are no submodules of another module in the list."""
+    """The modules in the list, each once, without submodules of other modules in the list."""
     parts = {id(part) for one in found for part in one.value.modules() if part is not one.value}
     tops = {id(one.value): one for one in reversed(found) if id(one.value) not in parts}
     return list(reversed(tops.values()))

@@ -9,8 +9,8 @@ from hoglib._core.messages import validation
 
 @final
 class ProgressBar:
-    """Counts the products of an operator, or the steps of a training. The outermost call of `over`
-    names the work, and gives the total."""
+    """A bar that counts the products of an operator, or the steps of a training. In nested calls of
+    `over`, the outermost names the work and the total."""
 
     def __init__(self, name: str, enabled: bool, unit: str = "product") -> None:
         self._name, self._enabled, self._unit = name, enabled, unit

@@ -3,9 +3,9 @@
     D(h) = (f(x + h v) - f(x - h v)) / 2h        error ~ |D(10 h) - D(h)| + eps |f| / h
 
 `finite_differences` has the steps. Each element of f takes the step with the smallest estimated error:
-a long one where f is smooth, a short one near a kink. Two steps may agree by chance, if f is noisy or
-oscillates faster than both; so the estimate also contains the next shorter step. If no two steps agree,
-the estimated error is large, and nothing is concluded from the element.
+a long step where f is smooth, a short step near a kink. If f is noisy, or oscillates faster than both
+steps, two steps may agree by chance; so the estimate also contains the next shorter step. If no two
+steps agree, the estimated error is large, and the element is inconclusive.
 """
 
 import math
@@ -21,11 +21,11 @@ from hoglib._core.numerics.finite_differences import steps as steps_of
 TensorMap = Callable[..., list[Tensor]]
 Ends = dict[float, tuple[list[Tensor], list[Tensor]]]  # h -> (f(x + h v), f(x - h v))
 
-ROUNDINGS = 20  # rounding errors by which the next shorter slope may be off
-LEAST = 3  # number of steps that are always tried
-# In units of the largest derivative in a tensor:
-SETTLED = 1e-7  # below this error no other step is tried
-CONCLUSIVE = 0.02  # above this error nothing is concluded
+ROUNDINGS = 20  # allowed error of the next shorter slope, in rounding errors
+LEAST = 3  # the first stage has so many steps
+# Errors in units of the largest derivative in a tensor:
+SETTLED = 1e-7  # with a smaller error no more steps are tried
+CONCLUSIVE = 0.02  # with a larger error the element is inconclusive
 
 
 class Slope(NamedTuple):
@@ -34,11 +34,11 @@ class Slope(NamedTuple):
     column: The index of the input.
     v: The direction.
     values: The derivative of each output.
-    errors: The estimated error of each element; infinite where the map is not defined.
-    floors: For each output, the error below which everything is rounding.
-    grains: For each output, the relative spacing of its values: the dtype's, or float32's.
-    kinks: Where the slopes to either side differ.
-    problem: The message of the map, if it raised.
+    errors: The estimated error of each element; infinite where the map is undefined.
+    floors: For each output, a bound of rounding: smaller errors mean nothing.
+    grains: For each output, the relative spacing of its values: eps of its dtype, or of float32.
+    kinks: For each output a mask: the slopes to both sides differ.
+    problem: The message of the map's exception, or "".
     """
 
     column: int
@@ -59,22 +59,22 @@ class Slope(NamedTuple):
         return self.floors[i] / (4 * self.grains[i] ** 0.5)
 
     def known(self, i: int) -> Tensor:
-        """The elements of output i with an error small enough to conclude from."""
+        """A mask of the conclusive elements of output i."""
         return self.errors[i] <= CONCLUSIVE * self.size(i) + self.floors[i]
 
     def settled(self, i: int) -> Tensor:
-        """The elements of output i that need no other step."""
+        """A mask of the elements of output i that need no more steps."""
         return self.errors[i] <= SETTLED * self.size(i)
 
 
 def slope(
     f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, *, eps: float | None = None
 ) -> Slope:
-    """The derivative along v by input j; if eps is given, it is the middle one of three steps."""
+    """The derivative along v by input j. eps: try only the steps 10 eps, eps and eps / 10."""
     dtype = x[j].dtype
     values = [y.detach() for y in f(*x)]
     steps = steps_of("element", dtype) if eps is None else (10 * eps, eps, eps / 10)
-    # a later stage runs only if the earlier ones are not precise enough
+    # a stage runs only if the stages before are not precise enough
     stages = [steps[:LEAST], steps[LEAST:], steps_of("element, more", dtype) if eps is None else ()]
     ends: Ends = {}
     problem = ""
@@ -91,8 +91,8 @@ def slope(
 def recheck(f: TensorMap, x: Sequence[Tensor], one: Slope, random: torch.Generator) -> Slope:
     """The slope, with infinite errors where f is not linear to first order, or oscillates fast.
 
-    At a tie, as in a median or a sort, D(v) + D(w) differs from D(v + w); there may be no other sign. A
-    function that oscillates faster than all steps has another slope at far shorter steps.
+    At a tie, as in a median or a sort, D(v) + D(w) differs from D(v + w), and often nothing else shows.
+    A function that oscillates faster than all steps has a different slope at far shorter steps.
     """
     w = [random_like(y, random) * element_scales(y) for y in x]
 
@@ -121,14 +121,14 @@ def recheck(f: TensorMap, x: Sequence[Tensor], one: Slope, random: torch.Generat
 def _evaluate_both_sides(
     f: TensorMap, x: Sequence[Tensor], j: int, v: Tensor, steps: Sequence[float]
 ) -> tuple[Ends, str]:
-    """f at both ends of each step, and the message of f if it raised at some step."""
+    """f at both ends of each step, and the message of f's exception at some step, or ""."""
     found: Ends = {}
     problem = ""
     for h in steps:
         try:
             above, below = (f(*x[:j], x[j] + s * v, *x[j + 1 :]) for s in (h, -h))
             found[h] = ([y.detach() for y in above], [y.detach() for y in below])
-        except Exception as error:  # f may refuse arguments that the user did not pass
+        except Exception as error:  # f may refuse x + h v, though it accepts x
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
     return found, problem
 
@@ -153,7 +153,7 @@ def _best_of_output(
     eps = _spacing([y, *(end[i] for h in steps for end in ends[h])])
     size = max(max_abs(y), 1e-3 * max_abs(x))
     slopes = {h: (ends[h][0][i] - ends[h][1][i]) / (2 * h) for h in steps}
-    # the slopes to either side differ by this much: it falls with the step, except at a kink
+    # the difference of the slopes to both sides: it falls with the step, except at a kink
     bends = {h: (ends[h][0][i] - 2 * y + ends[h][1][i]).abs() / h for h in steps}
     for k, (longer, shorter) in enumerate(pairwise(steps)):
         near, rounding = slopes[shorter], 4 * eps * size / shorter
@@ -169,18 +169,18 @@ def _best_of_output(
         error = torch.where(better, guess, error)
         kinked = torch.where(better, kink, kinked)
     if bool(kinked.any()):
-        # some elements of a kink may have equal slopes to either side by chance
+        # at a kink, some elements may have equal slopes to both sides by chance
         error = error + max_abs(torch.where(kinked, error, 0.0))
     grain = float(eps.max()) if eps.numel() else torch.finfo(y.dtype).eps
     return best, error, 4 * grain**0.5 * size, grain, kinked
 
 
 def _spacing(values: Sequence[Tensor]) -> Tensor:
-    """The relative spacing of the values of each element: float32's if all are float32 numbers.
+    """The relative spacing of the values of each element: eps of float32 if all are float32 numbers.
 
-    A map may round to float32 inside. Its values then move in jumps. At steps h shorter than these all
-    slopes are zero: they agree, and are wrong. Numbers with few digits, such as zeros, small integers
-    and results of cancellation, tell nothing about rounding.
+    A map may round to float32 inside: its values then move in jumps. At steps h shorter than the jumps
+    all slopes are zero: they agree, and are wrong. Numbers with few digits, such as zeros, small
+    integers and results of cancellation, tell nothing about rounding.
     """
     dtype = values[0].dtype
     eps = torch.full_like(values[0], torch.finfo(dtype).eps)
@@ -194,7 +194,7 @@ def _spacing(values: Sequence[Tensor]) -> Tensor:
 
 
 def directions(x: Tensor, random: torch.Generator, *, full: bool) -> list[Tensor]:
-    """A random direction in which each element moves; if full, one direction for each element."""
+    """A random direction without zeros; if full, one direction for each element instead."""
     scale = element_scales(x)
     if full:
         eye = torch.eye(x.numel(), dtype=x.dtype, device=x.device).reshape(-1, *x.shape)
@@ -203,8 +203,8 @@ def directions(x: Tensor, random: torch.Generator, *, full: bool) -> list[Tensor
 
 
 def element_scales(x: Tensor) -> Tensor:
-    """The unit of steps for each element: its size, but no smaller than a thousandth of the largest,
-    and no larger than the period of a function such as the sine."""
+    """The unit of steps for each element: its magnitude, at least a thousandth of the largest, and at
+    most 1, in `units_of(x)`: functions such as sin oscillate on this scale."""
     units = units_of(x)
     size = x.detach().abs() / units
     most = max_abs(size) or 1.0
@@ -218,8 +218,8 @@ SMALL = 1e-3  # of the largest element: smaller elements are near zero, or have 
 def units_of(x: Tensor) -> Tensor | float:
     """Powers of two near the size of x, so that x / units has elements near one without rounding.
 
-    One unit for the whole tensor, 1 for an ordinary size. But one for each element if a quarter of the
-    nonzero elements or more are small, because the tensor then holds quantities in several units.
+    One unit for the whole tensor, 1 for an ordinary size. If at least a quarter of the nonzero elements
+    are small, the tensor holds quantities in several units: then one unit for each element.
     """
     size = x.detach().abs().double()
     most = max_abs(size)

@@ -351,7 +351,7 @@ class Sharding:
         return layout.part_of(self.sum(value)).movedim(-1, 0)  # a layout on a submesh
 
     def owned(self, items: Sequence[Any], costs: Sequence[float]) -> Sequence[Any]:
-        """The items of this process: in order of falling cost, each goes to the least loaded process."""
+        """The items of this process: by falling cost, each item goes to the least loaded process."""
         loads: dict[int, float] = dict.fromkeys(self.mesh.mesh.flatten().tolist(), 0.0)
         mine = []
         for i in sorted(range(len(items)), key=lambda i: -costs[i]):

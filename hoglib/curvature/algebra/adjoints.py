@@ -1,9 +1,9 @@
-"""Derivatives of results of algorithms by the tensors that an operator A depends on.
+"""Derivatives of the results of algorithms by the tensors that an operator A depends on.
 
-    d <U, A V> = <U, dA V>        the one derivative that an operator defines, `differentiate_form`
+    d <U, A V> = <U, dA V>        the only derivative that an operator defines, `differentiate_form`
 
-Traces, diagonals, eigenvalues, log determinants and solutions follow from it. Operators over data add
-it up batch by batch, in backward: no graph is kept in between.
+Derivatives of traces, diagonals, eigenvalues, log determinants and solutions reduce to this form.
+Operators over data add up the form batch by batch in backward: they keep no graph before.
 """
 
 from collections.abc import Callable
@@ -35,18 +35,18 @@ NO_VECTORS = (
     "eigsh(create_graph=True): expected a function of the values, got the derivative of the vectors, "
     "which is not computed; detach() them."
 )
-NEAR = 1e-3  # eigenvectors that mix by more than this part of each other are told
+NEAR = 1e-3  # warn of eigenvectors that mix by more than this fraction
 
 
 class Differentiable(SymmetricMatrix, Protocol):
-    """A matrix that knows its derivative by the tensors that it depends on."""
+    """A symmetric matrix with a derivative by its `sources`."""
 
     def sources(self) -> list[Tensor]:
-        """The tensors that require grad, which the matrix depends on."""
+        """The tensors requiring grad that the matrix depends on."""
         ...
 
     def operands(self) -> list[Tensor]:
-        """Further tensors that the matrix is computed from, whose values must last until backward."""
+        """More tensors that the matrix is computed from; they must keep their values until backward."""
         ...
 
     def differentiate_form(self, left: Tensor, right: Tensor) -> Gradients:
@@ -64,7 +64,7 @@ def merged(*parts: Gradients) -> Gradients:
 
 
 def gradients_of(form: Tensor) -> Gradients:
-    """The derivatives of a scalar by the leaves of its graph, which is kept."""
+    """The derivatives of a scalar by the leaves of its graph; the graph is kept."""
     if not form.requires_grad:
         return {}
     leaves = leaf_tensors([form])
@@ -81,12 +81,12 @@ def tracked(
 ) -> Tensor:
     """A times each row, with a graph that leads to the sources of A.
 
-    product: the products, if they are known. others: whether the result depends on other tensors that
-    require grad.
+    product: The products, if the caller has computed them.
+    others: The caller's result also depends on other tensors that require grad.
     """
     validation.refuse_transforms(caller, "its derivative is taken by torch.autograd.")
     with grad_enabled(), torch_internals.outside_checkpoint():
-        sources = A.sources()  # first: it refuses what has no derivative
+        sources = A.sources()  # raises for an operator without a derivative, before any product
     if not (sources or others):
         raise ArgumentValueError(
             f"{caller}(create_graph=True): expected an operator that depends on a tensor that requires "
@@ -99,7 +99,7 @@ def tracked(
 
 
 def _forms(A: Differentiable, caller: str, rows: Tensor) -> Tensor:
-    """Zeros [k, P], with the graph of rows * A rows."""
+    """Zeros [k, P] with the derivatives of rows * (A rows)."""
     known = torch.zeros_like(rows, dtype=A.dtype)
     return rows * tracked(A, caller, rows.to(A.dtype), known)
 
@@ -110,10 +110,10 @@ class _TrackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Any, rows: Tensor, *sources: Tensor) -> Tensor:
         ctx.A, ctx.caller, product = options
-        # reading these in backward raises if a step changed them in place
+        # backward reads saved_tensors, which raises if a step changed them in place
         ctx.save_for_backward(rows, *sources)
-        ctx.sources = sources  # themselves: saved_tensors_hooks give copies
-        # what version counters do not show: writes to `.data`, and another batch in a list
+        ctx.sources = sources  # the tensors themselves: saved_tensors_hooks may return copies
+        # version counters miss writes through `.data` and NumPy, and another batch in a list
         ctx.values = sums_and_norms([*sources, *ctx.A.operands()])
         return product
 
@@ -160,11 +160,11 @@ class _Solution(torch.autograd.Function):
 
 
 def solution(A: Differentiable, b: object, x: object, solve: Callable[[Any], Any]) -> Any:
-    """x = A^-1 b, in the form of b, with its graph.
+    """x = A^-1 b, in the form of b, with a graph.
 
         dx = A^-1 (db - dA x)
 
-    solve: b -> x.
+    x: The known solution. solve: Solves for backward, b -> x.
     """
     with grad_enabled():
         rows, rebuild = A.space.rows(b, "b", graph=True)
@@ -175,7 +175,7 @@ def solution(A: Differentiable, b: object, x: object, solve: Callable[[Any], Any
         def inverse(grad: Tensor) -> Tensor:
             return A.space.rows(solve(rebuild(grad)))[0]
 
-        # detached: the result of apply is this tensor itself, with a graph
+        # detach() makes a new tensor: apply gives the graph to the tensor that forward returns
         return rebuild(torch_internals.apply(_Solution, (inverse, known.detach()), residual))
 
 
@@ -189,7 +189,7 @@ def diagonal(A: Differentiable, caller: str, rows: Tensor, exact: bool) -> Estim
 
 
 class _NoDerivative(torch.autograd.Function):
-    """Tensors that depend on sources, but whose derivative is refused."""
+    """The identity on a tensor; backward raises UnsupportedError."""
 
     @staticmethod
     def forward(ctx: Any, text: str, value: Tensor, *sources: Tensor) -> Tensor:
@@ -211,9 +211,9 @@ def eigsh(
     generator: Generator | None,
     basis_device: Any,
 ) -> Eigenpairs:
-    """`eigenvalues.eigsh` with the graph of the values, d value = v^T dA v.
+    """`eigenvalues.eigsh` with a graph for the values, d value = v^T dA v.
 
-    An eigenvalue beyond each end that was asked for shows whether the last one is repeated.
+    One more eigenvalue at each requested end shows whether the last requested eigenvalue is repeated.
     """
     further = 2 if which == "BE" else 1
     more = max(k, min(validation.at_least("k", k, 1) + further, A.shape[0]))
@@ -223,7 +223,7 @@ def eigsh(
     values, vectors = found
     kept = eigenvalues.select_indices(values.cpu(), k, which).to(values.device)
     gaps = torch.nn.functional.pad(values.diff(), (1, 1), value=torch.inf)
-    gaps = torch.minimum(gaps[1:], gaps[:-1])  # to the nearest other value
+    gaps = torch.minimum(gaps[1:], gaps[:-1])  # distances to the nearest neighbour
     rounding = torch.finfo(values.dtype).eps * values.abs().max()
     mixed = kept[(found.residuals + rounding > NEAR * gaps)[kept]]
     if len(mixed):
@@ -243,7 +243,7 @@ def eigsh(
 def log_determinant(
     A: Differentiable, value: Tensor, factors: list[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """The mean of P v^T log(A) v over samples v, with its graph.
+    """The mean of P v^T log(A) v over samples v, with a graph.
 
         d v^T log(A) v = <dA, L>,    L ~ V S (s s^T * f[theta, theta]) S^T V^T
 
@@ -262,13 +262,13 @@ def _log_sensitivity(T: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     theta, S = symmetric_eigen(T)
     s = S[:, 0]
     present = s.square() > torch.finfo(s.dtype).eps
-    theta = torch.where(present, theta, 1.0)  # others are no eigenvalues
+    theta = torch.where(present, theta, 1.0)  # nodes without weight are not eigenvalues
     s = torch.where(present, s, 0)
     a, b = theta[:, :, None], theta[:, None]
     low, change = torch.minimum(a, b), torch.maximum(a, b) / torch.minimum(a, b) - 1
     divided = torch.where(change == 0, 1.0, change.log1p() / change) / low
     weights, W = symmetric_eigen(S @ (s[:, :, None] * s[:, None] * divided) @ S.mT)
-    # the rest is smaller than the rounding of a difference, and costs a product for each row
+    # drop rows below the rounding of a finite difference: each row costs a product
     kept = weights > torch.finfo(V.dtype).eps ** 0.5 * weights.amax(1, keepdim=True)
     rows = torch.einsum("smr,smp->srp", W.to(V), V)
     return rows[kept.to(rows.device)], weights[kept]

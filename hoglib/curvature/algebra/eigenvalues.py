@@ -1,5 +1,5 @@
-"""Eigenpairs of symmetric operators by thick-restart Lanczos, and singular triplets of any by
-Golub-Kahan-Lanczos bidiagonalization, with the basis on the operator's device."""
+"""Eigenpairs of symmetric operators by thick-restart Lanczos, and singular triplets of rectangular
+operators by Golub-Kahan-Lanczos bidiagonalization, with the basis on the operator's device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from hoglib._core.messages import results, validation
 from hoglib._core.numerics.factorizations import symmetric_eigen
 from hoglib.curvature.algebra.vector_space import Draw, Space, SymmetricMatrix, random_normals
 
-CHEAP = 2**22  # bytes of a basis that cost little time beside a product
-MAX_BYTES = 2**24  # bytes up to which a basis is enlarged
-RESTARTS_TO_ENLARGE = 16  # restarts until a larger basis, which costs time, may save products
-COLUMNS_AT_ONCE = 2**16  # entries of each vector combined at once
-MIN_RATE = 0.1  # decimal digits of a residual that a product is assumed to gain, at least
-REORTHOGONALIZE_BELOW = 0.7  # orthogonalise again if a smaller part of the norm is left
-ROUNDING = 10  # error of a product, in units of eps |A|
-IN_RANGE = 1e12  # products with larger entries, or none above 1 / it, are scaled
-TINY = torch.finfo(torch.float64).tiny  # the residual allowed for a matrix of zeros
+CHEAP = 2**22  # a basis of so many bytes costs little time beside a product
+MAX_BYTES = 2**24  # a basis is enlarged to at most so many bytes
+RESTARTS_TO_ENLARGE = 16  # enlarge the basis after so many restarts: slower steps, fewer products
+COLUMNS_AT_ONCE = 2**16  # columns of the basis in one matrix product of a restart
+MIN_RATE = 0.1  # assume that a product gains at least so many decimal digits of a residual
+REORTHOGONALIZE_BELOW = 0.7  # orthogonalise again if less than this fraction of the norm is left
+ROUNDING = 10  # the error of a product, in units of eps |A|
+IN_RANGE = 1e12  # scale products with the largest entry above this, or below its inverse
+TINY = torch.finfo(torch.float64).tiny  # the allowed residual for a matrix of zeros
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-Chosen = Callable[[Tensor, int], Tensor]  # (ascending values, k) -> the indices of k of them
+Chosen = Callable[[Tensor, int], Tensor]  # (ascending values, k) -> k indices
 ENDS: dict[str, Chosen] = {
     "LM": lambda values, k: values.abs().argsort(descending=True)[:k],
     "LA": lambda values, k: torch.arange(len(values) - k, len(values), device="cpu"),
@@ -49,8 +49,8 @@ class Eigenpairs:
 
     Attributes:
         values: [k].
-        vectors: [P, k], of length one. If parameters are DTensors, the part of this process;
-            ``A.unravel`` makes DTensors of it.
+        vectors: [P, k], of length one. With DTensor parameters: the part of this process;
+            ``A.unravel`` makes DTensors.
         residuals: [k], |A v - value v|, computed from the vectors themselves.
         products: Products of A with one vector, not counting the k for the residuals.
         which: The requested end of the spectrum, an option of `LinearOperator.eigsh`.
@@ -118,7 +118,7 @@ def eigsh(
     tol = default if tol is None else validation.number("tol", tol, minimum=0)
     random = validation.generator(generator) or torch.Generator().manual_seed(0)
     before, space = operator.count, operator.space
-    # The columns of a small matrix take no more products than the first look.
+    # A small matrix: its columns take no more products than `first_look`.
     if size <= first_look(k, block) and not space.placement.is_sharded:
         every, columns = symmetric_eigen(operator.to_dense().to(torch.float64))
         chosen = select_indices(every.cpu(), k, which).to(every.device)
@@ -156,10 +156,10 @@ def in_range(apply: Apply, space: Space) -> tuple[Apply, Callable[[], Any]]:
         if not units:
             largest = found.abs().max()
             far = (largest > IN_RANGE) | (largest < 1 / IN_RANGE)
-            # Not for sharded vectors: each process would find another s from its part.
+            # Not for sharded vectors: processes would find different s from their parts.
             far = far & (largest > 0) & largest.isfinite() & (not space.placement.is_sharded)
             unit = torch.where(far, largest, 1).log2().floor().exp2()
-            # s stays on a device: reading it would wait.
+            # On a device s stays a tensor: reading it would synchronize.
             units.append(float(unit) if found.device.type == "cpu" else unit)
         return found if type(units[0]) is float and units[0] == 1 else found / units[0]
 
@@ -177,12 +177,12 @@ def _checked_device(device: Any) -> torch.device:
 
 
 def select_indices(values: Tensor, k: int, which: str) -> Tensor:
-    """The indices of k of the ascending values, in ascending order."""
+    """The indices of k among the ascending values, in ascending order."""
     return ENDS[which](values, k).sort().values
 
 
 def first_look(k: int, block: int) -> int:
-    """The number of products after which convergence is checked first."""
+    """The number of products before the first check of convergence."""
     return max(2 * k + 2, 21, k + 2 * block)
 
 
@@ -198,8 +198,8 @@ def lanczos(
 ) -> tuple[Tensor, Tensor]:
     """k values, ascending, and unit vectors [k, P], from the Krylov space of `block` vectors.
 
-    A pair has converged if |A v - value v| <= tol |value|, or 10 eps |A|, which is rounding.
-    draw(count) returns random vectors [count, P], to start with and whenever the Krylov space ends.
+    A pair has converged if |A v - value v| <= tol |value|, or <= 10 eps |A|, which is rounding.
+    draw: count -> random vectors [count, P], for the start and whenever the Krylov space ends.
     """
     start = draw(min(block, space.size))
     size = space.size
@@ -208,11 +208,11 @@ def lanczos(
     cached, largest = CHEAP // bytes_of_row, MAX_BYTES // bytes_of_row
     most = min(size, max(first, min(3 * first, cached)))
     largest = min(size, max(most, 2 * k + 20, min(3 * first, largest)))
-    # The second look: copies of a repeated eigenvalue appear by rounding, some products later.
+    # The second look: rounding brings in copies of a repeated eigenvalue some products later.
     second = first + (first - k) // 2
     basis = Basis(start, most, draw, space)
     done = due = looked = 0
-    missing_before = 0.0  # decimal digits that the residuals lacked at the last look
+    missing_before = 0.0  # decimal digits missing in the residuals at the last look
     for restart in range(restarts):
         if restart % RESTARTS_TO_ENLARGE == RESTARTS_TO_ENLARGE - 1 and most < largest:
             most = min(largest, 2 * most)
@@ -234,8 +234,8 @@ def lanczos(
                 ratios = residuals[chosen] / allowed
                 if (largest_ratio := float(ratios.max())) <= 1:
                     return values, basis.combine(S[:, chosen])
-                # A look takes a tenth of the time of a small network's product. The next is after
-                # half of the products that are still needed at the rate since the last look.
+                # A look takes a tenth of the time of a small network's product. Extrapolate the rate
+                # since the last look, and look again after half of the missing products.
                 missing = log10(largest_ratio) if 1 < largest_ratio < inf else 0.0
                 gained = missing_before - missing
                 rate = max(MIN_RATE, gained / (done - looked)) if looked else 0.5
@@ -254,12 +254,14 @@ def lanczos(
 class Basis:
     """Orthonormal rows V [n, P]. The first m are multiplied: A v_j = sum over i of T_ij v_i.
 
-    T is small, in float64 on the CPU. Its rows from m on are the components of products outside the
-    first m vectors; they give the residuals of Ritz vectors. Every product is orthogonalised against
-    all of V, which keeps V orthonormal to rounding.
+    T is small, in float64 on the CPU. Rows m to n of T are the components of products outside the first
+    m vectors; they give the residuals of Ritz vectors. Every product is orthogonalised against all of
+    V, so V is orthonormal to rounding.
 
-    start: the first vectors. most: how many vectors may be multiplied before a restart. draw: makes
-    random vectors. space: for inner products of sharded vectors.
+    start: The first vectors.
+    most: At most so many vectors are multiplied before a restart.
+    draw: count -> random vectors.
+    space: Computes inner products, also of sharded vectors.
     """
 
     def __init__(self, start: Tensor, most: int, draw: Draw, space: Space) -> None:
@@ -270,9 +272,9 @@ class Basis:
         self.noise = 0.0  # bound of the rounding error of a product
         self._draw = draw
         self._kept = 0  # number of Ritz vectors kept by the last restart
-        # on a device, append vectors before their lengths are read, without waiting
+        # on a device, append vectors before their lengths are read: no synchronization
         self._ahead = self.V.device.type != "cpu"
-        # products whose components are not read: j, n at that time, first, product, components
+        # products with unread components: (j, n at that time, first, product, components)
         self._unread: list[tuple[int, int, int, Tensor, Tensor]] = []
         for v in start:
             self._append_outside(v)
@@ -289,14 +291,14 @@ class Basis:
     def add_products(self, products: Tensor) -> None:
         """Add the products of `rest`; the basis grows until it spans the whole space.
 
-        In exact arithmetic a product lies in the span of few vectors: it is first orthogonalised
-        against these, at little cost, and then against all.
+        In exact arithmetic a product has components in few vectors: it is orthogonalised against
+        these few first, at little cost, and then against all.
         """
         start = self.m
         self.m = self.n
         for j, product in enumerate(products, start=start):
             n, v = self.n, self._copied_in(product)
-            coupled = j < self._kept + self._block  # to all Ritz vectors that a restart kept
+            coupled = j < self._kept + self._block  # with components in all kept Ritz vectors
             first = 0 if coupled else max(0, j - self._block)
             parts = [self._subtract(v, first, n), self._subtract(v, 0, n)]
             parts.append(self._space.norms(v[None]))
@@ -309,9 +311,9 @@ class Basis:
     def read(self) -> None:
         """Read the components of the unread products in V.
 
-        If a product lies in the span of V, a random direction replaces it; if too little is left, it
-        is orthogonalised again. Later products are then dropped, because they came from the old
-        vector.
+        If a product lies in the span of V, a random direction replaces it; if too little of its norm is
+        left, it is orthogonalised again. In both cases later products are dropped: they came from the
+        replaced vector.
         """
         unread, self._unread = self._unread, []
         numbers = iter(torch.cat([parts for *_, parts in unread]).tolist() if unread else [])
@@ -339,14 +341,14 @@ class Basis:
             self.n = n
             if inside:
                 self._append_outside(self._draw(1)[0])
-                self._ahead = False  # low rank: every further product lies in the span
+                self._ahead = False  # A has low rank: every later product lies in the span
             else:
                 self._append(v, length)
             return
 
     def ritz(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Ritz values theta, ascending, coefficients S of the Ritz vectors S^T V, and |A v - theta v|
-        of each."""
+        """Ritz values theta, ascending; coefficients S of the Ritz vectors S^T V; the residuals
+        |A v - theta v|."""
         theta, S = symmetric_eigen(self.T[: self.m, : self.m])
         return theta, S, (self.T[self.m : self.n, : self.m] @ S).norm(dim=0)
 
@@ -362,7 +364,7 @@ class Basis:
         self.V[: self.n], self.T[: self.n, : self.n] = V[: self.n], T[: self.n, : self.n]
 
     def restart(self, theta: Tensor, S: Tensor) -> None:
-        """Keep the Ritz vectors S^T V with values theta, and the vectors to multiply next."""
+        """Keep the Ritz vectors S^T V with values theta, and `rest`."""
         kept, n = len(theta), len(theta) + len(self.rest)
         coupling = self.T[self.m : self.n, : self.m] @ S
         combine = S.T.to(self.V)
@@ -379,12 +381,12 @@ class Basis:
         self.n += 1
 
     def _append_outside(self, v: Tensor) -> None:
-        """Append the part of a vector that is outside the span of V."""
+        """Append the component of a vector orthogonal to V."""
         v = self._copied_in(v)
         self._append(v, self._orthogonalize(v, self.n)[1])
 
     def _copied_in(self, v: Tensor) -> Tensor:
-        """A copy of v: in the next row of V, if there is room."""
+        """A copy of v, in the next row of V if V has one."""
         return self.V[self.n].copy_(v) if self.n < len(self.V) else v.clone()
 
     def _subtract(self, v: Tensor, first: int, n: int) -> Tensor:
@@ -392,7 +394,7 @@ class Basis:
         return _subtract(self._space, v, self.V[first:n])
 
     def _orthogonalize(self, v: Tensor, n: int) -> tuple[list[float], float]:
-        """Subtract from v its components in V[:n]; returns them, and the length of the rest."""
+        """Subtract from v its components in V[:n]; returns the components, and the rest's length."""
         return _orthogonalize(self._space, v, self.V[:n])
 
 
@@ -404,9 +406,9 @@ def _subtract(space: Space, v: Tensor, V: Tensor) -> Tensor:
 
 
 def _orthogonalize(space: Space, v: Tensor, V: Tensor) -> tuple[list[float], float]:
-    """Subtract from v its components in the rows of V; returns them, and the length of the rest.
+    """Subtract from v its components in the rows of V; returns the components, and the rest's length.
 
-    Repeated as long as that takes away more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
+    Repeated while a subtraction removes more than rounding (Daniel, Gragg, Kaufman and Stewart, 1976).
     """
     total = [0.0] * len(V)
     for _ in range(3):
@@ -419,8 +421,8 @@ def _orthogonalize(space: Space, v: Tensor, V: Tensor) -> tuple[list[float], flo
 
 
 def _in_span(length: float, components: list[float]) -> bool:
-    """Whether too little is left of a vector that had these components in V: it must be
-    orthogonalised again."""
+    """Whether a vector with these components in V has too little left, so it must be orthogonalised
+    again."""
     return not length > REORTHOGONALIZE_BELOW * hypot(length, *components)
 
 
@@ -469,7 +471,7 @@ def svd(
     """The k largest singular values and their vectors; `RectangularOperator.svd` describes the
     options."""
     operator.space.refuse_sharded("svd")
-    # The Krylov space starts on the shorter side, which it can span.
+    # The Krylov space starts on the shorter side: it can span this side.
     flips, size = operator.shape[0] < operator.shape[1], min(operator.shape)
     A, T = (operator.T, operator) if flips else (operator, operator.T)
     if validation.at_least("k", k, 1) > size:
@@ -535,8 +537,8 @@ def bidiagonalize(
     eps, noise, m, done = torch.finfo(V.dtype).eps, TINY, 0, 0
 
     def append(rows: Tensor, n: int, vector: Tensor, of: Space) -> tuple[list[float], float]:
-        """Orthogonalize a product and append it, or a random vector if it lies in the span;
-        returns its components, and its length or 0."""
+        """Orthogonalize a product and append it, or a random vector if the product lies in the span;
+        returns the components, and the length of the rest or 0."""
         nonlocal noise
         parts, length = _orthogonalize(of, vector, rows[:n])
         noise = max(noise, ROUNDING * eps * hypot(length, *parts))
@@ -587,6 +589,6 @@ def to_scipy(operator: Any) -> Any:
         return A.apply(rows.to(A.device, A.dtype)).T.to("cpu", own).numpy()
 
     A, T = partial(times, operator), partial(times, operator.T)
-    # SciPy reshapes the product of one vector: matmat serves for matvec.
+    # matmat also serves as matvec: SciPy reshapes the product.
     products = {"matvec": A, "matmat": A, "rmatvec": T, "rmatmat": T}
     return linalg.LinearOperator(operator.shape, **products, dtype=str(own).removeprefix("torch."))

@@ -18,7 +18,7 @@ from hoglib.curvature.algebra.eigenvalues import ROUNDING, Apply, in_range
 from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix, random_signs
 from hoglib.errors import ArgumentValueError
 
-AT_ONCE = 2**28  # bytes of random vectors multiplied at once
+AT_ONCE = 2**28  # bytes of random vectors in one product
 
 
 @results.result
@@ -58,9 +58,9 @@ Estimator = Callable[[SymmetricMatrix, int, Generator | None], Estimate]
 def hutchinson_trace(A: SymmetricMatrix, num_samples: int, generator: Generator | None) -> Estimate:
     """tr A = E[v^T A v], v of independent signs; Var[v^T A v] = 2 sum over i != j of A_ij^2.
 
-    The variance is estimated as twice the sum of the variances of `hutchinson_diagonal`, which take
-    only squares. The spread of the few v^T A v takes fourth powers, and comes out too small if one
-    eigenvalue is larger than the others.
+    The variance is estimated as twice the sum of the variances of `hutchinson_diagonal`, which need
+    only second moments. The sample variance of the few v^T A v needs fourth moments, and comes out too
+    small if one eigenvalue dominates.
     """
     diagonal, errors = (x.double()[None] for x in _diagonal(A, num_samples, generator))
     total, squares = A.space.dots((torch.ones_like(diagonal), diagonal), (errors, errors))
@@ -115,13 +115,13 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     w_i are normal vectors, and Q_i is an orthonormal basis of the products A w_j for all j != i. The
     second term is scaled as if the projected w_i had its mean length.
 
-    Each of these k estimates t_i is right on average given Q_i. With B_i = (I - Q_i Q_i^T) A (I - Q_i
-    Q_i^T) its variance is 2 |B_i|_F^2, not counting the part of B_i that is a multiple of I. t_i and
-    t_j are correlated, to leading order through their changes if the vector of the other is left out:
+    There are k estimates t_i, each unbiased given Q_i. With B_i = (I - Q_i Q_i^T) A (I - Q_i Q_i^T)
+    the variance of t_i is 2 |B_i|_F^2, without the component of B_i along I. Let t_i^-j be t_i without
+    the vector w_j. To leading order, t_i and t_j are correlated through t_i - t_i^-j and t_j - t_j^-i:
 
         k^2 Var = sum of E[2 |B_i w_i|^2] + sum over i != j of E[(t_i - t_i^-j) (t_j - t_j^-i)]
 
-    The second sum is bounded by the first: it is too large for the few matrices with a large
+    The second sum is clamped to the first: it is too large for the few matrices with a large
     eigenvalue that only all vectors together find.
     """
     operator.space.refuse_sharded("xtrace")
@@ -141,7 +141,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     Z = _products(operator, Q)
     if R is None:
         return exact_estimate((Q * Z).double().sum().to(operator.dtype))
-    # From here on small matrices are in float64, in a unit that keeps squares of float32 in range.
+    # Small matrices from here on: in float64, and in a unit, so that squares of float32 stay in range.
     unit = R.abs().max()
     Z.div_(unit)
     W, R, H, ZZ = (x.double() for x in (W, R / unit, Q.T @ Z, Z.T @ Z))
@@ -162,7 +162,7 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
     PC = C - S * dots(S, C)
     squares = dots(R, R) - 2 * dots(R, H @ PW) + dots(PW, ZZ @ PW) - dots(PC, PC)
     variances = 2 * (squares * rest / left - (outside * rest / left).square() / rest).clamp(min=0)
-    # t_i^-j, at [j, i]: its basis also lacks the direction (s_j - g s_i) / sqrt(1 - g^2).
+    # t_i^-j, at [j, i]: the basis Q_i also without the direction (s_j - g s_i) / sqrt(1 - g^2).
     g = (S.T @ S).fill_diagonal_(0)
     root, SHS = (1 - g.square()).sqrt(), S.T @ H @ S
     a, r, h = ((M - g * M.diagonal()) / root for M in (S.T @ W, S.T @ R, S.T @ H @ PW))
@@ -180,8 +180,8 @@ def xtrace(operator: SymmetricMatrix, num_samples: int, generator: Generator | N
 def _basis_of_products(matrix: SymmetricMatrix, w: Tensor) -> tuple[Tensor, Tensor | None]:
     """Q and R, for the products A w^T = Q R, with orthonormal columns of Q.
 
-    R is None if the rank of A is below the number of products. Q then spans the range of A, and
-    nothing is left to estimate.
+    R is None if the rank of A is below the number of products: Q then spans the range of A, and the
+    trace is exact.
     """
     Y = matrix.apply(w.to(matrix.dtype)).to(w.dtype)
     Q, R = torch.linalg.qr(Y.T)
@@ -199,8 +199,7 @@ def _products(matrix: SymmetricMatrix, Q: Tensor) -> Tensor:
 
 
 def _left_out_directions(R: Tensor) -> Tensor:
-    """Unit vectors s_i as columns: Q s_i is the direction in Q that Q_i, the basis without product i,
-    lacks."""
+    """Unit vectors s_i as columns: Q s_i is orthogonal to Q_i, the basis without product i."""
     S = torch.linalg.solve_triangular(R.T, torch.eye(len(R), device="cpu").to(R), upper=False)
     return S / S.norm(dim=0)
 
@@ -300,8 +299,8 @@ class SpectralDensity(NamedTuple):
         Returns:
             An `Estimate`: the mean over the samples, with one standard error.
         Raises:
-            ArgumentValueError: for a function that does not return one number for each eigenvalue.
-            NonFiniteError: for a function that is not finite at a node.
+            ArgumentValueError: unless the function returns one number for each eigenvalue.
+            NonFiniteError: for NaN or infinity at a node.
         """
         values = validation.of_eigenvalues(f, self.nodes, self.weights > 0)
         return mean_of((self.weights * values).sum(1))
@@ -319,7 +318,7 @@ def spectral_density(
 
     Each sample takes `steps` Lanczos steps, T = V^T A V: nodes are the eigenvalues of T, weights the
     squared first entries of its eigenvectors. The samples' vectors are multiplied as one block.
-    kept: T and V are appended to it.
+    kept: A list to append the pairs (T, V) to.
     """
     size = operator.shape[0]
     validation.at_least("num_samples", num_samples, 1)
@@ -345,7 +344,7 @@ def spectral_density(
         found.append(T)
         if kept is not None:
             kept.append((T, V))
-        del V  # frees it before the next samples
+        del V  # free the memory before the next samples
     nodes, vectors = symmetric_eigen(torch.cat(found))
     return _smoothed(nodes, vectors[:, 0].square(), width, operator.count - before)
 
@@ -353,8 +352,8 @@ def spectral_density(
 def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[Tensor, Tensor]:
     """T = V^T A V, float64 on the CPU, and V [samples, steps, P], from each row v of start.
 
-    If v and its products span a smaller space, the rest of T is zero; functions of T at v do not
-    depend on the rest.
+    If the Krylov space of v has fewer than `steps` dimensions, the rest of T is zero, and functions of
+    T at v do not depend on the rest.
     """
     samples, size = start.shape
     apply, unit = in_range(apply, space)
@@ -364,7 +363,7 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
     active = torch.ones(samples, dtype=torch.bool, device=start.device)
     waits, last, left = start.device.type == "cpu", None, samples
     V[:, 0] = start
-    del start  # free it, if the caller keeps no reference
+    del start  # frees the memory if the caller keeps no reference
     for j in range(steps):
         if left == samples:
             w = apply(V[:, j])
@@ -380,8 +379,8 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
         beta = space.norms(w)
         largest = torch.stack([largest, T[:, j, j].abs(), beta]).amax(0)
         active = active & (beta > ROUNDING * torch.finfo(w.dtype).eps * largest)
-        # Count the active samples: on a device one step late, without waiting. A sample that has
-        # ended is multiplied as zeros.
+        # The number of active samples is read one step late on a device, without a synchronization;
+        # an ended sample is then multiplied as zeros.
         before, last = last, DeviceRead(active.sum())
         known = last if waits else before
         left = samples if known is None else int(known.numbers())
@@ -389,7 +388,7 @@ def tridiagonal(apply: Apply, start: Tensor, steps: int, space: Space) -> tuple[
             break
         T[:, j, j + 1] = T[:, j + 1, j] = torch.where(active, beta, 0)
         torch.div(w, torch.where(active, beta, torch.inf)[:, None], out=V[:, j + 1])
-        del w  # frees it before the next product
+        del w  # free the memory before the next product
     return (T * unit()).to("cpu", torch.float64), V
 
 
@@ -398,7 +397,7 @@ def _smoothed(nodes: Tensor, weights: Tensor, width: float | None, count: int) -
     present = nodes[weights > torch.finfo(weights.dtype).eps]
     low, high = float(present.min()), float(present.max())
     if width is None:
-        # for a multiple of the identity 1% of the eigenvalue; for zero 1% of one
+        # 1% of the range; 1% of the eigenvalue for a multiple of the identity; 0.01 for zero
         width = 0.01 * ((high - low) or abs(high) or 1.0)
     points = int(min(4 * (high - low) / width + 41, MOST_POINTS))
     low, high = low - 5 * width, high + 5 * width

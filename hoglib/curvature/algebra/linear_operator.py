@@ -1,5 +1,5 @@
-"""Linear operators, known by their products with vectors: symmetric ones with their algebra and
-algorithms, and products of any."""
+"""Linear operators, defined by their products with vectors: rectangular operators, symmetric operators
+with their algorithms, and their algebra."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -86,7 +86,7 @@ class DiagonalOptions(TypedDict, total=False):
 
 
 class RectangularOperator(ABC):
-    r"""A matrix A [M, P], not necessarily symmetric, that is known by its products with vectors.
+    r"""A matrix A [M, P], not necessarily symmetric, defined by its products with vectors.
 
         A @ v        v flat [P] or [P, k], or in the structure of the column space (a trailing k for a
                      block); the product is flat, too, or in the structure of the row space
@@ -115,14 +115,14 @@ class RectangularOperator(ABC):
     def __init__(self, space: Space, progress: bool = False) -> None:
         self.space = space
         self.count = 0  # products with one vector so far
-        # operators made of this one share its bar
+        # operators derived from this operator share the bar
         self._bar = ProgressBar(type(self).__name__, validation.boolean("progress", progress))
 
     @contextmanager
     def _algorithm(self, name: str, total: int | None = None, options: Any = ()) -> Iterator[None]:
-        """Inside, the algorithm `name` multiplies, `total` times if known.
+        """Inside, the algorithm `name` runs, with `total` products if known.
 
-        options: the options that decide how many messages processes exchange.
+        options: Processes compare them: they determine the number of messages.
         """
         try:
             if options:
@@ -135,8 +135,7 @@ class RectangularOperator(ABC):
 
     @property
     def target(self) -> Space:
-        """The row space, where products lie; the space of vectors, unless a subclass has
-        another."""
+        """The row space: the space of products A v. By default the space of vectors."""
         return self.space
 
     @abstractmethod
@@ -148,12 +147,12 @@ class RectangularOperator(ABC):
         """A^T times each row of [k, M], as rows."""
 
     def sources(self) -> list[Tensor]:
-        """The tensors that A depends on, and that require grad.
+        """The tensors requiring grad that A depends on.
 
         Returns:
             The tensors.
         Raises:
-            UnsupportedError: for an operator that does not know its derivative.
+            UnsupportedError: for an operator without a derivative.
         """
         raise errors.UnsupportedError(
             f"{type(self).__name__}: expected an operator that knows its derivative for "
@@ -162,10 +161,10 @@ class RectangularOperator(ABC):
         )
 
     def operands(self) -> list[Tensor]:
-        """The tensors, besides `sources`, whose values the derivative of A depends on.
+        """The tensors besides `sources` that the derivative of A reads.
 
         Returns:
-            The tensors as they are now; none for a matrix that is given itself.
+            The current tensors; none for a matrix in memory.
         """
         return []
 
@@ -190,7 +189,7 @@ class RectangularOperator(ABC):
             The products [k, M].
         """
         self.count += len(rows)
-        # A product may save its vector for backward, and autograd cannot save inference tensors.
+        # A product may save its vector for backward; autograd cannot save inference tensors.
         with outside_inference_mode(), torch.no_grad(), own_algebra(), outside_checkpoint():
             rows = rows.clone() if rows.is_inference() else rows
             return self._products(rows) if len(rows) else rows.new_empty(0, self.target.length)
@@ -223,9 +222,9 @@ class RectangularOperator(ABC):
         return self._in_form(v, self.apply(rows), rebuild)
 
     def _in_form(self, v: Tree, found: Tensor, rebuild: Callable[[Tensor], Tree]) -> Tree:
-        """Rows [k, M] of the row space in the form of v. rebuild: gives rows [k, P] that form."""
+        """Rows [k, M] of the row space in the form of v. rebuild: rows [k, P] -> the form of v."""
         target = self.target
-        # A symmetric operator returns the form of v, any other the structure of its row space.
+        # A symmetric operator returns the form of v, a rectangular one the structure of its row space.
         if target is self.space:
             return rebuild(found)
         block = self.space.is_block(v)
@@ -283,7 +282,7 @@ class RectangularOperator(ABC):
         return sum_of((-1.0, self))
 
     def matvec(self, v: Tree) -> Any:
-        """A @ v, under SciPy's name for it.
+        """A @ v, under SciPy's name.
 
         Args:
             v: A vector or a block.
@@ -312,9 +311,9 @@ class RectangularOperator(ABC):
     def to_sparse(self, sparsity: object = None, *, chunk_size: int | None = None) -> Tensor:
         """The matrix [M, P] as a sparse CSR tensor, by a few products.
 
-        Columns that share no row are multiplied at once, and rows with many entries by transposed
-        products. Without a pattern, some products with random vectors find it: about 4 for each entry
-        of the longest of the other rows, for each factor of 4 in P.
+        Columns without a common row are multiplied at once; transposed products read rows with many
+        entries. Without a pattern, products with random vectors find the pattern: for each factor of 4
+        in P about 4 for each entry of the longest remaining row.
 
         Args:
             sparsity: The pattern: a tensor [M, P] in any layout, such as an earlier result, with an
@@ -322,11 +321,11 @@ class RectangularOperator(ABC):
                 finds it, and remembers it for this operator.
             chunk_size: Products in one pass over the data. Default: all.
         Returns:
-            A `torch.sparse_csr` tensor without gradients. It was compared with one more product.
+            A `torch.sparse_csr` tensor without gradients, checked by one more product.
         Raises:
-            ArgumentTypeError, ArgumentValueError: for a sparsity that is no pattern of this shape, and
-                where the matrix has an entry outside of it.
-            UnsupportedError: for parameters that several processes share.
+            ArgumentTypeError, ArgumentValueError: unless sparsity has the shape of A, and A has no
+                entries outside the pattern.
+            UnsupportedError: for DTensor parameters.
         References:
             Curtis, Powell and Reid, On the Estimation of Sparse Jacobian Matrices, 1974. Griewank and
             Mitev, Detecting Jacobian Sparsity Patterns by Bayesian Probing, 2002.
@@ -356,9 +355,9 @@ class RectangularOperator(ABC):
             or |(r, sqrt(damping) x)| <= tol (|b| + |A| |x|)
 
         Without damping, and for an A of any rank, x is the shortest of the minimizers. The columns of a
-        block are solved side by side, until the last has converged. The tolerance is of the gradient:
-        the error of x is larger by up to the condition number of A. A warning says if the tolerance
-        was missed, unless ``return_info`` is given.
+        block are solved side by side, until the last column has converged. The tolerance is of the
+        gradient: the error of x is larger by up to the condition number of A. Unless ``return_info`` is
+        given, a missed tolerance is a warning.
 
         Args:
             b: A vector or a block on the row space, flat or in its structure: for a Jacobian, like the
@@ -398,9 +397,9 @@ class RectangularOperator(ABC):
             A v = value u,  A^T u = value v,        residual <= tol value
 
         The bases hold up to 6 k + 6 vectors (at least 63) on each side, in the dtype of the operator
-        (at least float32), are orthogonalized in full, and restart with the best half. Matrices whose
-        smaller side is at most 21 or 2 k + 2 are made dense. A repeated singular value may be found
-        fewer times than it is there.
+        (at least float32), are orthogonalized in full, and restart with the best half. Matrices with a
+        smaller side of at most 21 or 2 k + 2 are made dense. Of a repeated singular value, copies may
+        be missed.
 
         Args:
             k: How many triplets; at most min(M, P).
@@ -411,7 +410,7 @@ class RectangularOperator(ABC):
         Returns:
             `SingularTriplets`, which unpack as (left [M, k], values [k] descending, right [P, k]).
         Raises:
-            ConvergenceError: without convergence; it names the values that were found.
+            ConvergenceError: without convergence; the message names the values found.
             UnsupportedError: for parameters that several processes share.
         References:
             Golub and Kahan, Calculating the Singular Values and Pseudo-inverse of a Matrix, 1965.
@@ -437,10 +436,10 @@ class RectangularOperator(ABC):
         return eigenvalues.to_scipy(self)
 
     def _refuse_algorithm(self, name: str) -> Any:
-        """`__getattr__`: for an algorithm of `LinearOperator`, raise an error that says how to get
-        one."""
+        """`__getattr__`: for an algorithm of `LinearOperator`, an error with advice on symmetric
+        products."""
         if name.startswith("_") or name not in vars(LinearOperator):
-            return object.__getattribute__(self, name)  # a property that raised: its own error
+            return object.__getattribute__(self, name)  # raises again the error of a property
         advice = (
             "a result has the structure of params or outputs if its argument has one"
             if name in ("ravel", "unravel")
@@ -457,15 +456,17 @@ class RectangularOperator(ABC):
     def _refuse_not_finite(
         self, rows: Tensor, total: Tensor, space: Space, finite: str, alone: bool = True
     ) -> None:
-        """Raise for products with NaN or infinity from finite rows. space: the space of the products.
+        """Raise for products with NaN or infinity from finite rows.
 
-        finite: what else is finite, for the message. alone: whether no other process has a part.
+        space: The space of the products.
+        finite: A subject and verb for the message: "the loss is" (finite).
+        alone: No other process has a part of the data or the vectors.
         """
-        if total.device.type == "cpu" or not alone:  # all processes must raise
+        if total.device.type == "cpu" or not alone:  # all processes must raise together
             where = space.first_not_finite(total)
             bad = where and space.true_in_all(bool(rows.isfinite().all()))
         else:
-            # Both magnitudes in one copy, which the next product reads: nothing waits for the device.
+            # One copy of both magnitudes, which the next product reads: no synchronization.
             sizes = torch.stack([torch.linalg.vector_norm(x, inf) for x in (rows, total)])
             now = read_late((type(self), total.shape), sizes)
             bad = now is not None and isfinite(now[0]) and not isfinite(now[1])
@@ -481,14 +482,14 @@ class RectangularOperator(ABC):
 
 
 class LinearOperator(RectangularOperator):
-    r"""A symmetric matrix A [P, P] that is known by its products with vectors.
+    r"""A symmetric matrix A [P, P], defined by its products with vectors.
 
         A @ v        v flat [P] or [P, k], or in the structure of params (a trailing k for a block);
                      the product has the form of v
         A + B, A - B, 2 * A, A / 2, -A, A.damped(1e-3)        operators again, symmetric ones if B is
 
-    `from_matvec` and `from_dense` make one of what you have. Subclasses define the product with vectors
-    as rows, ``_products(rows)``.
+    `from_matvec` and `from_dense` make an operator of a function or a matrix. Subclasses define the
+    product with vectors as rows, ``_products(rows)``.
 
     Args:
         space: The vector space that A acts on.
@@ -523,8 +524,8 @@ class LinearOperator(RectangularOperator):
             The operator.
         Raises:
             ArgumentTypeError, ArgumentValueError: if matvec is no function, or like has no tensor; at
-                the first use for products of another form, and a matrix that is not symmetric.
-            NonFiniteError: for products that are NaN or infinite.
+                the first use for products of another form, and for an asymmetric matrix.
+            NonFiniteError: for NaN or infinity in products.
         Example:
             >>> A = hog.curvature.LinearOperator.from_matvec(lambda v: 3 * v, torch.ones(4))
             >>> A.solve(torch.ones(4))
@@ -540,7 +541,7 @@ class LinearOperator(RectangularOperator):
             with grad_enabled(), users_autocast():
                 if matmat is not None and len(rows) > 1:
                     return space.rows(matmat(space.block(rows)), "matmat(V)", graph)[0]
-                # Clones: the function may change its argument.
+                # clone: the function may change its argument.
                 every = (matvec(space.tree(row.clone())) for row in rows)
                 return torch.cat([space.rows(Av, "matvec(v)", graph)[0] for Av in every])
 
@@ -556,8 +557,8 @@ class LinearOperator(RectangularOperator):
         Returns:
             The operator.
         Raises:
-            ArgumentTypeError, ArgumentValueError: for a matrix that is not square, symmetric and
-                finite, or differs from like in size, dtype or device.
+            ArgumentTypeError, ArgumentValueError: unless the matrix is square, symmetric and finite,
+                and has the size, dtype and device of like.
         Example:
             >>> A = hog.curvature.LinearOperator.from_dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]))
             >>> A.eigsh(2).values
@@ -572,7 +573,7 @@ class LinearOperator(RectangularOperator):
                 f"{list(A.shape)}, {A.dtype} on {A.device}."
             )
         off, size = float((A - A.T).abs().max()), float(A.abs().max())
-        # The wide bound, for random vectors: the matrix may have been computed in TF32.
+        # BOUNDS[...][0], the wide bound: the matrix may have been computed in TF32.
         if not off <= vector_space.BOUNDS[A.dtype][0] * size:
             raise errors.ArgumentValueError(
                 "matrix: expected a finite, symmetric one, got entries that differ from those of its "
@@ -597,7 +598,7 @@ class LinearOperator(RectangularOperator):
         """The transpose: the operator itself, because it is symmetric."""
         return self
 
-    if TYPE_CHECKING:  # what products, and `sum_of`, return for symmetric operators
+    if TYPE_CHECKING:  # types of results for symmetric operators
 
         @overload
         def __matmul__(self, v: RectangularOperator) -> RectangularOperator: ...
@@ -618,7 +619,7 @@ class LinearOperator(RectangularOperator):
         def __neg__(self) -> "LinearOperator": ...
 
     def ravel(self, tree: Tree) -> Tensor:
-        """A vector in the structure of params as a flat one.
+        """A vector in the structure of params as a flat vector.
 
         Args:
             tree: The vector, or a block with a trailing dimension of k in every leaf.
@@ -644,7 +645,7 @@ class LinearOperator(RectangularOperator):
 
         Args:
             damping: Added to the diagonal. A scalar tensor that requires grad is read at each product,
-                and algorithms with ``create_graph=True`` differentiate by it; so do they by a factor.
+                and algorithms with ``create_graph=True`` differentiate by such a damping, or factor.
         Returns:
             An operator that shares the products of A.
         """
@@ -675,8 +676,8 @@ class LinearOperator(RectangularOperator):
         Returns:
             An operator on these parameters, in their order in params.
         Raises:
-            ArgumentTypeError: for params that are no dict of tensors.
-            ArgumentValueError: for a pattern that no name matches.
+            ArgumentTypeError: unless params are a dict of tensors.
+            ArgumentValueError: for a pattern without a matching name.
         Example:
             >>> x = torch.ones(1)
             >>> H = hog.HessianOperator(lambda p, x: (p["a"] * p["b"] ** 2).sum(), {"a": x, "b": x}, x)
@@ -713,9 +714,9 @@ class LinearOperator(RectangularOperator):
             B x = b,  B = A + damping I,        |b - B x| <= max(tol |b|, atol)
 
         The columns of a block are solved side by side, each with its own coefficients. When the
-        recurrence's residual is small enough, the true residual is computed from x; if that is larger,
-        the iteration starts again from it. A warning says if the tolerance was missed, unless
-        ``return_info`` or ``stagnation_tol`` is given.
+        recurrence's residual is small enough, the true residual is computed from x; if the true
+        residual is too large, the iteration starts again from there. Unless ``return_info`` or
+        ``stagnation_tol`` is given, a missed tolerance is a warning.
 
         Args:
             b: Right-hand side: a vector or a block, flat or in the structure of the operator's params.
@@ -723,17 +724,17 @@ class LinearOperator(RectangularOperator):
             tol: Relative tolerance. Default: 1e-8 in float64, 1e-5 in float32.
             atol: Absolute tolerance.
             max_iter: Iterations at most. Default: 10 P, at most 1000.
-            preconditioner: A vector that approximates the diagonal of B (residuals are divided by it);
-                or an operator, or a function of residuals in the form of b, that approximates B^-1.
+            preconditioner: A vector that approximates the diagonal of B and divides residuals; or an
+                operator, or a function of residuals in the form of b, that approximates B^-1.
             x0: Where to start, in the form of b; zero by default.
             stagnation_tol: Also end a column once q(x) = x^T B x / 2 - b^T x, which each iteration
                 lowers, is negative and fell by less than k stagnation_tol |q(x)| over the last k =
                 max(10, i / 10) of i iterations. This suffices for Newton steps. With a preconditioner
                 k is max(5, i / 10), because few iterations are needed. 0: never.
             return_info: Also return how well the system was solved.
-            create_graph: Whether x can be differentiated once, by b, damping and what A depends on, as
-                in `trace`: dx = B^-1 (db - dB x). Backward solves a system to the same tol; max_iter
-                and preconditioner are constants.
+            create_graph: Whether x can be differentiated once, by b, damping and the tensors that A
+                depends on, as in `trace`: dx = B^-1 (db - dB x). Backward solves a system with tol;
+                max_iter and preconditioner are constants.
         Returns:
             x in the form of b; with ``return_info``, ``(x, Solution)``.
         Raises:
@@ -761,7 +762,7 @@ class LinearOperator(RectangularOperator):
         with self._algorithm("solve", options=(damping, *limits)):
             tracks = isinstance(damping, Tensor) and damping.requires_grad
             operator = self.damped(damping) if tracks or damping else self
-            with outside_inference_mode():  # x is saved for backward
+            with outside_inference_mode():  # autograd saves x, which must not be an inference tensor
                 found = linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
         if not create_graph:
             return found
@@ -777,9 +778,9 @@ class LinearOperator(RectangularOperator):
         return adjoints.solution(operator, b, found, again)
 
     def _differentiates(self, caller: str, create_graph: bool, looks: bool = True) -> bool:
-        """Whether create_graph is given; raises for sharded parameters.
+        """create_graph, checked; raises for sharded parameters.
 
-        looks: whether it raises for operators without a derivative, before an algorithm takes its time.
+        looks: Raise now for operators without a derivative, before the algorithm runs.
         """
         if validation.boolean("create_graph", create_graph):
             self.space.refuse_sharded(f"{caller}(create_graph=True)")
@@ -815,22 +816,22 @@ class LinearOperator(RectangularOperator):
             tol: Relative tolerance of the residuals, as far as rounding allows. Default: 1e-10 in
                 float64, 1e-5 in float32.
             max_iter: How often the basis is filled, at most. Default: 10 P.
-            block: Vectors that are multiplied at once. All copies of an eigenvalue are found if it is
-                repeated at most `block` times; a single vector may miss copies.
+            block: Vectors in one product. All copies of an eigenvalue are found if its multiplicity is
+                at most `block`; a single vector may miss copies.
             generator: Draws the starting vectors; None draws equal ones in every call.
             basis_device: Where the basis is held and orthogonalised: "cpu" keeps it out of the
                 memory of a GPU, which then holds the vectors of one product. Default: the
                 operator's device.
-            create_graph: Whether the values can be differentiated once by what A depends on, as in
-                `trace`: d value = v^T dA v (Hellmann and Feynman). One eigenvalue more, by a block of
-                at least 2, shows whether a value is repeated; only a sum over all copies has a
+            create_graph: Whether the values can be differentiated once, by the tensors that A depends
+                on, as in `trace`: d value = v^T dA v (Hellmann and Feynman). One eigenvalue more, by a
+                block of at least 2, shows whether a value is repeated; only a sum over all copies has a
                 derivative, and a warning says so. Differentiating the vectors raises.
         Returns:
             `Eigenpairs`, which unpack as (values, vectors), values ascending; ``residuals`` are
             |A v - value v|, and ``plot(ax)`` draws values and residuals.
         Raises:
-            ArgumentTypeError: for a basis_device that is no device.
-            ConvergenceError: without convergence; it names the eigenvalues that were found.
+            ArgumentTypeError: if basis_device is not a device.
+            ConvergenceError: without convergence; the message names the eigenvalues found.
         References:
             Wu and Simon, Thick-Restart Lanczos Method for Large Symmetric Eigenvalue Problems, 2000.
         Example:
@@ -933,19 +934,19 @@ class LinearOperator(RectangularOperator):
             return_error: Also return the standard error. The trace is more than two standard errors
                 away in 5 to 12 of 100 cases, with 4 products in up to 20. The error is estimated from
                 |A v|^2, which takes fewer samples than the spread of v^T A v.
-            create_graph: Whether the trace can be differentiated once, by what A depends on and what
-                requires grad: params, factors, damping, and the leaf tensors that the loss uses. The
-                derivative is that of "hutchinson" with the same v, which "auto" then takes; from
+            create_graph: Whether the trace can be differentiated once, by all tensors requiring grad
+                that A depends on: params, factors, damping, and the leaf tensors that the loss uses.
+                "auto" is then "hutchinson", and its derivative uses the vectors v of the trace; from
                 num_samples = P on "auto" takes the unit vectors, and is exact. Backward takes one more
                 pass over the data, and holds the graph of one batch at a time.
         Returns:
             The trace, a scalar tensor; with ``return_error`` an `Estimate`.
         Raises:
-            ArgumentValueError: for create_graph, if nothing that A depends on requires grad.
-            NoSecondDerivative: if its derivative is differentiated again.
-            UnsupportedError: for create_graph with an operator that does not know its derivative
-                (Fisher, Jacobians, results of `low_rank`, sums with KFAC), with ``compile``,
-                ``processes``, DTensors, or method="xtrace".
+            ArgumentValueError: for create_graph, if A depends on no tensor that requires grad.
+            NoSecondDerivative: in a second derivative of the trace.
+            UnsupportedError: for create_graph with an operator without a derivative (Fisher,
+                Jacobians, results of `low_rank`, sums with KFAC), with ``compile``, ``processes``,
+                DTensors, or method="xtrace".
         References:
             Hutchinson, A Stochastic Estimator of the Trace of the Influence Matrix, 1990. Epperly,
             Tropp and Webber, XTrace: Making the Most of Every Sample in Stochastic Trace
@@ -967,7 +968,7 @@ class LinearOperator(RectangularOperator):
     def _diagonal_with_graph(
         self, caller: str, num_samples: int, method: str, generator: Generator | None
     ) -> estimates.Estimate:
-        """The diagonal that can be differentiated, by signs, or by unit vectors if they are no more."""
+        """The diagonal with a graph, by vectors of signs, or by unit vectors if num_samples >= P."""
         exact = (
             method == "auto" and validation.at_least("num_samples", num_samples, 1) >= self.shape[0]
         )
@@ -1022,8 +1023,8 @@ class LinearOperator(RectangularOperator):
             generator: Draws the vectors; None is torch's global generator.
             return_error: Also return the standard errors. For "xdiag" they are a guide only: the
                 estimates of one run depend on each other.
-            create_graph: Whether the diagonal can be differentiated once, as in `trace`; for
-                "hutchinson", with the same v.
+            create_graph: Whether the diagonal can be differentiated once, as in `trace`; only for
+                "hutchinson".
         Returns:
             The diagonal [P]; with ``return_error`` an `Estimate` of two such tensors.
         References:
@@ -1094,15 +1095,15 @@ class LinearOperator(RectangularOperator):
             generator: Draws the vectors; None is torch's global generator.
             return_error: Also return the standard error.
             create_graph: Whether the logarithm can be differentiated once, as in `trace`. The
-                derivative is that of P v^T log(A) v with the same v, and its mean is tr(A^-1 dA). It
-                comes from the same Lanczos vectors, v^T dlog(A) v = <dA, L> with L in their span, and
-                differs from differences of the result by as much as quadrature of `steps` steps does
-                from v^T log(A) v: by nothing from steps = P on. Memory holds samples x steps vectors;
-                backward multiplies fewer, the eigenvectors of L.
+                derivative is P v^T dlog(A) v for the vectors v of the result; its mean is tr(A^-1 dA).
+                It comes from the Lanczos vectors of the result, v^T dlog(A) v = <dA, L> with L in their
+                span. Its error, beside differences of the result, is the quadrature error of `steps`
+                steps, and 0 from steps = P on. Memory holds samples x steps vectors; backward
+                multiplies fewer, the eigenvectors of L.
         Returns:
             The logarithm, a scalar tensor; with ``return_error`` an `Estimate`.
         Raises:
-            NotPositiveDefiniteError: for an eigenvalue that is not positive.
+            NotPositiveDefiniteError: for an eigenvalue of at most 0.
             UnsupportedError: for create_graph, as in `trace`.
         References:
             Ubaru, Chen and Saad, Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature, 2017.
@@ -1120,10 +1121,10 @@ class LinearOperator(RectangularOperator):
         differentiates = self._differentiates("logdet", create_graph)
         kept: list[tuple[Tensor, Tensor]] | None = [] if differentiates else None
         products, options = num_samples * min(steps, P), (num_samples, steps)
-        # Lanczos' vectors are saved for backward, which inference tensors cannot be.
+        # Autograd saves the Lanczos vectors, which must not be inference tensors.
         with self._algorithm("logdet", products, options), outside_inference_mode():
             found = estimates.spectral_density(self, num_samples, steps, None, generator, kept)
-        # nodes without weight are no eigenvalues
+        # nodes without weight are not eigenvalues
         present = found.weights > torch.finfo(found.weights.dtype).eps
         lowest = float(found.nodes[present].min())
         if lowest <= 0:
@@ -1156,8 +1157,8 @@ class LinearOperator(RectangularOperator):
         Returns:
             f(A) b in the form of b.
         Raises:
-            ArgumentValueError: for a function that does not return one number for each eigenvalue.
-            NonFiniteError: for values of the function, or a vector, that are not finite.
+            ArgumentValueError: unless the function returns one number for each eigenvalue.
+            NonFiniteError: for NaN or infinity in the function's values or in b.
         References:
             Higham, Functions of Matrices, 2008, section 13.2.
         Example:
@@ -1175,7 +1176,7 @@ class LinearOperator(RectangularOperator):
             start = rows / torch.where(size > 0, size, torch.ones_like(size))
             T, V = estimates.tridiagonal(self.apply, start, count, self.space)
             theta, S = symmetric_eigen(T)
-            # b has a part in these eigenvectors only
+            # b has components along these eigenvectors only
             present = S[:, 0].square() > torch.finfo(T.dtype).eps ** 2
             here = present & (size > 0).to(present.device)
             values = validation.of_eigenvalues(function, theta, here)
@@ -1191,10 +1192,10 @@ class LinearOperator(RectangularOperator):
             A S (S^T A S)^-1 (A S)^T                A positive semi-definite (Nystrom's method)
 
         S is random, with rank + oversampling orthonormal columns and one product for each. All products
-        are computed at once; `eigsh` takes one after the other until its eigenvalues converge. Before
-        the smallest eigenvalues are cut off, the error in the trace norm is on average at most 1 + rank
-        / (oversampling - 1) times the sum of the eigenvalues that are not kept. To estimate the squared
-        Frobenius error |A - L|^2 of a result L, take ``(A - L).squared_frobenius(16)``.
+        are computed at once; `eigsh` multiplies in sequence until its eigenvalues converge. Before the
+        smallest eigenvalues are cut off, the error in the trace norm is on average at most 1 + rank /
+        (oversampling - 1) times the sum of the dropped eigenvalues. To estimate the squared Frobenius
+        error |A - L|^2 of a result L, take ``(A - L).squared_frobenius(16)``.
 
         Args:
             rank: How many of the largest eigenvalues to keep.
@@ -1228,8 +1229,8 @@ class LinearOperator(RectangularOperator):
             drawn = torch.randn(P, columns, generator=generator, device=device, dtype=wide)
             S = torch.linalg.qr(drawn.to(self.device))[0]
             Y = self.apply(S.T.to(self.dtype)).to(wide).T
-            # Products round to the dtype of the parameters: with the eps of float32, a semi-definite
-            # matrix in bfloat16 was refused.
+            # eps of the parameters' dtype, which rounds the products: with eps of float32, a
+            # semi-definite matrix in bfloat16 was refused.
             U, values = _nystrom(S, Y, torch.finfo(self.space.precision).eps)
             return LowRankOperator(self.space, U[:, :rank].T.contiguous(), values[:rank])
 
@@ -1249,7 +1250,7 @@ def product_of(chain: Chain) -> RectangularOperator:
 
 
 def _chain_of(A: RectangularOperator) -> Chain:
-    """The factors of an operator: itself, unless it is a product."""
+    """The factors of a product; of any other operator the operator itself."""
     return A.chain if isinstance(A, Product) else [(A, False)]
 
 
@@ -1259,7 +1260,7 @@ def _transpose_chain(chain: Chain) -> Chain:
 
 
 class Product(RectangularOperator):
-    """A product of the operators in `chain`, some transposed."""
+    """A product of the operators in `chain`, each perhaps transposed."""
 
     def __init__(self, chain: Chain) -> None:
         last, transposed = chain[-1]
@@ -1300,13 +1301,13 @@ class Product(RectangularOperator):
 
 @final
 class SymmetricProduct(LinearOperator, Product):
-    """A product that is symmetric by construction."""
+    """A product with a palindromic chain, symmetric by construction."""
 
 
 @final
 class GivenOperator(LinearOperator):
-    """A matrix given by a function of rows, with graph=True differentiable. check: whether the first
-    use checks for symmetry."""
+    """A matrix given by a function (rows, graph=False) -> products. check: the first use checks for
+    symmetry."""
 
     def __init__(self, space: Space, given: Callable[..., Tensor], check: bool) -> None:
         super().__init__(space)
@@ -1335,9 +1336,9 @@ class GivenOperator(LinearOperator):
     def _check(self) -> None:
         """Raise unless v^T A w = w^T A v for random v and w."""
         rows = random_normals(self.space, 2, Generator().manual_seed(0), self.dtype)
-        # A v by matvec, A w by matmat: both functions are checked
+        # A v by matvec, A w by matmat: checks both functions
         products = self._given(rows[:1])[0], self._given(rows)[-1]
-        # Float64: squares may overflow
+        # float64: squares may overflow
         (v, w), (Av, Aw) = rows.double(), (x.double() for x in products)
         gap, size = self.space.asymmetry(v, Av, w, Aw)
         if self.space.exceeds(gap, size, self.space.precision):
@@ -1350,7 +1351,7 @@ class GivenOperator(LinearOperator):
 
 @final
 class Submatrix(LinearOperator):
-    """The rows and columns of an operator that belong to the parameters `names`."""
+    """The rows and columns of an operator for the parameters `names`."""
 
     def __init__(self, operator: LinearOperator, names: list[str]) -> None:
         params = operator.params
@@ -1383,9 +1384,9 @@ class ScaledSum(RectangularOperator):
 
     def __init__(self, terms: Terms, damping: Factor = 0.0) -> None:
         super().__init__(terms[0][1].space)
-        self._terms: Terms = []  # (c_i, A_i), none of them a sum
+        self._terms: Terms = []  # (c_i, A_i)
         self._damping = damping
-        # nested sums of numbers become one; a tensor is kept itself, to be read at each product
+        # Nested sums with float factors are flattened. A tensor factor is kept: products read it.
         for factor, term in terms:
             if isinstance(term, ScaledSum) and not (
                 _tensors(damping, factor) or _tensors(*term._factors())
@@ -1442,7 +1443,7 @@ class SymmetricSum(LinearOperator, ScaledSum):
 
 
 def sum_of(*terms: tuple[Factor, RectangularOperator]) -> ScaledSum:
-    """A sum of multiples of operators; a `LinearOperator` if all operators are."""
+    """A sum of multiples of operators; a `LinearOperator` if all operators are symmetric."""
     symmetric = all(isinstance(term, LinearOperator) for _, term in terms)
     return (SymmetricSum if symmetric else ScaledSum)(list(terms))
 
@@ -1458,7 +1459,7 @@ class BlockDiagonal(LinearOperator):
         self._bar = operator._bar
 
     def _products(self, rows: Tensor) -> Tensor:
-        # One block of vectors for all masks, to share the passes over the data.
+        # One product for all masks: one pass over the data.
         parts = self._operator.apply(torch.cat([rows * mask for mask in self._masks]))
         total = torch.zeros_like(rows)
         for mask, part in zip(self._masks, parts.split(len(rows)), strict=True):
@@ -1518,7 +1519,7 @@ class LowRankOperator(LinearOperator):
         Returns:
             The inverse, an operator.
         Raises:
-            NotPositiveDefiniteError: for an eigenvalue of the damped matrix that is not positive.
+            NotPositiveDefiniteError: for an eigenvalue of the damped matrix of at most 0.
         """
         number = validation.number("damping", damping, minimum=0)
         check_invertible(min(float(self.values.min()), self.rest) + number, number)
@@ -1540,8 +1541,7 @@ class LowRankOperator(LinearOperator):
             Frangella, Tropp and Udell, Randomized Nystrom Preconditioning, 2023, equation 1.3.
         """
         validation.positive("damping", damping)
-        # An upper bound stands for the eigenvalues on the rest of the space: nothing else is known of
-        # them.
+        # min(values) stands for the unknown eigenvalues on the rest of the space: an upper bound.
         smallest = float(self.values.min())
         return LowRankOperator(self.space, self._rows, self.values, smallest).inverse(damping)
 
@@ -1550,7 +1550,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Eigenvectors and eigenvalues, descending, of Y (S^T Y)^-1 Y^T. The products Y = A S are rounded
     to eps."""
     size = float(torch.linalg.matrix_norm(Y, 2))
-    # The shift keeps the small matrix positive definite in spite of rounding here.
+    # The shift keeps the small matrix positive definite in spite of rounding errors below.
     shift = torch.finfo(Y.dtype).eps * Y.shape[0] ** 0.5 * size
     noise = eps * size  # rounding of the products
     Y = Y + shift * S
@@ -1561,7 +1561,7 @@ def _nystrom(S: Tensor, Y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
             "low_rank: expected a positive semi-definite matrix, as a GGNOperator is, got a direction "
             f"of curvature {lowest:.3g}; `eigsh` finds eigenvalues of either sign."
         )
-    # Drop rounding directions: shifting them instead took a third off large eigenvalues in bfloat16.
+    # Drop directions of rounding. Shifting them instead took a third off large eigenvalues in bfloat16.
     roots = torch.where(values > noise, values.clamp(min=0).rsqrt(), 0)
     B = Y @ (vectors * roots).to(Y)
     U, sizes, _ = torch.linalg.svd(B, full_matrices=False)
@@ -1586,7 +1586,7 @@ def _tensors(*factors: Factor) -> list[Tensor]:
 
 
 def as_factor(value: object, what: str = "factor") -> Factor:
-    """A number, or a scalar tensor, as a float; a tensor that requires grad as it is."""
+    """A number, or a scalar tensor, as a float; a tensor that requires grad unchanged."""
     number = as_number(value, what)
     return value if isinstance(value, Tensor) and value.requires_grad else number
 

@@ -1,5 +1,5 @@
 """Linear systems with symmetric positive definite operators, by conjugate gradients, and least squares
-with any, by LSMR."""
+with rectangular operators, by LSMR."""
 
 from collections.abc import Callable
 from math import inf, isfinite, sqrt
@@ -16,9 +16,9 @@ from hoglib.curvature.algebra.vector_space import Space, SymmetricMatrix
 from hoglib.errors import ArgumentValueError, NonFiniteError, NotPositiveDefiniteError
 
 RTOL = {torch.float64: 1e-8, torch.float32: 1e-5}
-NEAR = 10  # within so many times the target, an iteration may be the last
-# Iterations over which stagnation is measured. With a preconditioner five: NewtonCG with KFAC then
-# takes half of the products.
+NEAR = 10  # a residual within so many times the target: the next iteration may be the last
+# Iterations to measure stagnation over. Five with a preconditioner: NewtonCG with KFAC then takes half
+# of the products.
 LOOK_BACK, PRECONDITIONED_LOOK_BACK = 10, 5
 
 
@@ -54,8 +54,8 @@ def cg(
     """Solve A x = b to |b - A x| <= max(tol |b|, atol); `LinearOperator.solve` describes the options.
 
     The columns of a block are solved side by side, each with its own coefficients. When the residual
-    of the recurrence is small enough, the true residual is computed from x; if that is larger, the
-    iteration starts again from it.
+    of the recurrence is small enough, the true residual is computed from x; if the true residual is too
+    large, the iteration starts again from there.
     """
     rows, rebuild = operator.space.rows(b, "b")
     # by the dtype of products; sums over data may be wider
@@ -110,15 +110,16 @@ def _iterate_cg(
     stagnation: "_Stagnation",
 ) -> tuple[Tensor, int, bool]:
     """Improve x in place; returns the norms of the true residuals, the number of iterations, and
-    whether all are within the target.
+    whether all residuals are within the target.
 
         alpha = r^T z / p^T A p        x += alpha p        r -= alpha A p        z = P r
         p <- z + beta p,  beta = r^T z / the previous r^T z        P the preconditioner
 
-    r: the residual of x. A device is waited for only near the target.
+    r: The residual of x. Numbers are read from a device without a synchronization, except near the
+    target.
     """
 
-    def at(rows: Tensor) -> Any:  # a slice for all rows: no index is copied to the device
+    def at(rows: Tensor) -> Any:  # a slice for all rows: no copy of an index to the device
         every = len(rows) == len(b) and b.device.type != "cpu"
         return slice(None) if every else rows.to(b.device)
 
@@ -145,8 +146,8 @@ def _iterate_cg(
         late.append(DeviceRead(torch.stack([curvature, squares, space.norms(r[i]), *fall])))
         waits = b.device.type == "cpu" or iterations == limit
         small = stagnant = torch.zeros(len(active), dtype=torch.bool, device="cpu")
-        # Read one iteration late, so that a device goes on; near the target at once, so that no
-        # iteration is computed in vain.
+        # Read one iteration late, while the device goes on; near the target at once, which saves an
+        # unneeded iteration.
         while late and (waits or near or len(late) > 1):
             curvatures, squares, size, fell, least = late.pop(0).numbers()
             _check_positive(curvatures, squares, quotients, space.precision)
@@ -157,7 +158,7 @@ def _iterate_cg(
         if bool(small.any()):
             done = active[small]
             before, i = known[done], at(done)
-            # The residual of the recurrence drifts from the true one by rounding.
+            # By rounding, the residual of the recurrence drifts from the true residual.
             r[i] = b[i] - product(x[i])
             true[i] = space.norms(r[i])
             known[done] = true[i].cpu()
@@ -167,7 +168,7 @@ def _iterate_cg(
             p[i] = 0  # these rows start again
         z = precondition(r)
         new = space.dots((r, z))[0]
-        # A row that is solved exactly has rz = 0: 0 / 0 would spread NaN.
+        # An exactly solved row has rz = 0: 0 / 0 would spread NaN.
         p = z + (new / torch.where(rz == 0, torch.ones_like(rz), rz))[:, None] * p
         rz = new
     return true, iterations, bool((known <= goal).all())
@@ -175,10 +176,10 @@ def _iterate_cg(
 
 @final
 class _Stagnation:
-    """Whether q(x) = x^T A x / 2 - b^T x hardly falls any more, for each row.
+    """Measures the fall of q(x) = x^T A x / 2 - b^T x, for each row.
 
-    tol: stagnation is a smaller relative fall in an iteration; 0 for never. look_back: the least
-    number of iterations to measure over.
+    tol: A smaller relative fall in an iteration is stagnation; 0: never.
+    look_back: Measure over at least so many iterations.
     """
 
     def __init__(self, tol: float, look_back: int) -> None:
@@ -186,8 +187,8 @@ class _Stagnation:
         self._values: list[Tensor] = []  # q(x) after each iteration
 
     def fall(self, space: Space, b: Tensor, x: Tensor, r: Tensor) -> Tensor:
-        """After an iteration with the result x and the residual r: how much q fell, and how much it
-        must fall at least, [2, k]."""
+        """Called after an iteration, with its x and residual r; returns the fall of q, and the least
+        fall that is not stagnation, [2, k]."""
         if not self._tol:
             return b.new_zeros(2, len(b))
         self._values.append(-0.5 * space.dots((x, b + r))[0])
@@ -277,7 +278,7 @@ def _preconditioner(
     return lambda rows: rows / diagonal
 
 
-FLOOR = 10  # the least tolerance of `lsmr`, in units of eps: below is rounding
+FLOOR = 10  # the least tolerance of `lsmr`, in units of eps
 
 
 @results.result
@@ -311,8 +312,8 @@ def lsmr(
 ) -> Any:
     """Minimize |b - A x|^2 + damping |x|^2; `RectangularOperator.lstsq` describes the options.
 
-    The names are those of Fong and Saunders. Their estimates of |r| and |x| are replaced by the norms
-    of r and x, which cost little beside products.
+    Variables have the names in Fong and Saunders, 2011. The exact norms of r and x, which cost little
+    beside products, replace their estimates.
     """
     operator.space.refuse_sharded("lstsq")
     transpose = operator.T
@@ -334,20 +335,20 @@ def lsmr(
         return A.apply(x.to(dtype)).to(wide)
 
     largest = rows.abs().amax(1) if rows.numel() else _norms(rows)
-    # of b / max |b|: squares may leave the range of float64 too
+    # |b| from b / max |b|: squares may leave the range of float64, too
     size = _norms(_divided(rows.double(), largest.double())) * largest
     u = b_ = _divided(rows.to(wide), size)  # the problem for b / |b|
     v = product(transpose, u)
     alpha = _norms(v)
     v = _divided(v, alpha)
     x, r, h, h_bar = torch.zeros_like(v), u.clone(), v, torch.zeros_like(v)
-    Ah = Ah_bar = torch.zeros_like(u)  # A h and A h_bar, which give r without a product
+    Ah = Ah_bar = torch.zeros_like(u)  # A h and A h_bar: they update r without a product
     alpha_bar, zeta_bar, squares = alpha, alpha, alpha.square()
     rho = rho_bar = c_bar = torch.ones_like(alpha)
     s_bar = ratio = torch.zeros_like(alpha)
     iterations, late = 0, [DeviceRead(alpha > 0)]
     waits = u.device.type == "cpu"
-    # A device goes on while the numbers of the iteration before are read.
+    # On a device the numbers of an iteration are read during the next iteration.
     while iterations < limit and (
         len(late) < (1 if waits else 2) or bool(late.pop(0).numbers().any())
     ):
@@ -377,7 +378,7 @@ def lsmr(
         r -= _column(step, r) * Ah_bar
         ratio = _over(theta, rho)
         h = v - _column(ratio, h) * h
-        # Twice as far as asked for: r drifts from b - A x by rounding.
+        # Half the tolerance: r drifts from b - A x by rounding.
         ends = _ends(zeta_bar.abs(), r, x, lam, squares.sqrt(), tol / 2)
         late.append(DeviceRead(~ends[1] & (alpha > 0)))
     r = b_ - product(operator, x)
@@ -403,8 +404,8 @@ def lsmr(
 def _ends(
     gradient: Tensor, r: Tensor, x: Tensor, lam: float, norm: Tensor, tol: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradient relative to |A| |(r, lam x)|, and whether it, or the residual, is small enough:
-    Fong and Saunders, section 3.5, with |b| = 1."""
+    """The gradient relative to |A| |(r, lam x)|, and whether the gradient or the residual is within the
+    tolerance: Fong and Saunders, section 3.5, with |b| = 1."""
     length = _norms(x)
     whole = torch.hypot(_norms(r), lam * length)
     relative = _over(gradient, norm * whole)
@@ -412,7 +413,7 @@ def _ends(
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """The norm of each row in float64: squares of float32 may leave the range."""
+    """The norm of each row in float64: squares of float32 numbers may overflow."""
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
@@ -422,10 +423,10 @@ def _over(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _column(numbers: Tensor, rows: Tensor) -> Tensor:
-    """A number for each row."""
+    """Numbers [k] as a column [k, 1] like rows."""
     return numbers[:, None].to(rows)
 
 
 def _divided(rows: Tensor, sizes: Tensor) -> Tensor:
-    """Each row over its size; a row of size 0 stays."""
+    """Each row divided by its size; a row of size 0 unchanged."""
     return (rows / torch.where(sizes > 0, sizes, 1)[:, None]).to(rows)

@@ -1,5 +1,5 @@
-"""Vectors like the parameters, flat or in their structure, given or drawn; and what matrices on them
-need."""
+"""The space of vectors like the parameters, flat or in their structure; random vectors; and the
+interface of symmetric matrices."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,12 +29,12 @@ _foreach_add = private("torch._foreach_add_")
 _SHAPE_AND_DTYPE = attrgetter("shape", "dtype")
 
 Tree = Any
-Rebuild = Callable[[Tensor], Tree]  # rows -> vectors in the form of the given ones
+Rebuild = Callable[[Tensor], Tree]  # rows -> vectors in the form of the caller's vectors
 Draw = Callable[[int], Tensor]  # count -> so many random numbers
 Blocks = Literal["parameter", "module"] | Callable[[str], Hashable] | Iterable[Iterable[str]] | None
 
-# Bounds of |v.Aw - w.Av| / (|v| |Aw| + |w| |Av|). The first, over sqrt(P), is for random vectors:
-# their v.Aw is smaller than |v| |Aw| by that factor. The second is rounding, for any vectors.
+# dtype -> two bounds of |v.Aw - w.Av| / (|v| |Aw| + |w| |Av|). The first is divided by sqrt(P), because
+# random vectors have v.Aw ~ |v| |Aw| / sqrt(P). The second is for rounding, for any vectors.
 BOUNDS = {
     torch.float64: (1e-6, 1e-10),
     torch.float32: (1e-2, 1e-5),
@@ -74,19 +74,18 @@ class SymmetricMatrix(Protocol):
 class Space:
     """The space of vectors like params.
 
-    Inside hoglib, one or k vectors are the rows of a tensor [k, P]. Outside, they are flat, [P] or
-    [P, k], or have the structure of params, with a trailing dimension of k for a block. If params are
-    DTensors, rows and flat vectors are the part of this process, [k, length]. `dots`, `gram` and
-    `norms` are about whole vectors, by one all-reduce each, and return the same numbers in all
-    processes.
+    Inside hoglib, k vectors are the rows of a tensor [k, P]. Users pass flat vectors, [P] or [P, k], or
+    vectors in the structure of params, with a trailing dimension of k for a block. With DTensor params,
+    rows and flat vectors are the part of this process, [k, length]. `dots`, `gram` and `norms` are
+    about whole vectors: each takes one all-reduce, and returns equal numbers in all processes.
 
-    of: the name of params in messages.
+    of: The name of params in messages.
 
     Attributes:
         params: The parameters.
         placement: How processes share the parameters.
         size: P.
-        length: How many of the P entries this process holds; P unless params are DTensors.
+        length: The number of entries that this process holds; P unless params are DTensors.
         device: The device of all parameters.
         precision: The widest dtype of params, the dtype of products.
         dtype: The dtype of flat vectors, and of sums of products over data.
@@ -124,8 +123,8 @@ class Space:
         self._sizes = [leaf.numel() for leaf in held]  # numbers in each leaf
         self._one_dtype = all(leaf.dtype == self.dtype for leaf in held)  # no leaf needs a cast
         self.length = pytree.size(held)
-        # The weight of each entry in an inner product: 1 / the number of processes with a copy of the
-        # entry, because their terms are added up.
+        # The weight of each entry in an inner product: 1 / (processes with a copy of the entry),
+        # because an all-reduce adds up the terms of all copies.
         parts = [self.placement.copy_share(i) for i in range(len(held))]
         self._copy_shares: Tensor | float = parts[0]
         if len(set(parts)) > 1:
@@ -153,12 +152,12 @@ class Space:
 
     @property
     def structure(self) -> Any:
-        """The structure of params; not kept, because it cannot be pickled."""
+        """The structure of params; not an attribute, because it cannot be pickled."""
         return pytree.flatten(self.params)[1]
 
     def rows(self, v: Any, name: str = "v", graph: bool = False) -> tuple[Tensor, Rebuild]:
-        """Vectors in any form as rows [k, P], and a function that gives rows the form of v. graph:
-        whether rows keep the graph of v."""
+        """Vectors in any form as rows [k, P], and a function: rows -> vectors in the form of v. graph:
+        rows stay in the graph of v."""
         if isinstance(v, Tensor) and not self._like_params(v):
             return self._flat_rows(v, name, graph)
         if hasattr(v, "__array__") and not isinstance(v, Tensor):
@@ -198,7 +197,7 @@ class Space:
         return v.T, lambda rows: rows.T
 
     def _like_params(self, v: Tensor) -> bool:
-        """Whether params are one tensor, and v has their shape or the shape of a block of them."""
+        """Whether params are one tensor, and v has its shape, or its shape and a trailing k."""
         own = getattr(self.params, "shape", None)
         # For params with one dimension, [P, k] is a flat block.
         return own is not None and (v.shape == own or (len(own) > 1 and v.shape[:-1] == own))
@@ -215,15 +214,14 @@ class Space:
         return isinstance(v, Tensor) and (not self._like_params(v) or self.params.dim() == 1)
 
     def split(self, row: Tensor) -> list[Tensor]:
-        """The leaves of a flat vector of any stride, in the dtypes of params; views if dtypes
-        agree."""
+        """A flat vector of any stride as leaves in the dtypes of params; views if dtypes agree."""
         parts = zip(row.split(self._sizes), self._like, strict=True)
-        if self._one_dtype and row.dtype == self.dtype:  # `to` would take its time at each leaf
+        if self._one_dtype and row.dtype == self.dtype:  # saves a call of `to` for each leaf
             return [part.view(shape) for part, (shape, _) in parts]
         return [part.view(shape).to(dtype) for part, (shape, dtype) in parts]
 
     def split_rows(self, rows: Tensor) -> list[Tensor]:
-        """The leaves of flat vectors [k, P], each [k, *shape]."""
+        """Flat vectors [k, P] as leaves [k, *shape]."""
         parts = zip(rows.split(self._sizes, 1), self._like, strict=True)
         return [part.reshape(len(rows), *shape).to(dtype) for part, (shape, dtype) in parts]
 
@@ -242,7 +240,7 @@ class Space:
     def add(self, row: Tensor, leaves: list[Tensor], factor: float, first: bool = False) -> None:
         """row += factor leaves; if first, row = factor leaves, into uninitialised memory."""
         flat = [(x.detach() if x.requires_grad else x).reshape(-1) for x in leaves]
-        # One pass over the memory, instead of zeros and an addition.
+        # cat: one pass over the memory, instead of zeros and an addition.
         if first and self._one_dtype:
             torch.cat(flat, out=row)
             if factor != 1:
@@ -278,13 +276,13 @@ class Space:
         name = self._first_not_finite(rows)
         if not isinstance(self.placement, Sharding):
             return name
-        # One reduction, so that all processes raise or none does.
+        # One reduction: all processes raise, or none.
         names = ["", *(path or self._of for path in pytree.paths(self.params))]
         found = torch.tensor(float(names.index(name)), device=self.device)
         return names[int(self.placement.reduce(found, "MAX"))]
 
     def _first_not_finite(self, rows: Tensor) -> str:
-        # Faster; finite only if all numbers are
+        # The sum is faster, and finite only if all numbers are finite.
         if isfinite(rows.sum()) or bool(rows.isfinite().all()):
             return ""
         first = int((~rows.isfinite()).any(0).nonzero()[0])
@@ -341,10 +339,10 @@ class Space:
     def raise_in_all(
         self, caller: str, join: Callable[[Exception], object] | None = None
     ) -> Iterator[None]:
-        """Inside, an error in one process that holds a part of the vectors is raised in all of them.
+        """Inside, an error in one process is raised in all processes that hold parts of the vectors.
 
-        Code inside must not communicate: a process that failed would not take part. join: called with
-        an error if processes share data instead, to take part in their next message.
+        Code inside must not communicate: a failed process would not take part. join: If processes share
+        data but not vectors, called with an error, to report it in their next message.
         """
         error: Exception | None = None
         try:
@@ -366,7 +364,7 @@ class Space:
         differ: the number of messages depends on both."""
         if isinstance(self.placement, Sharding):
             numbers = [checksum_of_call(algorithm, options)]
-            # This check goes before the first message of the algorithm.
+            # Before the first message of the algorithm:
             with self.placement.together(algorithm):
                 self.placement.check_same(algorithm, [what], numbers, self.device)
 
@@ -420,14 +418,14 @@ def random_normals(space: Space, count: int, generator: Generator, dtype: torch.
 def _random_rows(
     space: Space, count: int, draw: Draw, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Rows of drawn numbers; for DTensors, the part of this process.
+    """Rows of drawn numbers; with DTensor params the part of this process.
 
-    All processes draw all numbers, leaf by leaf, and keep their part.
+    All processes draw all numbers, leaf by leaf, and keep their parts.
     """
     placement = space.placement
     if not isinstance(placement, Sharding):
         return draw(count * space.size).view(count, space.size).to(space.device, dtype)
-    # One stream for all leaves: an estimated trace must not depend on the number of processes.
+    # One stream of numbers for all leaves: estimates must not depend on the number of processes.
     numbers = _RandomNumbers(draw, count * space.size, device)
     rows = torch.empty(count, space.length, dtype=dtype, device=space.device)
     for row in rows:
@@ -437,7 +435,7 @@ def _random_rows(
             part = layout.part_of(whole.view(layout.shape)).reshape(-1)
             row[start : start + len(part)] = part
             start += len(part)
-    # Generators that differ show in the last number.
+    # Different generators show in the last number.
     placement.check_same("random vectors", ("random numbers",), [numbers.last], space.device)
     return rows
 
@@ -446,16 +444,15 @@ def _random_rows(
 class _RandomNumbers:
     """Random numbers drawn in pieces, equal to a single draw.
 
-    On the CPU torch draws normal numbers in groups of 16, and the last 16 of a draw once more: pieces
-    are multiples of 16, and the last one has at least 16. On other devices all numbers are drawn at
-    once.
+    On the CPU torch draws normal numbers in groups of 16, and redraws the last 16 of a draw: pieces are
+    multiples of 16, and the last piece has at least 16. On other devices one draw makes all numbers.
     """
 
     def __init__(self, draw: Draw, total: int, device: torch.device) -> None:
-        self._draw, self._left = draw, total  # _left: how many are not drawn yet
+        self._draw, self._left = draw, total  # _left: numbers still to draw
         self._at_once = DRAWN_AT_ONCE if device.type == "cpu" else total
-        self._drawn = torch.empty(0, device="cpu")  # drawn, but not taken yet
-        self.last = 0.0  # the last number taken, to compare processes by
+        self._drawn = torch.empty(0, device="cpu")  # drawn, not yet taken
+        self.last = 0.0  # the last taken number; processes compare it
 
     def take(self, count: int) -> Tensor:
         """The next `count` numbers."""
@@ -482,7 +479,7 @@ def check_named(params: Tree) -> None:
 
 
 def chosen_names(names: object, params: Tree) -> list[str]:
-    """The names in params that match a pattern, or that a function accepts."""
+    """The names in params that a pattern matches, or a function accepts."""
     check_named(params)
     given = names if isinstance(names, Iterable) and not isinstance(names, str) else [names]
     tests = {str(x): x if callable(x) else partial(fnmatchcase, pat=str(x)) for x in given}
@@ -496,7 +493,7 @@ def chosen_names(names: object, params: Tree) -> list[str]:
 
 
 def groups_of(blocks: Blocks, params: Tree) -> list[list[int]]:
-    """For each block of a block-diagonal matrix, the numbers of its leaves."""
+    """For each block of a block-diagonal matrix, the indices of its leaves."""
     names = pytree.paths(params)
     if blocks is None:
         return [list(range(len(names)))]

@@ -39,10 +39,10 @@ def per_example_diagonals(
         ggn        d_n = diag(J_n^T H_n J_n)
         hessian    d_n = diag(d^2 l_n / d params^2),    l_n = loss(params, example n), a batch of one
 
-    with J_n the Jacobian of the outputs of example n, and H_n the Hessian of the criterion by them. The
-    mean of d_n is the diagonal of the batch's matrix if the criterion is a mean over examples; examples
-    have the factors of `hoglib.per_example_gradients`. "ggn" takes a backward pass for each number in
-    the outputs of an example, "hessian" a product for each of P parameters: it is for small networks.
+    with J_n the Jacobian of the outputs of example n, and H_n the Hessian of the criterion by these
+    outputs. The mean of d_n is the diagonal of the batch's matrix if the criterion is a mean over
+    examples; examples have the factors of `hoglib.per_example_gradients`. "ggn" takes a backward pass
+    for each output of an example, "hessian" a product for each of P parameters: for small networks.
 
     Args:
         loss: As for `hoglib.per_example_gradients`; for "ggn" from `hoglib.functional_loss`, or any
@@ -51,8 +51,8 @@ def per_example_diagonals(
         batch: As for `hoglib.per_example_gradients`.
         kind: "ggn" or "hessian".
         chunk_size: Examples at once, by `torch.func.vmap`. Default: as many as take 256 MiB of
-            Jacobians in float32. An operation without a rule in torch.func takes one dense matrix of an
-            example after another.
+            Jacobians in float32. If an operation has no rule in torch.func, examples loop, with a dense
+            matrix for each.
         **options: ``stand_ins``, as :class:`hoglib.Options` describes it.
     Returns:
         The diagonals, like params with a leading dimension of N.
@@ -86,7 +86,7 @@ def per_example_diagonals(
     with torch.inference_mode(False), ring(policy, loss) as blocks:
         problem = problem.entered(blocks)
         width = 1
-        if kind == "ggn":  # a row of the Jacobian for each number in the outputs of an example
+        if kind == "ggn":  # the rows of an example's Jacobian
             first = problem.with_args(pytree.rows(own, count, 0, 1))
             composite = CompositeLoss(first, CriterionHessian(), "auto")
             width = sum(y.numel() for y in composite.detached_outputs(first.leaves))
@@ -99,7 +99,7 @@ def per_example_diagonals(
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             LOGGER.debug("%s: one example after another, because of %s", NAME, error)
             chunks = []
-    if not chunks:  # torch.func lacks a rule, or the user's code raised, and raises again
+    if not chunks:  # torch.func lacks a rule, or the user's code raised and will raise again
         rows = (pytree.rows(own, count, n, n + 1) for n in range(count))
         chunks = [_by_operator(kind, loss, params, one, options) for one in rows]
     found = [torch.cat(rows).detach() for rows in zip(*chunks, strict=True)]
@@ -111,8 +111,7 @@ def per_example_diagonals(
 
 
 def _by_operator(kind: str, loss: Any, params: Tree, one: Any, options: Any) -> Vector:
-    """The diagonal of an example's matrix, with a leading dimension, from its products with unit
-    vectors."""
+    """The diagonal of the dense matrix of one example, with a leading dimension of 1."""
     make = GGNOperator if kind == "ggn" else HessianOperator
     A = make(loss, params, one, **options)
     return A.space.split_rows(A.to_dense().diagonal()[None])
@@ -144,7 +143,7 @@ def _of_ggn(one: Problem, p: Vector) -> Vector:
 
 
 def _of_hessian(at_once: int, one: Problem, p: Vector) -> Vector:
-    """e^T H e for each unit vector e, so many at once, in forward over reverse mode."""
+    """e^T H e for each unit vector e, `at_once` in one vmap, in forward over reverse mode."""
     gradient = torch.func.grad(lambda p: one(*p))
 
     def entry(k: int, e: Tensor) -> Tensor:

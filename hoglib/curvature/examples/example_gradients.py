@@ -1,7 +1,7 @@
-"""Per-example gradients of a batch, their norms and products, and what follows from them.
+"""Per-example gradients of a batch, their norms and products; the noise scale; and influence functions.
 
 Norms and products come from the inputs a_nt of each layer at the positions t of example n, and the
-gradients g_nt by its outputs:
+gradients g_nt by the outputs of the layer:
 
     dW_n = sum_t g_nt a_nt^T        <dW_n, dW_m> = sum_tu <g_nt, g_mu> <a_nt, a_mu>
 """
@@ -69,7 +69,7 @@ from hoglib.curvature.training.optimizers import KFAC_OPTIONS, NEWTON_OPTIONS
 from hoglib.ring import ring, warn_if_derivatives_not_finite
 from hoglib.verification.entry_points import examined_functions
 
-ROWS_AT_ONCE = 2**26  # numbers in the gradients that are held at once
+ROWS_AT_ONCE = 2**26  # numbers in one chunk of per-example gradients
 
 
 def per_example_gradients(
@@ -84,10 +84,10 @@ def per_example_gradients(
 
         l_n = loss(params, example n), a batch of one        g_n = d l_n / d params
 
-    The gradient of the batch is the mean of g_n if the criterion is a mean over examples, and their sum
+    The gradient of the batch is the mean of g_n if the criterion is a mean over examples, and the sum
     if it is a sum. A criterion of torch, or `hoglib.language_model_loss`, may divide by D = sum_n d_n,
-    of class weights or of labels that are not ignored: l_n and g_n are then multiplied by N d_n / D,
-    and the mean of g_n is again the gradient of the batch.
+    with d_n the class weight of example n, or its number of labels other than ignore_index: l_n and g_n
+    are then multiplied by N d_n / D, and the mean of g_n is again the gradient of the batch.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
@@ -95,15 +95,15 @@ def per_example_gradients(
         params: Where the gradients are taken; any pytree of floating-point tensors.
         batch: A batch of any kind. Every tensor with as many rows as the first one has the examples as
             its leading dimension; each example gets all other tensors whole.
-        chunk_size: Examples at once, by `torch.func.vmap` if all operations have a batching rule, else
-            one after the other. Default: all of them.
+        chunk_size: Examples at once, by `torch.func.vmap`. Default: all. Without a batching rule for an
+            operation, examples loop.
         **options: ``stand_ins`` (with a batching rule for attention) and ``remat``, as
             :class:`hoglib.Options` describes them.
     Returns:
         The losses [N], and the gradients, like params with a leading dimension of N.
     Raises:
         ArgumentValueError: for batch norm in train mode, and for losses that couple examples, such as
-            contrastive ones: an example alone has another loss.
+            contrastive losses: an example alone has a different loss.
     Shape:
         - losses: [N]
         - gradients: [N, *shape] for each parameter
@@ -125,7 +125,7 @@ def per_example_gradients(
 
 
 def scaled(rows: Tensor, factors: Tensor) -> Tensor:
-    """Each row times its factor. A row with the factor 0 becomes 0, because it may be 0 / 0."""
+    """Each row times its factor; 0 for the factor 0, even if the row is NaN (0 / 0)."""
     one = factors.to(rows).view(-1, *[1] * (rows.dim() - 1))
     return torch.where(one == 0, 0, rows * one)
 
@@ -165,8 +165,8 @@ def gradient_rows(
 
 
 def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
-    """Raise for a loss that couples examples; warn of a mean with another denominator than the number
-    of examples. Checked at the first batch of each shape."""
+    """Raise for a loss that couples examples; warn of a mean that does not divide by the number of
+    examples. Checked at the first batch of each shape."""
     validation.loss_function("loss", loss)
     check_norms(loss)
     own = as_dict(batch)
@@ -196,7 +196,7 @@ def _warn_of_weights(caller: str) -> bool:
 
 
 def _halves(loss: object, params: Tree, batch: object) -> Relation | None:
-    """How the loss of a batch follows from the losses of its halves."""
+    """The relation of the loss of a batch to the losses of its halves."""
     policy = Policy("per_example_gradients")
     with torch.inference_mode(False), ring(policy, loss, examine=False) as blocks:
         problem = Problem.of(policy, loss, params, batch).entered(blocks)
@@ -268,8 +268,8 @@ def per_example_gradient_products(loss: object, params: Tree, batch: object) -> 
 
         K_nm = <d l_n / d params, d l_m / d params>
 
-    They are computed as in `per_example_gradient_norms`, with the gradients of one layer in memory at a
-    time, and none of a linear layer that each example uses once.
+    Computed as in `per_example_gradient_norms`, with the gradients of one layer in memory at a time;
+    no gradients for a linear layer with one position per example.
 
     Args:
         loss: As for `per_example_gradient_norms`.
@@ -306,13 +306,13 @@ def _products_of(loss: object, params: Tree, batch: object, pairs: bool) -> Tens
 def _layer_by_layer(
     loss: object, params: Tree, batch: object, pairs: bool, factors: Tensor | None
 ) -> Tensor | None:
-    """Squared norms [N], or with pairs the products [N, N]; None if they cannot be taken from
-    layers."""
+    """Squared norms [N], or with pairs the products [N, N], from layers; None if a parameter is used
+    outside of known layers."""
     space = Space(params)
     space.refuse_sharded("per_example_gradient_products" if pairs else "per_example_gradient_norms")
     own = as_dict(batch)
     count = number_of_examples(own)
-    # Layers need the logits as outputs; records belong to the loss that the user passed.
+    # Layers need the logits as outputs; `owner`, the user's loss, keeps the records.
     owner, loss = loss, loss.with_logits() if hasattr(loss, "with_logits") else loss
     if not (hasattr(loss, "outputs") and isinstance(params, dict)):
         return None
@@ -326,7 +326,7 @@ def _layer_by_layer(
             if run.examples != count:
                 raise errors.ArgumentValueError("outputs: expected one for each example.")
         except errors.HoglibError as error:
-            # Errors of layers; errors of the loss will come again.
+            # An error about layers. An error of the user's code returns in the fallback.
             LOGGER.debug("%s: from the gradients of single examples, because of %s", CALLER, error)
             return None
         column = known.by_outputs(run.outputs()[0], loss, own, factors)
@@ -334,7 +334,7 @@ def _layer_by_layer(
         with torch.no_grad():
             shape = [count] * (2 if pairs else 1)
             total = torch.zeros(shape, dtype=run.dtype, device=run.device)
-            # An expert may get none of the examples.
+            # Skip layers without rows, such as an expert without examples.
             for layer in (one for one in run.layers if any(call.rows for call in one.calls)):
                 total += _products(layer, gradients, run, pairs)
     return total.to(space.dtype)
@@ -342,30 +342,28 @@ def _layer_by_layer(
 
 @dataclass
 class _Compared:
-    """What earlier calls of a loss found, at batches of some shapes. Found again at the first call,
-    the second, the fourth, and so on, and if the data leads to other operations."""
+    """The record of earlier calls of a loss at batches of these shapes. Calls 1, 2, 4, 8, ... compare
+    again, and calls in which the data leads to other operations."""
 
-    calls: int = 0  # number of calls so far
-    order: RowOrder | None = None  # how to read the layers, once compared with autograd
-    operations: tuple[str, ...] = ()  # the operations of the run that was compared
-    is_mean: bool = False  # examples' gradients by outputs are N times the batch's
+    calls: int = 0
+    order: RowOrder | None = None  # how to read the layers, after a comparison with autograd
+    operations: tuple[str, ...] = ()  # the operations of the compared run
+    is_mean: bool = False  # the gradient by an example's outputs is N times the batch's gradient
 
     @staticmethod
     def at(loss: Any, problem: Problem) -> "_Compared":
-        """The record for a loss and the shapes of a problem; empty if it is due to be found
-        again."""
+        """The record for a loss and the shapes of a problem; empty if this call compares again."""
         shapes = [(x.shape, x.dtype) for x in pytree.tensors((problem.leaves, problem.args))]
         modules = getattr(loss, "model", nn.Identity()).modules()
         key = CALLER, problem.structure, *shapes, *(module.training for module in modules)
         known = memoize_on(loss, key, _Compared) or _Compared()
         known.calls += 1
-        # calls 1, 2, 4, 8, ...: compare again
         if not known.calls & (known.calls - 1):
             known.order, known.is_mean = None, False
         return known
 
     def by_outputs(self, outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
-        """The gradient of each example's loss, times its factor, by its outputs."""
+        """The gradient of each example's loss, times the example's factor, by its outputs."""
 
         def of_batch() -> Vector:
             own = [y.clone().requires_grad_() for y in pytree.leaves(outputs) if pytree.is_float(y)]
@@ -384,7 +382,7 @@ class _Compared:
 
 
 def _run_of_layers(known: _Compared, problem: Problem, space: Space) -> ModelRun:
-    """The run of a model, with its layers compared with autograd in this call or an earlier one."""
+    """A run of the model, with its layers compared with autograd in this call or an earlier call."""
     if known.order is not None:
         run = ModelRun.of(problem, space, _OPTIONS, known.order)
         if not run.has_new_layers() and _operations(run) == known.operations:
@@ -400,7 +398,7 @@ def _operations(run: ModelRun) -> tuple[str, ...]:
 
 
 def _by_outputs(outputs: Any, loss: Any, batch: Any, factors: Tensor | None) -> Vector:
-    """The gradient of each example's loss, times its factor, by its outputs."""
+    """The gradient of each example's loss, times the example's factor, by its outputs."""
 
     def criterion(shifts: Vector, both: Any) -> Tensor:
         own, example = both
@@ -433,7 +431,7 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) ->
     if is_embedding(layer) and layer.layout.weight is not None:
         return _products_of_embedding(a[0], g[0], pairs)
     a, with_bias = a.to(run.dtype), layer.layout.bias is not None
-    # a bias is an input of 1, which adds 1 to each inner product of inputs
+    # a bias has the input 1, which adds 1 to each inner product of inputs
     if pairs:
         a, g = a.flatten(1, 2), g.flatten(1, 2)
         found = ((a @ a.mT).add_(with_bias) * (g @ g.mT)).sum(0)
@@ -446,24 +444,22 @@ def _products(layer: Layer, gradients: Gradients, run: ModelRun, pairs: bool) ->
 
 
 def _products_of_embedding(at: Tensor, g: Tensor, pairs: bool) -> Tensor:
-    """`_products` for an embedding, from the indices [N, T, 1] and the gradients of the rows
-    there."""
+    """`_products` for an embedding. at: the indices [N, T, 1]. g: the gradients by the embedded rows
+    [N, T, out]."""
     if not pairs:
-        same = (at == at.mT) & (at >= 0)  # [N, T, T]: one row of the table
+        same = (at == at.mT) & (at >= 0)  # [N, T, T]: positions with an equal index
         return ((g @ g.mT) * same).sum((1, 2))
     N, places, features = len(at), at.flatten(), g.flatten(0, 1)
     owner = torch.arange(N, device=at.device).repeat_interleave(g.shape[1])
-    seen, rows = places.unique(return_inverse=True)  # only the rows of the table that are used
+    seen, rows = places.unique(return_inverse=True)  # only the used rows of the table
     table = features.new_zeros(N * len(seen), features.shape[1])
     table.index_add_(0, owner * len(seen) + rows, features * (places >= 0).unsqueeze(1))
     return _products_of_rows(table.view(N, -1), True)
 
 
 def _by_gradients(layer: Layer, run: ModelRun, pairs: bool) -> bool:
-    """Whether a layer's gradients are fewer numbers than the products of its positions.
-
-    With T positions, T^2 > into out; for pairs, which need all products at once, N T^2 > into out.
-    """
+    """Whether a layer's gradients have fewer numbers than the products between its positions: with T
+    positions T^2 > into out; for pairs N T^2 > into out."""
     groups, out, into = layer.layout.sizes
     T = sum(call.rows for call in layer.calls) // run.examples
     if layer.layout.role.matrix == "elementwise":
@@ -477,7 +473,7 @@ def _products_of_rows(rows: Tensor, pairs: bool) -> Tensor:
     """The squared norms of rows, or with pairs their products."""
     if pairs:
         return rows @ rows.T
-    return torch.linalg.vector_norm(rows, dim=1).square()  # without a tensor of squares
+    return torch.linalg.vector_norm(rows, dim=1).square()  # no temporary tensor of squares
 
 
 @results.result
@@ -485,7 +481,7 @@ class NoiseScale(NamedTuple):
     """The noise of gradients.
 
     Attributes:
-        scale: tr S / |g|^2. In much smaller batches gradients are mostly noise.
+        scale: tr S / |g|^2. The gradient of a much smaller batch is mostly noise.
         variance: tr S, the summed variances of the gradient of one example.
         square: |g|^2, with g the gradient of the expected loss.
     """
@@ -500,8 +496,8 @@ def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
 
         B = tr S / |g|^2        tr S = sum_n |g_n - m|^2 / (N - 1)        |g|^2 = |m|^2 - tr S / N
 
-    with the gradients g_n of examples and their mean m; both parts are unbiased. If N is far too small,
-    |g|^2 may come out negative, and so may B.
+    with the gradients g_n of examples and their mean m; both estimates are unbiased. If N is far too
+    small, the estimate of |g|^2, and B, may be negative.
 
     Args:
         loss: The function ``loss(params, batch)``, a mean over examples.
@@ -540,7 +536,7 @@ def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
             count = total
     if count < 2:
         raise errors.ArgumentValueError(f"data: expected at least two examples, got {count}.")
-    scale = (count / weight) ** 2  # squares in units of the mean weight of an example
+    scale = (count / weight) ** 2  # gradients in units of the mean weight of an example
     variance = scale * spread / (count - 1)
     square = scale * mean.square().sum() - variance / count
     return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
@@ -591,14 +587,14 @@ def influence(
             KFACOperator of the training data: its factors are computed once for many calls.
         damping: As above: the weight decay that the parameters were trained with, or more.
         per_token: Return the scores of the tokens of language models (of the positions of any
-            cross-entropy), at the places of the logits that predict the tokens; 0 for an ignored
-            target. Each query takes a Jacobian-vector product of the logits, all of which are in
+            cross-entropy), at the positions of the logits that predict the tokens; 0 for an ignored
+            target. Each query takes a Jacobian-vector product of the logits of a batch, which are in
             memory. All batches must have one length.
         out: The path of a ``.npy`` file for the scores, which are returned as a memory map, in float32
-            at least. Rows are written in order. If the call is repeated, it goes on after the rows in
-            the file, in batches of any size. The file ``<out>.call`` beside it identifies the call (by
-            hashes of params, data and queries), and keeps the factors. Of an operator that you pass,
-            keep the ``state_dict()``: factors that are drawn again differ. Needs NumPy.
+            at least. Rows are written in order. A repeated call continues after the last written row,
+            with batches of any size. The file ``<out>.call`` identifies the call (by hashes of params,
+            data and queries), and keeps the factors. If you pass an operator, keep its
+            ``state_dict()``: a new draw gives different factors. Needs NumPy.
         tol: The tolerance of "cg", as in `LinearOperator.solve`.
         **options: Options of `hoglib.GGNOperator` or `hoglib.KFACOperator`, such as kind="exact" (by
             default the factors of wide outputs are drawn) and progress=True, which also counts batches;
@@ -607,12 +603,13 @@ def influence(
         The scores [train, query], with per_token [train, tokens, query], or [train] for query=None, in
         the order of the data.
     Raises:
-        ArgumentTypeError: for an option that the operator does not have.
-        ArgumentValueError: for a DataLoader that shuffles (nobody would know which row is whose), batch
-            norm in train mode, tol with another solver than "cg", an operator on other parameters, an
-            `out` of another call, and with per_token a loss without tokens.
-        OutputError: for an `out` that cannot be written, before anything is computed.
-        NonFiniteError: for an example with a gradient that is not finite.
+        ArgumentTypeError: for an unknown option of the operator.
+        ArgumentValueError: for a DataLoader that shuffles (rows could not be assigned to examples),
+            batch norm in train mode, tol with a solver other than "cg", an operator on other
+            parameters, an existing file `out` of another call, and with per_token a loss without
+            tokens.
+        OutputError: if `out` is not writable; raised before any computation.
+        NonFiniteError: for an example with NaN or infinity in its gradient.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017, equation 2.
         Grosse et al., Studying Large Language Model Generalization with Influence Functions, 2023,
@@ -679,7 +676,7 @@ def influence(
         space = shared if own is problem else Space(own.params(own.leaves))
         shape = [len(w), *([] if queries is None else [len(queries.weights)])]
         if per_token:
-            # The first batch tells how many positions the logits have.
+            # The first batch determines the number of positions.
             zero = torch.zeros(1, space.size, dtype=space.dtype, device=space.device)
             first = to_device(as_dict(next(iter(examples.data))), space.device)
             (slopes,) = _token_slopes(own.loss, space, zero, first, None)
@@ -694,8 +691,7 @@ def influence(
                 "solver": digest(pytree.leaves(fitted.state_dict())) if fitted else method,
                 "options": {**kept, "tol": tol, "progress": None},
             })  # fmt: skip
-            # an earlier call has written all rows
-            if file.done == len(w):
+            if file.done == len(w):  # complete
                 return file.scores
         scores = file.scores if file else torch.empty(shape, dtype=space.dtype, device=space.device)
         bar = ProgressBar("influence", options.get("progress", False), "batch")
@@ -719,12 +715,12 @@ def influence(
                 parts = queries.parts(own.loss, space, bar, lambda batch, weights: rows(batch))
                 for at, g in parts:
                     D[at] = g
-            # Columns of conjugate gradients share the passes over the data.
+            # One block for conjugate gradients: the columns share the passes over the data.
             for d in D.split(len(D) if method == "cg" else max(1, ROWS_AT_ONCE // space.size)):
                 d.copy_(solve(d.T).T)
         rows = partial(_token_slopes, own.loss, space, D) if per_token else rows
         for at, g in examples.parts(own.loss, space, bar, rows, file.done if file else 0):
-            # Both factors have the weight of the example; as a query it has none.
+            # Both gradients have the example's weight w; a query has no weight: divide once.
             if queries is None:
                 slopes = (g * solve(g.T).T).sum(1) / w.where(w > 0, 1)[at].to(g)
             else:
@@ -739,8 +735,7 @@ def influence(
 
 
 def _solve_whole(shared: Space, solve: Callable[[Tensor], Tensor], columns: Tensor) -> Tensor:
-    """Solve for whole columns [P, k], equal in all processes, by a solver of this process's
-    parts."""
+    """Solve for whole columns [P, k], equal in all processes, by a solver of sharded vectors."""
     parts = shared.add_rows(columns.T * shared.placement.weight)
     return shared.whole_rows(solve(parts.T).T).T
 
@@ -750,18 +745,18 @@ class Examples(NamedTuple):
 
     name: str  # "train" or "query", for messages
     data: Iterable[Any]  # the batches
-    weights: Tensor  # what each example adds to the denominator of a mean, [N]
+    weights: Tensor  # [N], the summands of the denominator of a mean
     digest: str  # a hash of the examples, equal for batches of any size
 
     @classmethod
     def of(cls, name: str, loss: Any, data: Any, hashed: bool) -> "Examples":
-        """Count the examples in a pass; hashed: whether to hash them."""
+        """Count the examples in a pass. hashed: also hash them."""
         batches, weights, found = [data] if is_batch(data) else data, [], []
         for batch in map(as_dict, batches):
             count, counts = number_of_examples(batch), example_counts(loss, batch)
             ones = torch.ones(count, dtype=torch.float64, device="cpu")
             weights.append(ones if counts is None else counts)
-            # by example, so that the hash does not depend on the size of batches
+            # one hash for each example: the digest must not depend on the size of batches
             rows = (pytree.rows(batch, count, n, n + 1) for n in range(count if hashed else 0))
             found += [digest(pytree.tensors(row)) for row in rows]
         if not weights:
@@ -786,7 +781,7 @@ class Examples(NamedTuple):
                 first = min(max(done - at, 0), count)
                 at += first
                 bar.advance(first / count)
-                if first == count:  # all of its rows are in the file
+                if first == count:  # the file has all rows of this batch
                     continue
                 own = to_device(pytree.rows(batch, count, first, count), space.device)
                 check_apart(loss, space.params, own, caller)
@@ -806,7 +801,7 @@ class Examples(NamedTuple):
 def _token_slopes(loss: Any, space: Space, D: Tensor, batch: Any, weights: Any) -> Iterable[Tensor]:
     """The derivatives of the losses of single tokens along d_q, [n, T, Q].
 
-    <d l_n / d f_nt, (J d_q)_nt>        with the logits f_nt of position t, and their Jacobian J
+    <d l_n / d f_nt, (J d_q)_nt>        f_nt the logits at position t, J the Jacobian of the logits
     """
     loss = loss.with_logits() if hasattr(loss, "with_logits") else loss
     with torch.no_grad():
@@ -828,7 +823,7 @@ def check_same(K: KFACOperator, space: Space) -> None:
 
 def warn_of_other_values(K: KFACOperator, space: Space) -> None:
     """Warn if the operator was computed at other values of the parameters."""
-    K.blocks()  # at the first use this computes them
+    K.blocks()  # computes the factors at the first use
     if K.computed_at not in (None, sums_and_norms(space.leaves())):
         warn(
             "influence: expected factors that were computed at these values of params, got a "

@@ -89,8 +89,8 @@ class FisherMetric(OutputMetric):
             "bernoulli" (logits), "gaussian" (unit variance), "poisson" (log rates).
         reduction: "mean" or "sum" over the terms.
         num_samples: Draws for each example, for "mc".
-        generator: Makes the draws, for "mc"; None is torch's own.
-        seed: Takes the place of the generator, if given.
+        generator: Makes the draws, for "mc"; None is torch's own generator.
+        seed: Seeds a new generator for each batch, in place of `generator`.
     """
 
     kind: str = "exact"
@@ -112,14 +112,14 @@ class FisherMetric(OutputMetric):
 
     @property
     def counting(self) -> Counting:
-        """What the mean in M counts: the number that it divides by."""
+        """The denominator of the mean in M."""
         if self.kind == "empirical":
             return "examples"
         return "criterion" if self.likelihood is None else "terms"
 
     def at(self, composite: CompositeLoss, outputs: Vector) -> MetricMap:
         validation.refuse_transforms(composite.policy.caller, LOOP)
-        # a loss may have its own Fisher matrix, as of language models
+        # a loss may have a closed form, such as `language_model_loss`
         closed_form = getattr(composite.loss, "fisher", None)
         if closed_form is not None:
             self._check_closed_form(composite.policy.caller)
@@ -146,8 +146,8 @@ class FisherMetric(OutputMetric):
             )
 
     def scores(self, composite: CompositeLoss, outputs: Vector) -> "Scores":
-        """The vectors with the squares that sum to M at these outputs, for "mc" and "empirical".
-        Raises what `fisher_metric` raises."""
+        """Vectors s with M = weight * sum of s s^T at these outputs, for "mc" and "empirical". Raises
+        the errors of `fisher_metric`."""
         validation.refuse_transforms(composite.policy.caller, LOOP)
         at = _Outputs(composite.with_values(outputs), composite.batch)
         with _output_ring(at.own[0]):
@@ -163,7 +163,7 @@ class FisherMetric(OutputMetric):
 
     def seeded(self) -> "FisherMetric":
         """The metric with a seed from the generator: every product then has equal samples."""
-        # A matrix that changes from product to product has no eigenvalues, and no solver converges.
+        # With new samples at each product no solver converges.
         if not self.random:
             return self
         where = torch.device("cpu") if self.generator is None else self.generator.device
@@ -171,7 +171,7 @@ class FisherMetric(OutputMetric):
         return replace(self, seed=int(drawn))
 
     def for_batch(self, number: int) -> "FisherMetric":
-        # Seeded by the number of the batch: each process draws what one process alone would.
+        # Seeded by the batch's number: the samples do not depend on the number of processes.
         return self if self.seed is None else replace(self, seed=self.seed + number)
 
     def random_numbers(self, device: torch.device) -> Generator | None:
@@ -187,9 +187,9 @@ def fisher_metric(options: FisherMetric, loss: object, outputs: Tree, batch: obj
     M is linear, symmetric and positive semi-definite, and holds nothing larger than num_samples times
     the outputs. It may be called any number of times, also under vmap; samples are drawn once, here.
     Outputs in half precision are computed in float32. Products carry no graph. Raises
-    ArgumentValueError for a likelihood that is not known or has no Fisher matrix, NonFiniteError for
-    outputs that are not finite, and UnsupportedError for "exact" if torch has no KL divergence, or
-    one with a second derivative that is not the Fisher matrix.
+    ArgumentValueError for an unknown likelihood or a likelihood without a Fisher matrix, NonFiniteError
+    for NaN or infinity in outputs, and UnsupportedError for "exact" if torch has no KL divergence, or
+    its second derivative is not the Fisher matrix.
     """
     at = _Outputs(outputs, batch)
     with _output_ring(at.own[0]):
@@ -219,9 +219,9 @@ class _Outputs:
     """The outputs of a model at a batch.
 
     Attributes:
-        own: Their floating-point tensors as leaves, in float32 at least; they must be real and finite.
-        constant: The outputs without a graph, with the values of own.
-        dtypes: The dtypes of the outputs themselves.
+        own: The floating-point outputs as leaves, real and finite, in float32 at least.
+        constant: The outputs in their structure, without a graph, with the values of own.
+        dtypes: The original dtypes of own.
         batch: The batch.
     """
 
@@ -268,7 +268,7 @@ def _distribution(
     p = likelihoods.make_distribution(chosen, constant)
     weight = likelihoods.weight(chosen, p, options.reduction)
     if options.likelihood is not None and options.reduction == "mean" and value_checks_on():
-        # No warning for a criterion that refuses half of the coordinates.
+        # Suppressed: the criterion may refuse half of the coordinates.
         with suppress(AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError):
             memoize_on(loss, ("terms", p.batch_shape), lambda: _warn_of_terms(loss, p, at))
     return chosen, p, weight
@@ -277,16 +277,15 @@ def _distribution(
 def _warn_of_terms(loss: Any, p: D.Distribution, at: _Outputs) -> bool:
     """Warn of a distribution with a term for each coordinate, if the loss sums over coordinates.
 
-    This compares the loss with its values for the halves of the coordinates, of the outputs and of
-    targets shaped like the terms.
+    The loss is compared with the losses of both halves of the coordinates, of outputs and targets.
     """
     count, targets, shape = p.batch_shape[1:].numel(), loss.targets(at.batch), p.batch_shape
     given = any(x.shape == shape for x in pytree.tensors(targets))
     joint = p.event_shape or isinstance(p, D.Independent)
-    # one coordinate, other targets, joint or discrete distributions: nothing to warn of
+    # no warning for one coordinate, targets of other shapes, joint or discrete distributions
     if count < 2 or not given or joint or getattr(p.support, "is_discrete", False):
         return True
-    # A mean over coordinates is the mean of its halves; a sum is not.
+    # A mean over coordinates is the mean of the losses of the halves; a sum is not.
     half, width = shape[-1] // 2, shape[-1]
 
     def value(start: int, end: int) -> float:
@@ -332,9 +331,9 @@ def _exact(likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outpu
         product = torch.autograd.grad(used, own, along, retain_graph=True, allow_unused=True)
         return materialize_grads(list(product), own)
 
-    if not value_checks_on():  # captured: no values to check
+    if not value_checks_on():  # in a captured graph there are no values to check
         return metric
-    # Some errors come only with the second derivative
+    # Some errors are raised only by the second derivative.
     with likelihoods.translate_divergence_errors(q):
         for part in (*used, *metric([torch.ones_like(leaf) for leaf in own])):
             validation.finite("KL(p || p)", part, "Its derivatives are not finite at p.", late=True)
@@ -351,8 +350,8 @@ def _scores(options: FisherMetric, loss: object, at: _Outputs) -> Scores:
 def _sampled(
     options: FisherMetric, likelihood: Likelihood, p: D.Distribution, weight: Weight, at: _Outputs
 ) -> Scores:
-    """The scores of drawn targets. Terms are independent, and their scores have mean zero: the
-    squared sum over any group of terms is, on average, the sum of their squares."""
+    """The scores of drawn targets, summed over the terms of an example: terms are independent with mean
+    score zero, so E[(sum_t s_t) (sum_t s_t)^T] = sum_t E[s_t s_t^T]."""
     family, count, own = likelihood.family, options.num_samples, at.own
     random = options.random_numbers(own[0].device)
     if family is not None:
@@ -393,7 +392,7 @@ def _empirical(options: FisherMetric, loss: Any, at: _Outputs) -> Scores:
             "criterion(outputs, batch): expected a value that depends on the outputs, got one that "
             "does not; look for .detach(), .item() or a torch.no_grad() in it."
         )
-    # Criteria of the table are sums or means over examples.
+    # Criteria in `CRITERIA` are sums or means over examples.
     if row is None and not one and value_checks_on():
         _refuse_coupled(loss, at)
     gradient = torch.autograd.grad(value, own, allow_unused=True, materialize_grads=True)
@@ -418,7 +417,7 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
         with torch.no_grad():
             return loss.criterion(pytree.filled(rest, others), batch)
 
-    # Split along with the batch, it tells which rows of the outputs a half has.
+    # `compare_halves` splits the index, too: it tells the rows of a half.
     index = torch.arange(row_count(outputs) or 0, device=at.own[0].device)
     key = tuple(x.shape for x in (*at.own, *pytree.tensors(at.batch)))
     find = lambda: compare_halves(value, (outputs, at.batch, index)) or "unknown"  # noqa: E731
@@ -431,8 +430,8 @@ def _refuse_coupled(loss: Any, at: _Outputs) -> None:
 
 
 def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
-    """M u = weight sum_sn s_sn (s_sn . u_n) for scores [S, *leaf]; n are the examples, or one
-    group."""
+    """M u = weight sum_sn s_sn (s_sn . u_n) for scores [S, *leaf]; n runs over the examples, or is one
+    group of all."""
     samples = scores[0].shape[0]
     groups = scores[0].shape[1] if by_example else 1
     flat = [s.reshape(samples, groups, s[0].numel() // max(groups, 1)) for s in scores]
@@ -447,7 +446,7 @@ def _outer_products(scores: Vector, weight: Weight, by_example: bool) -> Metric:
     return metric
 
 
-MOST = 2**28  # at most so many numbers in the blocks of M, without a closed form
+MOST = 2**28  # without a closed form, the blocks of M may have so many numbers
 
 
 def examples_of(composite: CompositeLoss, outputs: Vector) -> int:
@@ -470,8 +469,8 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
     """The vectors s_c, with M = sum_c s_c s_c^T.
 
     For kind="exact" without a likelihood, M is the Hessian of the criterion by the outputs. Raises
-    ArgumentValueError for an M that is not positive semi-definite, and for outputs with several rows
-    of an example.
+    ArgumentValueError unless M is positive semi-definite, and for outputs with several rows of an
+    example.
     """
     values, known = [y.detach() for y in outputs], None
     if metric.likelihood is None and metric.kind != "empirical":
@@ -482,7 +481,7 @@ def columns(metric: FisherMetric, composite: CompositeLoss, outputs: Vector) -> 
         return
     if metric.kind != "exact":
         scores, weight, _ = metric.scores(composite, values)
-        # squares of columns sum to M: the square root of the weight
+        # M = sum of s_c s_c^T: each factor s_c has the square root of the weight
         factor = weight.sqrt() if isinstance(weight, Tensor) else sqrt(weight)
         for draw in range(len(scores[0])):
             yield [factor * part[draw] for part in scores]
@@ -548,7 +547,7 @@ def _class_columns(
 def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -> Iterator[Vector]:
     """Draws s_n = sum over c of e_nc s_nc / sqrt(S) with independent signs e, E[s s^T] = M / S.
 
-    For a criterion without a known likelihood; it need not be a likelihood.
+    For a criterion without a known likelihood; the criterion may be no log-likelihood at all.
     """
     examples, draws = examples_of(composite, ys), metric.num_samples
     random = metric.random_numbers(ys[0].device)
@@ -556,7 +555,7 @@ def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) 
     totals = [y.new_zeros((draws, *y.shape)) for y in ys]
     for column in _dense_columns(metric, composite, ys):
         bits = torch.randint(2, (draws, examples), generator=random, device=device)
-        # Bits are drawn on the generator's device: equal signs on every device.
+        # The generator's device draws the bits, so signs do not depend on the device of ys.
         signs = (2 * bits - 1).to(ys[0].device) / sqrt(draws)
         for total, part in zip(totals, column, strict=True):
             shape = [examples, *[1] * part.dim()][: part.dim()]
@@ -566,7 +565,7 @@ def _random_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) 
 
 
 def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -> Iterator[Vector]:
-    """The columns of the square root of each block, which is computed by products with M."""
+    """The columns of the square root of each block; products with M give the blocks."""
     examples = examples_of(composite, ys)
     sizes = [y.numel() // max(examples, 1) for y in ys]
     total = sum(sizes)
@@ -581,7 +580,7 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
     found, fault = _judged_blocks(chosen, composite, ys)
     if fault:
         raise ArgumentValueError(f"{composite.policy.caller}(kind={metric.kind!r}): {fault}")
-    # negative eigenvalues were found to be rounding
+    # `_judged_blocks` found negative eigenvalues to be rounding
     root = found.Q * found.eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
     for i in range(total):
         column = found.like_outputs(root[:, :, i])
@@ -591,11 +590,11 @@ def _dense_columns(metric: FisherMetric, composite: CompositeLoss, ys: Vector) -
 def _judged_blocks(
     chosen: OutputMetric, composite: CompositeLoss, ys: Vector
 ) -> tuple["_Blocks", str | None]:
-    """The blocks of M, and a message on their fault, or None."""
+    """The blocks of M, and the end of an error message if they have no square root, or None."""
     found = _Blocks(chosen, composite, ys)
     fault = found.fault()
-    # If all examples are fitted, p - p^2 with p near 1 is rounding, which looks like a fault. float64
-    # tells them apart, unless the criterion has float32 tensors of its own and refuses.
+    # If a softmax fits all examples, p - p^2 with p near 1 is rounding, which looks like a fault.
+    # float64 decides, unless the criterion holds float32 tensors and raises.
     for exact in ([y.double() for y in ys], ys) if fault else ():
         with suppress(HoglibError, RuntimeError, TypeError, ValueError):
             dtype = composite.criterion(*exact).dtype
@@ -622,7 +621,7 @@ class _Blocks:
         for i in range(total):
             unit = wide.new_zeros((examples, total))
             unit[:, i] = 1
-            # One product gives column i of all blocks.
+            # one product gives column i of all blocks
             self._blocks[:, :, i] = self._product(unit)
         self.eigenvalues, self.Q = symmetric_eigen(self._blocks)
 
@@ -643,11 +642,10 @@ class _Blocks:
         return of_rows
 
     def fault(self, criterion_dtype: torch.dtype | None = None) -> str | None:
-        """Why these blocks have no square root that gives M, as the end of a message; None if they
-        have.
+        """The end of an error message if M is not block-diagonal or not positive semi-definite, else
+        None.
 
-        criterion_dtype: Allow for rounding, in this dtype, of terms of M that cancel at these
-        outputs.
+        criterion_dtype: Allow for rounding in this dtype of terms of M that cancel at these outputs.
         """
         random = torch.Generator().manual_seed(0)
         u = torch.randn(
@@ -659,7 +657,7 @@ class _Blocks:
             rule, sizes = DIGITS, [self._size_of_terms(u)]
         elif dtype in HALF_DTYPES:
             rule = Rule(10)
-        # If M couples examples, its product with all of them differs from the products of the blocks.
+        # If M couples examples, its product differs from the products with the blocks.
         whole, apart = self._product(u), (self._blocks @ u.unsqueeze(-1)).squeeze(-1)
         coupled = len(u) > 1 and not agree(whole, apart, rule, dtype=dtype, terms=sizes)
         if coupled and bool(whole.isfinite().all()):
@@ -681,10 +679,9 @@ class _Blocks:
     def _size_of_terms(self, u: Tensor) -> float:
         """The largest t |M(t outputs) u| for some t < 1.
 
-        At outputs that fit all examples a softmax is one-hot, and M vanishes; at smaller outputs it
-        does not. Not at t = 0: the Hessian of a criterion that normalises its outputs is infinite
-        there, so that anything would pass for rounding; at t outputs it is at most 1 / t times as
-        large as at the outputs.
+        If a softmax fits all examples it is one-hot, and M vanishes; at t outputs M does not. Not at
+        t = 0: the Hessian of a criterion that normalises its outputs is infinite there, so any error
+        would count as rounding. At t outputs this Hessian is at most 1 / t times as large.
         """
         found = [0.0]
         for t in SHRUNK:

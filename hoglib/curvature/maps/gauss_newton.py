@@ -63,16 +63,16 @@ class OutputMetric(ABC):
     """The matrix M on the outputs, before its point is given; equality and hash as for
     `CurvatureKind`."""
 
-    seed: int | None = None  # makes every product draw equal random numbers
+    seed: int | None = None  # with a seed, every product draws equal random numbers
 
     @property
     def random(self) -> bool:
-        """Whether random numbers are drawn for each batch."""
+        """Whether M draws random numbers for each batch."""
         return False
 
     @property
     def counting(self) -> Counting:
-        """What the mean in M counts: the number that it divides by."""
+        """The denominator of the mean in M."""
         return "criterion"
 
     @abstractmethod
@@ -80,12 +80,12 @@ class OutputMetric(ABC):
         """(u, keep_graph) -> M u at these outputs."""
 
     def for_batch(self, number: int) -> "OutputMetric":
-        """The metric for the batch with this number, which decides its random numbers."""
+        """The metric for batch `number`; the number seeds its random numbers."""
         return self
 
 
 def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
-    """Raise for a criterion that is linear in the outputs: its Hessian is zero."""
+    """Raise for a criterion linear in the outputs: its Hessian is zero."""
     if hessian.gradient is not None and hessian.gradient.has_no_graph:
         raise errors.ArgumentValueError(
             f"{policy.caller}: expected a criterion that is not linear in the model's outputs, got "
@@ -101,19 +101,19 @@ class CriterionHessian(OutputMetric):
     def at(self, composite: "CompositeLoss", outputs: Vector) -> MetricMap:
         policy, inside = composite.policy, torch_internals.transforms_active()
         closed_form = getattr(composite.loss, "gauss_newton", None)
-        if closed_form is not None:  # a loss with its own closed form, as of language models
+        if closed_form is not None:  # a loss with a closed form, such as `language_model_loss`
             product = closed_form(composite.with_values(outputs), composite.batch)
             if not (policy.create_graph or inside):
                 product = torch.no_grad()(product)
             return lambda u, keep_graph: product(u)
         if composite.mode == DIFFERENCES:
             if not inside:
-                # No error here: this mode is for criteria that autograd cannot differentiate twice.
+                # Suppressed: this mode also takes criteria without a second derivative in autograd.
                 with suppress(errors.NoSecondDerivative):
                     _refuse_linear(reverse_over_reverse(composite.criterion_at(outputs)), policy)
             gradient = finite_differences.gradient_function(composite.criterion)
             return lambda u, keep_graph: directional_derivative(gradient, outputs, u)
-        # autograd.grad does not see torch.func's levels.
+        # autograd.grad ignores torch.func's levels.
         linearize = forward_over_reverse if inside else reverse_over_reverse
         hessian = linearize(composite.criterion_at(outputs))
         _refuse_linear(hessian, policy)
@@ -141,7 +141,7 @@ class GaussNewtonKind(CurvatureKind):
         composite = CompositeLoss(problem, self.metric, self.mode)
         if torch_internals.transforms_active():
             return by_torch_func(composite)
-        # Compiled blocks have no forward mode; several vectors share the graph of reverse mode.
+        # Compiled remat blocks have no forward mode; several vectors share the graph of reverse mode.
         several = several or problem.policy.compiles_blocks
         if self.mode == "reverse" or (self.mode == "auto" and several):
             return double_reverse(composite)
@@ -176,7 +176,8 @@ class GaussNewtonKind(CurvatureKind):
 class CompositeLoss:
     """A loss as criterion(outputs(leaves)) at one batch, with the metric M on the outputs.
 
-    problem: the loss at the batch, with policy and leaves. mode: how J v is computed.
+    problem: The loss at the batch, with policy and leaves.
+    mode: How J v is computed.
     """
 
     def __init__(self, problem: Problem, metric: OutputMetric, mode: str) -> None:
@@ -186,9 +187,9 @@ class CompositeLoss:
         self._last: Any = None  # the outputs of the last run, in the model's structure
 
     def outputs(self, leaves: Vector) -> Vector:
-        """The floating-point tensors among the outputs; all others are constants."""
+        """The floating-point tensors among the outputs; all other outputs are constants."""
         batch = self.batch
-        # Clones: the model runs several times, and may change its batch in place
+        # Clones: the model runs several times, and may change its batch in place.
         if self.mode == DIFFERENCES:
             batch = pytree.map_tensors(torch.clone, batch)
         # Without create_graph, J^T M J v differentiates the model's Functions only once.
@@ -215,8 +216,8 @@ class CompositeLoss:
         return pytree.filled(self._last, values)
 
     def criterion(self, *values: Tensor) -> Tensor:
-        """The loss of these floating-point tensors among the outputs."""
-        # Clones: a criterion may work in place, which autograd refuses for leaves.
+        """The criterion at the last outputs, with these values as the floating-point tensors."""
+        # clone: a criterion may work in place, which autograd refuses for leaves.
         value = self.loss.criterion(self.with_values([y.clone() for y in values]), self.batch)
         return validation.scalar("criterion(outputs, targets)", value)
 
@@ -226,8 +227,8 @@ class CompositeLoss:
         return Problem(self.policy, lambda values: self.criterion(*values), structure, outputs, ())
 
     def with_value(self, run: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The results of run, which returns outputs first, and their loss: a mean over the processes
-        that share the parameters."""
+        """run() and the loss: (outputs, ..., loss). The loss is the mean over the processes that share
+        the parameters."""
         found: tuple[Any, ...] = ()
 
         def value() -> Tensor:
@@ -237,18 +238,18 @@ class CompositeLoss:
                 return self.criterion(*found[0])
             return without_graph(lambda: self.criterion(*found[0]))
 
-        of_all = self.problem.placement.mean_of(value)  # sets found
+        of_all = self.problem.placement.mean_of(value)  # calls value(), which sets found
         return (*found, of_all)
 
     def checked_outputs(self, p: Vector, twice: bool = True) -> tuple[Any, ...]:
-        """The outputs at p, copies of the leaves, and their loss."""
+        """(outputs, loss) at p, from `fresh_leaves`."""
         return self.with_value(lambda: (self.checked(self.outputs(p), twice),))
 
     def checked(self, outputs: Vector, twice: bool = True) -> Vector:
-        """The outputs; raises if their graph lacks a second derivative, or leads to the parameters
-        besides p.
+        """The outputs; raises if their graph has no second derivative, or contains the original
+        parameters.
 
-        twice: whether the outputs are differentiated twice.
+        twice: The outputs are differentiated twice.
         """
         ys = with_graph(outputs)
         check_depends(ys)
@@ -256,8 +257,7 @@ class CompositeLoss:
         if twice:
             check_custom_functions(graph, self.policy.caller)
         if not self.policy.create_graph:
-            # A model that also uses its parameters directly would silently lose a part of the
-            # product.
+            # If the model also read its own parameters, a part of the product would be missing.
             check_uses_given_params(graph, self.leaves, self.policy.caller)
         return outputs
 
@@ -279,8 +279,8 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         tangents, weighted, product = products(vector, keep_graph)
-        # J v comes from the graph of J^T u, and J^T u from the model's graph: this shows a part that
-        # one of the two lost.
+        # J v comes from the graph of J^T u, and J^T u from the model's graph: the comparison shows if
+        # one of the two graphs lost a part.
         sides = (vector, product), (tangents, weighted)
         if not are_adjoint(loss, *sides, jacobian.parts, placement):
             raise detached(caller)
@@ -298,7 +298,7 @@ def double_reverse(composite: CompositeLoss) -> LinearMap:
 
 
 def forward_then_reverse(composite: CompositeLoss) -> LinearMap:
-    """J^T (M (J v)), with J v in forward mode along with the outputs. Nothing is kept between
+    """J^T (M (J v)): one run in forward mode gives the outputs and J v. Nothing is kept between
     products."""
     caller, create_graph = composite.policy.caller, composite.policy.create_graph
     loss, placement = composite.problem.loss, composite.problem.placement
@@ -373,7 +373,7 @@ def differences_of_outputs(problem: Problem, metric: OutputMetric) -> LinearMap:
 
 
 def transposed_product(outputs: Vector, p: Vector, u: Vector, policy: Policy, keep: bool) -> Vector:
-    """J^T u, with zeros for leaves that no output uses. Outputs without a graph are constants."""
+    """J^T u, with zeros for unused leaves. Outputs without a graph are constants."""
     parts = vjp(outputs, p, u, policy.caller, keep, policy.create_graph)
     return materialize_grads(parts, p)
 

@@ -1,5 +1,4 @@
-"""J v: the derivative of a function of tensors along a vector, in forward mode or by two backward
-passes."""
+"""J v: the derivative of a function along a vector, in forward mode or by two backward passes."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -34,14 +33,14 @@ from hoglib.verification.function_rules import offers_jvp
 from hoglib.verification.subject import is_users_own
 
 Tree = Any
-T = TypeVar("T")  # a tensor, or a pytree of them
+T = TypeVar("T")  # a pytree of tensors
 FORWARD, REVERSE = "forward", "reverse"
 CALLER = "jvp"
-OPERATOR = "JacobianOperator"  # the caller without modes
+OPERATOR = "JacobianOperator"  # a caller without the option mode
 
 
 def _like_jvp(value: object, *given: Any) -> Any:
-    """What `jvp` looks like to torch.compile: the value, and tensors like it."""
+    """Example results of `jvp` for torch.compile: the value, and tensors like the value."""
     return value, pytree.map(torch.clone, value)
 
 
@@ -88,8 +87,8 @@ def jvp(
             without a jvp, a checkpoint, or while another thread is in forward mode, which torch has
             once per process). Inside torch.func transforms "auto" is "forward".
         **options: How func is evaluated, as :class:`hoglib.Options` describes it. The backward of a
-            compiled call is a second graph, in which func runs again; `hoglib.compiled_loss` of a loss
-            that calls this function compiles both as one.
+            compiled call is a second graph, which runs func again; `hoglib.compiled_loss` of a loss
+            that calls this function compiles both as one graph.
     Returns:
         The pair (y, t), in the order of `torch.func.jvp`; t has the structure of y. An integer tensor
         has a tangent of zeros.
@@ -224,7 +223,8 @@ def by_forward(f: Callable[..., Vector], leaves: Vector, vector: Vector) -> tupl
             raise _independent_error()
         return tuple(values)
 
-    # Below the stand-ins: hoglib's functions suspend these only if they are the innermost mode.
+    # NoGradStopsForwardAD goes below the stand-ins: hoglib's functions suspend stand-ins only if they
+    # are the innermost mode.
     stand_ins = ActiveStandIns()
     with (
         torch_forward_mode.one_thread_in_forward_mode(CALLER),
@@ -248,8 +248,8 @@ def _refuse_checkpoint() -> None:
 
 
 def _refuse_own_jvp(function: Any, args: tuple[Any, ...]) -> None:
-    """Raise for a user's Function with its own jvp under two levels of forward mode: torch takes the
-    second derivative of such a jvp for zero."""
+    """Raise for a user's Function with its own jvp under two levels of forward mode: torch returns zero
+    for the second derivative."""
     function, args, by = torch_internals.outside_transforms(function, args)
     if function is torch_internals.SAVES_INPUTS:
         _refuse_checkpoint()
@@ -288,20 +288,21 @@ def by_reverse(
     tangents = jacobian.jvp(vector, create_graph, create_graph)
     if not jacobian.agrees(function, vector, tangents):
         raise detached(CALLER)
-    if not create_graph:  # drop the graph, which leads to the leaves made here
+    if not create_graph:  # drop the graph: it ends at the leaves p made above
         values, tangents = [y.detach() for y in values], [t.detach() for t in tangents]
     return values, tangents
 
 
 @final
 class TransposedJacobian:
-    """J^T u with a graph by the cotangents u: its derivative by u along v is J v.
+    """J^T u with a graph to the cotangents u: the derivative by u, along v, is J v.
 
-    outputs: with a graph by the leaves p. caller: for messages.
+    outputs: Outputs with a graph to the leaves p.
+    caller: For messages.
 
     Attributes:
-        unused: The numbers of the leaves that no output uses.
-        parts: J^T u for each other leaf.
+        unused: The indices of the leaves that no output uses.
+        parts: J^T u for each used leaf.
     """
 
     def __init__(
@@ -310,12 +311,12 @@ class TransposedJacobian:
         self._caller, self._outputs = caller, outputs
         ys = with_graph(outputs)
         self._us = [_distinct_cotangent(y).requires_grad_() for y in ys]
-        # Without create_graph only the derivative by u is taken, and a backward is linear in u.
+        # Without create_graph only the derivative by u is taken: first order in the model's Functions.
         once = AMBIENT.examination._replace(first_order=not create_graph)
         with inside(examination=once):
             by_u = vjp(ys, p, self._us, caller, create_graph=True)
         if any(part is not None and not part.requires_grad for part in by_u):
-            raise detached(caller)  # J^T u is linear in u: a part without a graph was detached
+            raise detached(caller)  # J^T u is linear in u, so it has a graph unless detached
         self.unused = tuple(i for i, part in enumerate(by_u) if part is None)
         self._used = [i for i, part in enumerate(by_u) if part is not None]
         self.parts = [part for part in by_u if part is not None]
@@ -328,26 +329,27 @@ class TransposedJacobian:
         return materialize_grads(found, self._outputs)
 
     def agrees(self, func: Callable[..., Any], vector: Vector, tangents: Vector) -> bool:
-        """Whether <v, J^T u> = <J v, u>. func: the function that J belongs to."""
+        """Whether <v, J^T u> = <J v, u>. func: the differentiated function; checks are counted for
+        it."""
         along = [part for y, part in zip(self._outputs, tangents, strict=True) if y.requires_grad]
         given = [vector[i] for i in self._used]
         return are_adjoint(func, (given, self.parts), (along, self._us), self.parts)
 
 
 def with_graph(outputs: Vector) -> Vector:
-    """The outputs with a graph, which depend on the leaves."""
+    """The outputs with a graph; outputs without a graph are constants."""
     return [y for y in outputs if y.requires_grad]
 
 
 def _distinct_cotangent(y: Tensor) -> Tensor:
-    """A cotangent without equal elements: equal ones cancel for a softmax."""
+    """A cotangent with unequal elements: equal elements cancel for a softmax."""
     weights = torch.linspace(1, 2, max(y.numel(), 1), device=y.device)[: y.numel()]
     return weights.to(y.dtype).reshape(y.shape)
 
 
-# A Function may compute its gradient in float32 for any dtype; a lost part is larger.
+# The least rtol: a Function may compute its gradient in float32 for any dtype. A lost part is larger.
 SINGLE = 1e-6
-UNDERFLOW = 1e-30  # smaller sums of float32 products say nothing
+UNDERFLOW = 1e-30  # a smaller sum of float32 products may have underflowed
 
 
 Pair = tuple[Vector, Vector]  # the two sides of an inner product
@@ -361,16 +363,17 @@ def are_adjoint(
     placement: Placement = UNSHARDED,
     mode: str = REVERSE,
 ) -> bool:
-    """Whether <v, J^T w> = <J v, w>; not so if either product lacks a part.
+    """Whether <v, J^T w> = <J v, w>; False if J v or J^T w lacks a part.
 
-    The check costs inner products of all leaves, and a device has to wait for them. On a device the
-    first call of a function at these shapes is checked, on a CPU calls 1, 2, 4, 8, ... Every call on
-    a CPU is checked if processes share v, and in forward mode: a tangent that is not the derivative
-    of the gradient (padding_idx) shows for some vectors and batches only.
+    The check costs inner products of all leaves, and a synchronization of a device. On a device it
+    runs at the first call of a function at these shapes, on a CPU at calls 1, 2, 4, 8, ... On a CPU it
+    runs at every call if processes share v, and in forward mode: tangents that disagree with the
+    gradient (padding_idx) show for some vectors and batches only.
 
-    inputs, outputs: the pairs (v, J^T w) and (J v, w). graphs: tensors with graphs that show the
-    dtypes in which J and J^T are computed. placement: of v and J^T w over processes, which all come
-    to one answer. mode: how J v was computed; calls are counted for each mode.
+    inputs, outputs: The pairs (v, J^T w) and (J v, w).
+    graphs: Tensors with the graphs of J and J^T; half precision inside widens the tolerance.
+    placement: Of v and J^T w; all processes get one answer.
+    mode: How J v was computed; calls are counted for each mode.
     """
     if not value_checks_on():
         return True
@@ -379,7 +382,7 @@ def are_adjoint(
     if on_cpu and (placement.is_sharded or mode == FORWARD):
         return _are_adjoint(sides, placement, graphs)
     key = ("adjoint", mode, *(x.shape for x in (*v, *Jv)))
-    # Number of calls that agreed, or were not checked
+    # [number of calls that agreed, or were not checked]
     before = memoize_on(func, key, lambda: [0]) or [0]
     skipped = before[0] & (before[0] + 1) if on_cpu else before[0]
     agreed = bool(skipped) or _are_adjoint(sides, placement, graphs)
@@ -395,12 +398,12 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
     dtypes = {x.dtype for side in sides for part in side for x in part}
     rtol = max(SINGLE, *(TOLERANCES[dtype].rtol for dtype in dtypes))
     if len(dtypes) == 1 and not placement.is_sharded:
-        # Most agree here: |lhs| + |rhs| is at most the sum of |a b| below.
+        # A cheaper, stricter test, which most calls pass: |lhs| + |rhs| is at most the size below.
         lhs, rhs = (sum(_inner(a, b) for a, b in zip(*side, strict=True)) for side in sides)
         if abs(lhs) + abs(rhs) > UNDERFLOW and abs(lhs - rhs) <= rtol * (abs(lhs) + abs(rhs)):
             return True
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    # Products of small vectors underflow: then, and without agreement, compute again in float64.
+    # A second time in float64, if the sums disagree or may have underflowed.
     for wide in (False, True):
         # for each side: <a, b>, the sum of |a b|, |a|^2, |b|^2
         sums = torch.zeros(2, 4, dtype=torch.float64, device="cpu")
@@ -419,7 +422,7 @@ def _are_adjoint(sides: tuple[Pair, Pair], placement: Placement, graphs: Iterabl
         lengths = (sums[:, 2] * sums[:, 3]).sqrt().tolist()
         if not isfinite(lhs + rhs):
             return True  # NaN and infinity are reported elsewhere
-        # Numbers below the smallest normal one have few digits, or none.
+        # Subnormal numbers have few digits, or none.
         least = 1e3 * torch.finfo(torch.float32).tiny * float(sums[:, 2:].sqrt().sum())
         agreed = abs(lhs - rhs) <= rtol * size + 100 * eps * max(lengths) + least
         if agreed and (wide or size > UNDERFLOW):

@@ -1,4 +1,4 @@
-"""The distribution that a loss is the negative log-likelihood of: its terms, samples and scores.
+"""Losses as negative log-likelihoods: the distribution, its terms, samples and scores.
 
     loss = w sum_t -log p(y_t | outputs)        w = 1/T for the mean over terms, 1 for their sum
 
@@ -39,10 +39,10 @@ Weight = float | Tensor
 
 
 class Family(NamedTuple):
-    """An exponential family in its natural parameters f, in closed form, right at any finite f.
+    """An exponential family in its natural parameters f, in closed form, accurate at any finite f.
 
     Attributes:
-        distribution: f -> the distribution. It has a term for each element of f, or with `classes` for
+        distribution: f -> the distribution, with a term for each element of f, or with `classes` for
             each row of f along the dimension of the classes.
         information: (f, u) -> the product of u with the Fisher matrix of the sum of all terms.
         score: (f, y) -> d(-log p(y))/df for samples y, which have a leading dimension before the terms.
@@ -61,8 +61,8 @@ def class_axis(f: Tensor) -> int:
 
 
 def _validate_args(f: Tensor) -> bool | None:
-    """The option of distributions: torch's default on a CPU. Off in a captured graph, which has no
-    values, and on a device, which would wait: outputs are checked once, together."""
+    """validate_args of distributions: torch's default on a CPU. Off in a captured graph, which has no
+    values, and on a device, where each check would synchronize: `fisher_metric` checks the outputs."""
     return None if value_checks_on() and f.device.type == "cpu" else False
 
 
@@ -77,7 +77,7 @@ def _categorical(axis_of: Callable[[Tensor], int]) -> Family:
         return D.Categorical(logits=f.movedim(axis_of(f), -1), validate_args=_validate_args(f))
 
     def information(f: Tensor, u: Tensor) -> Tensor:
-        """(diag(p) - p p^T) u, as p (u - p.u), which does not cancel."""
+        """(diag(p) - p p^T) u, as p (u - p.u), without cancellation."""
         p = f.softmax(axis_of(f))
         return p * (u - (p * u).sum(axis_of(f), keepdim=True))
 
@@ -91,7 +91,7 @@ def _categorical(axis_of: Callable[[Tensor], int]) -> Family:
     return Family(distribution, information, score, True)
 
 
-# p (1 - p) as s(f) s(-f), which does not cancel for p near 1.
+# p (1 - p) as s(f) s(-f): no cancellation for p near 1.
 FAMILIES: dict[str, Family] = {
     "categorical": _categorical(class_axis),
     "bernoulli": Family(
@@ -114,20 +114,20 @@ SQUARED_ERROR = Family(lambda f: _normal(f, 0.5**0.5), lambda f, u: 2 * u, lambd
 class Likelihood(NamedTuple):
     """The distribution of the targets, given the outputs."""
 
-    distribution: Callable[[Tree], D.Distribution]  # of the targets, from the outputs
-    family: Family | None = None  # the closed form, if there is one
-    counted: Tensor | None = None  # whether each term counts; None: all do
+    distribution: Callable[[Tree], D.Distribution]  # outputs -> the distribution of the targets
+    family: Family | None = None  # the closed form, or None
+    counted: Tensor | None = None  # mask of the terms that count; None: all
 
 
 class Criterion(NamedTuple):
-    """A criterion of torch or hoglib that is a negative log-likelihood."""
+    """A negative log-likelihood among the criteria of torch and hoglib."""
 
     name: str  # the name of torch's function
     family: Family  # of the targets' distribution
     functions: tuple[Callable[..., Tensor], ...]  # the functions that compute the criterion
-    modules: tuple[type[nn.Module], ...]  # the modules that do
-    required: Mapping[str, Any] = {}  # option: the only value that makes a likelihood
-    free: tuple[str, ...] = ()  # options that may have any value
+    modules: tuple[type[nn.Module], ...]  # the modules that compute the criterion
+    required: Mapping[str, Any] = {}  # option -> the only value that makes a likelihood
+    free: tuple[str, ...] = ()  # options with any value
 
 
 _LEGACY = {"size_average": None, "reduce": None}
@@ -162,7 +162,7 @@ def specified(likelihood: object, loss: object, outputs: Tree, batch: object) ->
     if isinstance(likelihood, str):
         family = FAMILIES[validation.choice("likelihood", likelihood, FAMILIES)]
         result = _of_family(family, f"likelihood={likelihood!r}", outputs)
-        # Classes in dimension 1 of logits [B, T, V] would be another distribution.
+        # For logits [B, T, V] the classes may be in the last dimension, not in dimension 1.
         if family.classes and outputs.dim() > 2 and _classes_last(loss, outputs, batch):
             return Likelihood(CLASSES_LAST.distribution, CLASSES_LAST)
         return result
@@ -209,10 +209,10 @@ def _classes_last(loss: object, f: Tensor, batch: object) -> bool:
 
 
 def inferred(loss: Any, outputs: Tree, batch: Any, reduction: str) -> Likelihood:
-    """The likelihood that the criterion of a loss is the negative logarithm of, by `CRITERIA`.
+    """The likelihood of a loss's criterion, from `CRITERIA`.
 
-    Raises ArgumentValueError for a criterion that is not in the table, for options that make it no
-    likelihood, and for a reduction that differs from the criterion's.
+    Raises ArgumentValueError for a criterion outside the table, for options that make the criterion no
+    likelihood, and for a reduction unlike the criterion's.
     """
     row = row_of(loss)
     criterion = getattr(loss, "user_criterion", None)
@@ -256,7 +256,7 @@ def weight(likelihood: Likelihood, p: D.Distribution, reduction: str) -> Weight:
         return 1.0
     counted, total = likelihood.counted, cast(Any, p.batch_shape.numel())
     known = total
-    if counted is not None:  # stays a tensor if nothing reads it: on a device, in a captured graph
+    if counted is not None:  # total stays a tensor on a device, and in a captured graph
         total = counted.sum(dtype=torch.float64)
         known = read_late(("terms", counted.shape), total) if value_checks_on() else None
         total = float(total) if known is total else total
@@ -270,7 +270,7 @@ def weight(likelihood: Likelihood, p: D.Distribution, reduction: str) -> Weight:
 
 
 def mask(likelihood: Likelihood, f: Tensor) -> Tensor:
-    """1 for a term that counts, else 0, to multiply a tensor like f with."""
+    """A factor for tensors like f: 1 for terms that count, else 0."""
     if likelihood.counted is None:
         return f.new_ones(())
     return likelihood.counted.to(f).unsqueeze(class_axis(f))
@@ -308,8 +308,11 @@ def check_reduction(loss: object, reduction: str) -> None:
 
 
 def example_counts(loss: Any, batch: Any) -> Tensor | None:
-    """What each example adds to the denominator of a mean, [N]: by the loss itself, or for a
-    criterion of the table the class weights of targets that are not ignored. None if unknown."""
+    """The summand of each example in the denominator of a mean, [N]; None if unknown.
+
+    From `loss.batch_size`; for a criterion in `CRITERIA` the summed class weights of labels other than
+    ignore_index.
+    """
     batch = as_dict(batch)
     count, row = row_count(batch), row_of(loss)
     if count and hasattr(loss, "batch_size"):
@@ -328,27 +331,26 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
     def counts() -> Tensor:
         own = target.cpu()
         kept = own != ignored
-        # float64: a mean divides by this sum.
         each = kept.double()
         if weights is not None:
-            # An ignored label may lie beyond the classes.
+            # where(): an ignored label may lie beyond the classes
             each *= weights.detach().cpu().double()[own.where(kept, 0)]
         return each if each.dim() == 1 else each.reshape(count, -1).sum(1)
 
-    # The cache needs a version counter, which inference tensors lack.
+    # Inference tensors have no version counter for the key.
     if target.device.type == "cpu" or target.is_inference():
         return counts()
     key = ("counts", target._version, ignored, id(weights), getattr(weights, "_version", 0))
-    return memoize_on(target, key, counts)  # else every pass would wait for the device
+    return memoize_on(target, key, counts)  # else each pass would synchronize the device
 
 
-# What a mean over a batch divides by: the criterion's denominator, the number of terms of a given
+# The denominator of a mean over a batch: the criterion's own, the number of terms of a given
 # distribution, or the number of examples.
 Counting = Literal["criterion", "terms", "examples"]
 Relation = Literal["mean", "sum", "weighted", "mean and sum", "coupled"]
 
 
-CLOSE = Rule(1e2)  # t is fitted, so it can come near any loss that changes little
+CLOSE = Rule(1e2)  # strict, because the fitted t of "weighted" comes near any slowly varying loss
 
 
 def relation_of_halves(
@@ -358,14 +360,14 @@ def relation_of_halves(
 
         mean      L = s l + (1 - s) m, with the share s of the first half in the examples
         sum       L = l + m
-        weighted  L = t l + (1 - t) m, with another t in [0, 1]: a mean with another denominator
-        coupled   anything else, such as a contrastive loss; None if there is nothing to compare
+        weighted  L = t l + (1 - t) m for a t in [0, 1], t != s: a mean with another denominator
+        coupled   anything else, such as a contrastive loss; None if no loss is finite
 
     `_is_mean_and_sum` recognises a mean plus a sum. values: (L, l, m) at each point.
     """
     found = [v for v in values if isfinite(v[0])]
     for L, *parts in found:
-        if not all(map(isfinite, parts)):  # 0 / 0: a half without a term that counts
+        if not all(map(isfinite, parts)):  # 0 / 0: no term of one half counts
             other = next(filter(isfinite, parts), nan)
             return "weighted" if agree(L, other, DERIVATIVES, dtype=dtype) else None
     made: dict[Relation, Callable[[float, float], float]] = {
@@ -380,7 +382,7 @@ def relation_of_halves(
     for name, make in made.items():
         rule = CLOSE if name == "weighted" else DERIVATIVES
         if all(agree(L, make(a, b), rule, terms=(a, b), dtype=dtype) for L, a, b in found):
-            # Losses that are all zero fit every relation: they tell nothing.
+            # Zeros fit every relation, so they tell nothing.
             return name if any(map(any, found)) else None
     return "coupled" if found else None
 
@@ -388,11 +390,10 @@ def relation_of_halves(
 def compare_halves(
     at: Callable[[int, Any], Tensor], batch: object, value: Tensor | None = None
 ) -> Relation | None:
-    """How the loss of a batch follows from the losses of its halves, at the point and at points
-    nearby.
+    """`relation_of_halves` for the halves of a batch, at the point and at points nearby.
 
-    at(seed, batch): the loss at the point for seed 0, at another point near it for other seeds. None
-    if it cannot be told: for batches without rows, and for losses that draw random numbers.
+    None for batches without rows, and for losses that draw random numbers.
+    at: (seed, batch) -> the loss at the point `nearby(..., seed)`.
     """
     count = row_count(batch) or 0
     if count < 2:
@@ -410,12 +411,12 @@ def compare_halves(
             value = at(0, batch) if value is None else value
             before = generator_state(value.device)
             first = [float(value), *(float(at(0, part)) for part in parts[1:])]
-            # The loss draws random numbers: halves differ by these alone.
+            # If the loss draws random numbers, halves differ for this reason alone.
             if not torch.equal(before, generator_state(value.device)):
                 return None
             if relation_of_halves([first], share, value.dtype) == "mean":
                 return "mean"
-            # A loss that vanishes here fits every relation: points nearby decide.
+            # A loss of zero fits every relation: points nearby decide.
             others = [values(seed) for seed in (1, 2, 3)]
     except Exception as error:  # rows of this batch are not examples
         LOGGER.debug("the halves of a batch were not compared: %s", error)
@@ -430,10 +431,10 @@ def compare_halves(
 def _is_mean_and_sum(
     at: Callable[[int, Any], Tensor], batch: object, count: int, dtype: torch.dtype
 ) -> bool:
-    """Whether a loss is a mean over examples plus a sum over them, as with a summed penalty on
+    """Whether a loss is a mean over examples plus a sum over examples, such as a summed penalty on
     outputs.
 
-    If l and m are the losses of the halves of a batch with the loss L, L - (l + m) / 2 is half of the
+    Let l and m be the losses of the halves of a batch with the loss L. L - (l + m) / 2 is half of the
     sum over the batch. So, with the losses of the quarters,
 
         L - (l + m) / 2 = [l - (l_1 + l_2) / 2] + [m - (m_1 + m_2) / 2]
@@ -447,13 +448,12 @@ def _is_mean_and_sum(
         terms = (L, a, b, *quarters)
         if not agree(whole, halves, DERIVATIVES, terms=terms, dtype=dtype):
             return False
-    # a mean alone has no sum over the batch
+    # the sum over the batch is zero for a mean alone
     return not agree(whole, 0.0, DERIVATIVES, terms=terms, dtype=dtype)
 
 
 def nearby(tensors: Sequence[Tensor], seed: int) -> Vector:
-    """The tensors for seed 0, tensors near them for other seeds: a loss that vanishes at a point
-    tells nothing there."""
+    """The tensors themselves for seed 0; for other seeds tensors at random distances nearby."""
     if not seed:
         return list(tensors)
     random = torch.Generator().manual_seed(seed)
@@ -495,7 +495,7 @@ def _check_options(row: Criterion, criterion: Any) -> None:
 
 
 def _of_family(family: Family, name: str, outputs: Tree) -> Likelihood:
-    """A named likelihood, for outputs that are one tensor."""
+    """A named likelihood; raises unless outputs are one tensor."""
     if not isinstance(outputs, Tensor):
         raise ArgumentValueError(
             f"{name}: expected outputs that are one tensor, got {type(outputs).__name__}; give a "
@@ -539,9 +539,9 @@ def sample(
 ) -> Tensor:
     """Samples [count, *terms, *event] of p, the distribution at the outputs.
 
-    random: the generator; None is torch's own. Samples are drawn on the generator's device, so that
-    they are equal on every device. The samplers of torch.distributions take no generator: torch's own
-    has this generator's state while they run.
+    random: The generator; None is torch's own. The generator's device draws the samples, so they do not
+    depend on the outputs' device. The samplers of torch.distributions take no generator: torch's own
+    generator has the state of `random` while they run.
     """
     context: AbstractContextManager[Any] = nullcontext()
     device = next(x.device for x in pytree.tensors(outputs) if x.is_floating_point())
@@ -564,8 +564,8 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     """d(-log p(y))/doutputs for each sample, summed over terms; and whether scores separate by
     example.
 
-    They do if the terms and every leaf have one leading dimension, and if the terms of an example
-    depend only on the outputs of that example.
+    Scores separate if the terms and every leaf have one common leading dimension, and no term depends
+    on the outputs of another example.
     """
 
     def gradient(y: Tensor, weights: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -584,9 +584,9 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
     examples = q.batch_shape[:1]
     if not examples or not examples[0] or any(leaf.shape[:1] != examples for leaf in own):
         return stacked, False
-    # All weights differ: a term's gradient by another example's outputs would have the wrong one.
-    # Multiples of the golden ratio, modulo 1, stay apart for any number (Knuth, The Art of Computer
-    # Programming, volume 3, section 6.4).
+    # A different weight for each example: a gradient by another example's outputs would have the wrong
+    # weight. Multiples of the golden ratio, modulo 1, stay apart for any number of examples (Knuth, The
+    # Art of Computer Programming, volume 3, section 6.4).
     order = torch.arange(examples[0], dtype=torch.float64, device=own[0].device)
     weights = 1 + (order * 0.6180339887498949).frac()
     for whole, weighted in zip(each[0], gradient(samples[0], weights), strict=True):
@@ -597,8 +597,7 @@ def scores(q: D.Distribution, samples: Tensor, own: Vector) -> tuple[Vector, boo
 
 
 def refuse_moving_support(q: D.Distribution) -> None:
-    """Raise if the support depends on the outputs: E[s] is then not 0, and there is no Fisher
-    matrix."""
+    """Raise if the support depends on the outputs: E[s] is then not 0, and no Fisher matrix exists."""
     try:
         support = q.support
     except NotImplementedError:

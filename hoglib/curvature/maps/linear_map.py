@@ -32,19 +32,19 @@ DIFFERENCES = "finite-differences"
 
 
 class LinearMap(NamedTuple):
-    """A matrix at one point, known by its products with vectors.
+    """A matrix at one point, defined by its products with vectors.
 
     ``apply(vector, keep_graph)`` returns the loss at the point and the product. Without
     ``keep_graph`` the graph is freed, and no product can follow.
     """
 
     apply: Callable[[Vector, bool], tuple[Tensor, Vector]]
-    # memory held between products; a compiled map knows it after the first product
+    # memory held between products; of a compiled map known after the first product
     held_bytes: Callable[[], int] = lambda: 0
-    # numbers of the leaves that the loss does not depend on; None if unknown
+    # indices of the leaves that the loss does not depend on; None: unknown
     unused: Callable[[], tuple[int, ...] | None] = lambda: None
-    gradient: Gradient | None = None  # the gradient that the matrix differentiates, if it is kept
-    # the loss, and the products with several vectors at once; None: one after another
+    gradient: Gradient | None = None  # the gradient that products differentiate, if kept
+    # the loss, and products with several vectors at once; None: products loop
     several: tuple[Tensor, Rows] | None = None
 
 
@@ -59,7 +59,7 @@ class CurvatureKind(ABC):
 
     @property
     def random(self) -> bool:
-        """Whether random numbers are drawn for each batch."""
+        """Whether M draws random numbers for each batch."""
         return self.metric is not None and self.metric.random
 
     @abstractmethod
@@ -67,7 +67,7 @@ class CurvatureKind(ABC):
         """The matrix at the leaves of a problem, for one vector or for `several`."""
 
     def for_batch(self, number: int) -> "CurvatureKind":
-        """The kind for the batch with this number, which decides its random numbers."""
+        """The kind for batch `number`; the number seeds its random numbers."""
         return self
 
     def check_loss(self, loss: object, what: str = "loss") -> Any:
@@ -113,7 +113,7 @@ def apply_rows(
 ) -> tuple[Tensor, Vector]:
     """The loss, and the products with `count` vectors, stacked along dimension dim.
 
-    chunk: (start, stop) -> these vectors. keep: whether to keep the graph after the last product.
+    chunk: (start, stop) -> vectors start to stop. keep: keep the graph after the last product.
     """
     if linear_map.several is not None and count > 1:
         value, rows = linear_map.several
@@ -138,8 +138,7 @@ def apply_block(linear_map: LinearMap, vectors: Vector, block: bool) -> tuple[Te
 
 
 def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> LinearMap:
-    """A map that is computed in float64; it returns the loss in the leaves' dtype, the product in
-    float64."""
+    """A map computed in float64; it returns the loss in the leaves' dtype, the product in float64."""
     caller = f"{problem.policy.caller}(mode='{DIFFERENCES}')"
     validation.refuse_transforms(caller, "use mode='auto' there.")
     dtype = problem.leaves[0].dtype
@@ -147,7 +146,7 @@ def in_double(linearize: Callable[[Problem], LinearMap], problem: Problem) -> Li
 
     def apply(vector: Vector, keep_graph: bool) -> tuple[Tensor, Vector]:
         value, product = point.apply(finite_differences.to_double(vector), keep_graph)
-        # Operators compare the loss with other passes' losses, in the dtype of the parameters.
+        # Operators compare losses of passes in the dtype of the parameters.
         return value.to(dtype), product
 
     return LinearMap(apply)
@@ -233,7 +232,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
     def checked(*p: Tensor) -> Tensor:
         value = problem(*p)
         check_custom_functions(graph_summary(value), policy.caller)
-        if tangents_only:  # only now: the loss may itself differentiate by p
+        if tangents_only:  # after the loss ran: the loss may itself differentiate by p
             torch_forward_mode.keep_tangents(p)
         return value
 
@@ -241,7 +240,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
         def value_and_gradient(*p: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
             value, pull = torch.func.vjp(checked, *p)[:2]
             one = torch.ones_like(value)
-            # Without a graph of the product, free the loss's graph while the gradient is computed.
+            # Without a graph of the product, backward frees the loss's graph.
             keep = with_graph and not tangents_only
             return value, pull(one, retain_graph=keep, create_graph=with_graph)
 
@@ -263,15 +262,15 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
                 try:
                     value, product = in_forward_mode(vector, not tangents_only)
                 except NotImplementedError:
-                    # Some operations, such as silu's backward, have forward mode only if they are
-                    # recorded in a graph: try again with one.
+                    # Some operations, such as silu's backward, have a forward-mode rule only with
+                    # create_graph=True: try again.
                     if before is None:
                         raise
                     before.restore()
                     value, product = in_forward_mode(vector, True)
         except (RuntimeError, NotImplementedError, AssertionError) as error:
             raise no_forward_mode(f"{policy.caller}(mode='{FORWARD}')", error) from error
-        # With create_graph, outside tensors may have a part
+        # With create_graph, dependence on outside tensors is legitimate.
         if not (policy.create_graph or in_transforms):
             check_uses_given_params(graph_summary(value), leaves, policy.caller)
         return value, product
@@ -282,7 +281,7 @@ def forward_over_reverse(problem: Problem) -> LinearMap:
 def differences_of_gradient(problem: Problem) -> LinearMap:
     """H v = (grad f(p + h v) - grad f(p - h v)) / 2h, extrapolated to h = 0."""
 
-    def loss(*leaves: Tensor) -> Tensor:  # on clones: a model may change its batch
+    def loss(*leaves: Tensor) -> Tensor:  # clones of args: a model may change its batch in place
         return problem.with_args(*pytree.map_tensors(torch.clone, problem.args))(*leaves)
 
     gradient, leaves = finite_differences.gradient_function(loss), problem.leaves

@@ -380,22 +380,22 @@ class HessianOperator(DatasetOperator):
             `hoglib.functional_loss`.
         params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
             product: steps of an optimizer in between count.
-        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
-            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or a non-iterable
+            object), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
         mode: How H v is computed: "reverse-over-reverse", "forward-over-reverse", "auto" or
             "finite-differences", as in `hoglib.hvp`.
         **options: :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
             ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
-            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``memory_limit`` (of the kept graph), ``check_deterministic``, ``progress``,
             ``stand_ins``, ``remat`` and ``compile``.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that contradicts
             processes.
-        NonFiniteError: for losses and products that are not finite.
+        NonFiniteError: for NaN or infinity in losses or products.
         NondeterministicError: for a loss that changes from pass to pass.
         DistributedError: in all processes, if vectors, parameters or buffers differ between them, or
-            one of them failed.
+            one process failed.
     Example:
         >>> H = hog.HessianOperator(lambda p, x: (x @ p).square().mean(), torch.ones(2), torch.eye(2))
         >>> H @ torch.tensor([1.0, 2.0])
@@ -435,22 +435,22 @@ class GGNOperator(DatasetOperator):
             ``criterion(outputs, batch)``.
         params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
             product: steps of an optimizer in between count.
-        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
-            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or a non-iterable
+            object), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
         mode: How J v is computed: "forward" (with tangents), "reverse" (differentiating J^T u), "auto"
             or "finite-differences", as in `hoglib.ggn_vp`.
         **options: :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
             ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
-            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``memory_limit`` (of the kept graph), ``check_deterministic``, ``progress``,
             ``stand_ins``, ``remat`` and ``compile``.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that contradicts
             processes.
-        NonFiniteError: for losses and products that are not finite.
+        NonFiniteError: for NaN or infinity in losses or products.
         NondeterministicError: for a loss that changes from pass to pass.
         DistributedError: in all processes, if vectors, parameters or buffers differ between them, or
-            one of them failed.
+            one process failed.
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
@@ -488,8 +488,8 @@ class FisherOperator(DatasetOperator):
             ``criterion(outputs, batch)``.
         params: Where the matrix is taken; any pytree of floating-point tensors. They are read at every
             product: steps of an optimizer in between count.
-        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or an object that is not
-            iterable), or a DataLoader or another re-iterable of batches. Batches are moved to the
+        data: A batch (a tensor, mapping, tuple, list with a tensor in it, or a non-iterable
+            object), or a DataLoader or another re-iterable of batches. Batches are moved to the
             device of params.
         kind: "exact", "mc" (from samples of the likelihood) or "empirical" (from the targets).
         likelihood: The distribution that the outputs parametrise: a function from outputs to a
@@ -502,15 +502,15 @@ class FisherOperator(DatasetOperator):
             or "finite-differences", as in `hoglib.ggn_vp`.
         **options: :class:`~hoglib.curvature.OperatorOptions`: ``reduction`` ("mean" or "sum"),
             ``batch_size``, ``micro_batch``, ``processes`` and ``dtype`` (how the data is summed),
-            ``memory_limit`` (of the graph that is kept), ``check_deterministic``, ``progress``,
+            ``memory_limit`` (of the kept graph), ``check_deterministic``, ``progress``,
             ``stand_ins``, ``remat`` and ``compile``.
     Raises:
         ArgumentValueError: for no or empty batches, and for a DistributedSampler that contradicts
             processes.
-        NonFiniteError: for losses and products that are not finite.
+        NonFiniteError: for NaN or infinity in losses or products.
         NondeterministicError: for a loss that changes from pass to pass.
         DistributedError: in all processes, if vectors, parameters or buffers differ between them, or
-            one of them failed.
+            one process failed.
     Example:
         >>> model = nn.Linear(1, 1, bias=False)
         >>> loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)

@@ -1,8 +1,7 @@
 """Second derivatives of functions by their inputs, at many points, by nested derivatives.
 
-A probe is the index i of an element of a point, and stands for d^2 f / dx_i^2; or a tensor v like x,
-and stands for v^T H v at each point. Each route computes values and the weighted sums over the
-probes.
+A probe is an index i of an element of a point, for d^2 f / dx_i^2; or a tensor v like x, for v^T H v at
+each point. `by_reverse` and `by_forward` compute the values and the weighted sum over the probes.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,12 +39,11 @@ from hoglib.errors import ArgumentValueError, NoSecondDerivative
 _disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
 Probe = int | Tensor
-Weighted = tuple[Probe, Any]  # a probe, and the factor of its term: a number or a tensor
-# Whether x is many points -> the probes and their weights
-Layout = Callable[[bool], Sequence[Weighted]]
+Weighted = tuple[Probe, Any]  # (probe, weight), the weight a number or a tensor
+Layout = Callable[[bool], Sequence[Weighted]]  # whether x is many points -> the weighted probes
 Function = Callable[[Tensor], Tensor]
 CALLER = "laplacian"
-TOLERANCE = 1e-6  # relative to the gradient by a sample's own points
+TOLERANCE = 1e-6  # a gradient by other samples, relative to the gradient by the sample itself
 
 
 def by_reverse(
@@ -54,11 +52,11 @@ def by_reverse(
     """sum_r w_r v_r^T H v_r in reverse over reverse: one run of func, one gradient, and a backward
     pass for each probe.
 
-    directions: the probes and their weights, for many points or for one. keep: whether the results
-    can be differentiated, if something requires a gradient; always: even if nothing does.
+    keep: The results get a graph, if x or a parameter requires grad.
+    always: With keep, the results get a graph in any case.
     """
-    # Stand-ins are on only while func runs, and in a backward that needs them: they make each torch
-    # call a microsecond slower.
+    # Stand-ins are on only while func runs, and in a backward with Python code: under their mode each
+    # torch call takes a microsecond longer.
     with without_stand_ins() as suspended:
         (own,) = fresh_leaves([x], keep)
         with suspended.resumed():
@@ -69,12 +67,12 @@ def by_reverse(
         keep = keep and (always or x.requires_grad or any(others))
         with suspended.resumed() if graph.needs_stand_ins else nullcontext():
             points, outputs, probes = _sizes(x, value, directions)
-            if outputs == 1:  # each pass would go through the views of several outputs
+            if outputs == 1:  # a shorter graph than `_of_all_outputs`
                 result = _of_one_output(value.reshape(points), own, probes, keep)
             else:
                 y = value.reshape(points, outputs)
-                # Without a graph all outputs at once take twice the passes of one: this pays from
-                # four outputs on.
+                # Without a graph, all outputs together take twice the passes of one output, which pays
+                # from four outputs on.
                 together = outputs > (1 if keep else 3) and y.dtype == x.dtype
                 together = together and not torch_internals.tracing()
                 of_all = _of_all_outputs(y, own, probes, keep) if together else None
@@ -87,7 +85,7 @@ def by_reverse(
     with without_stand_ins():
         if not keep:
             return value.detach().clone(), result.detach()
-        if not result.requires_grad:  # constant: add zeros with a graph, for a loss to go backward
+        if not result.requires_grad:  # a constant: add zeros with a graph, for backward of a loss
             result = result + value.masked_fill(torch.ones_like(value, dtype=torch.bool), 0)
         return value, result
 
@@ -109,12 +107,12 @@ def _of_all_outputs(
 ) -> Tensor | None:
     """The sums for all outputs, in the passes of one output.
 
-        S(u)_n = sum_c u_nc L_nc, computed with the cotangents u; linear in them, so L = dS/du
+        S(u)_n = sum_c u_nc L_nc is computed with cotangents u, and linear in u, so L = dS/du
 
-    None if dS/du is not right, because torch lacks it or a custom Function detaches it: then sum_c
-    u_nc dS/du_nc is not S.
+    None if dS/du is wrong, because torch lacks it or a custom Function detaches it: then sum_c u_nc
+    dS/du_nc differs from S.
     """
-    # Different cotangents for each output: equal ones cancel for a softmax, which has a constant sum.
+    # Different cotangents for each output: equal ones cancel for a softmax, whose sum is constant.
     weights = torch.linspace(1, 2, y.shape[1], dtype=y.dtype, device=y.device)
     u = weights.expand_as(y).clone().requires_grad_()
     gradient = _gradient(y, own, u)
@@ -129,7 +127,7 @@ def _of_all_outputs(
             term = _weighted(term, weight)
             size = size + term.detach().abs()
             S = S + (term if keep else term.detach())
-            if term.requires_grad and not keep:  # now, which frees the graph of this pass
+            if term.requires_grad and not keep:  # differentiate now, to free the graph of this pass
                 L = L + torch.autograd.grad(term, u, ones, retain_graph=True)[0]
         if S.requires_grad:
             (L,) = torch.autograd.grad(S, u, ones, create_graph=True)
@@ -182,8 +180,8 @@ def _component(vectors: Tensor, probe: Probe, points: int) -> Tensor:
 def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, Tensor]:
     """sum_r w_r v_r^T H v_r in forward over reverse: a run of func for each v.
 
-    Without vmap, because not every func supports it. All runs draw equal random numbers, and the
-    generators advance as by one run.
+    No vmap, because not every func supports it. All runs draw equal random numbers, and the generators
+    advance as in one run.
     """
 
     def checked(own: Tensor) -> Tensor:
@@ -214,14 +212,14 @@ def by_forward(func: Function, x: Tensor, directions: Layout) -> tuple[Tensor, T
 
 
 def _of_each_output(pull: Callable[[Tensor], Any], y: Tensor) -> list[Tensor]:
-    """For each output of a point the gradients by the points. pull: u -> J^T u."""
+    """For each output of a point, the gradients by all points. pull: u -> J^T u."""
     outputs = prod(y.shape[1:])
     chosen = torch.eye(outputs, dtype=y.dtype, device=y.device)
     return [pull(row.expand(y.numel() // outputs, outputs).reshape(y.shape))[0] for row in chosen]
 
 
 def _sizes(x: Tensor, value: Tensor, directions: Layout) -> tuple[int, int, Sequence[Weighted]]:
-    """The number of points, the outputs of each, and the probes with their weights."""
+    """The number of points, the number of outputs of a point, and the weighted probes."""
     points = value.shape[0] if value.dim() else 1
     outputs = prod(value.shape[1:])
     return points, outputs, directions(value.dim() > 0) if x.numel() and value.numel() else ()
@@ -244,16 +242,16 @@ def point_gradients(values: Function, x: Tensor, keep: bool) -> Tensor:
 
 
 def point_values(func: Callable[..., Tensor], args: tuple[Any, ...]) -> Function:
-    """x -> func(x, *args), checked to be a value of each point, or the scalar value of one
-    point."""
+    """x -> func(x, *args), checked: a value for each point, which depends on no other point, or the
+    scalar value of one point."""
     refuse_mixing = _MixingCheck(func)
-    # Call a module with its own parameters, but copies of its buffers: its forward may change them.
+    # A module is called with copies of its buffers: its forward may change them.
     call = partial(call_with, func, {}) if isinstance(func, nn.Module) else func
 
     def values(points: Tensor) -> Tensor:
         with translate_batch_errors((points,), func, "inputs"), _BatchNormWatcher() as norms:
             value = call(points, *args)
-        with torch_internals.without_functions_seen():  # modes would see each of these questions
+        with torch_internals.without_functions_seen():  # else modes intercept the accesses to shapes
             batched = check_value(value, points).dim() > 0
         if batched and norms.in_training:
             raise ArgumentValueError(
@@ -271,27 +269,26 @@ def point_values(func: Callable[..., Tensor], args: tuple[Any, ...]) -> Function
 class _MixingCheck:
     """Raises if the value of a point depends on other points.
 
-    The check runs once for a function, its modules and the shape of a point. A function that is made
-    anew for each call is known by its code.
+    The check runs once for each function (`owner_of`), its modules and the shape of a point.
     """
 
     def __init__(self, func: Callable[..., Any]) -> None:
-        self._owner = owner_of(func)  # what results are kept with
+        self._owner = owner_of(func)  # results are memoized on it
         reached = func, *torch_internals.closed_over(func)
         held = [x for x in reached if isinstance(x, nn.Module)]
-        # the modules that func reaches, and their modes: part of the key
+        # part of the key of the memo: the modules in func, and whether they are in train mode
         self._modules = tuple((id(module), module.training) for module in held)
 
     def __call__(self, value: Tensor, points: Tensor) -> None:
-        with torch_internals.without_functions_seen():  # modes would see each shape
+        with torch_internals.without_functions_seen():
             count, point = value.shape[0], points.shape[1:]
         if count < 2 or not value_checks_on() or torch_internals.transforms_active():
             return
 
         def mixes() -> bool | None:
-            # Taylor mode would take this backward for one that func runs.
+            # Modes off: Taylor mode would record this backward as a backward in func.
             with _disable_current_modes(), suppress(RuntimeError):
-                # Ask for the second half: in a causal layer the first depends on no other point.
+                # Test the second half: in a causal layer the first point depends on no other point.
                 last = torch.arange(count, device=points.device) >= count // 2
                 half = value[last].flatten()
                 u = torch.linspace(1, 2, len(half), dtype=half.dtype, device=half.device)
@@ -314,7 +311,7 @@ def depends_on_others(
     """Whether a score of some samples has a gradient by other samples' points; None without any
     gradient.
 
-    own: for each leaf a mask of the rows of these samples.
+    own: For each leaf a mask of the rows of the scored samples.
     """
     if not score.requires_grad or not any(leaf.requires_grad for leaf in leaves):
         return None
@@ -329,7 +326,7 @@ def depends_on_others(
 
 @final
 class _BatchNormWatcher(TorchFunctionMode):
-    """Notes whether a batch norm took its statistics from the batch."""
+    """Notes whether a batch norm normalised by statistics of the batch."""
 
     in_training = False
 
@@ -341,7 +338,7 @@ class _BatchNormWatcher(TorchFunctionMode):
 
 
 def check_value(value: Any, x: Tensor) -> Tensor:
-    """The value; raises unless it is one for each point, or a scalar."""
+    """The value; raises unless it is a scalar, or has a row for each point."""
     validation.tensor("func(x, *args)", value)
     if not value.is_floating_point():
         validation.real("func(x, *args)", value)

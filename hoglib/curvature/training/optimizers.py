@@ -45,7 +45,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         options: The options of the operators that a step makes.
     """
 
-    info: Any = None  # what the last step did
+    info: Any = None  # the record of the last step
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
                 f"params: expected each tensor under one name, got {validation.listing(twice)} under a "
                 "second; leave them out, and read the tensor under its first name."
             )
-        # a step moves all parameters: they must require gradients from now on
+        # parameters that `_batch` refuses once they are frozen: a step would move them anyway
         self._trained = [name for name, p in self._params.items() if p.requires_grad]
         super().__init__(list(self._params.items()), defaults)
 
@@ -90,7 +90,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         """
         given = state_dict if isinstance(state_dict, Mapping) else {}
         group, *_ = given.get("param_groups") or [{}]
-        # torch adds "differentiable" to the defaults when it loads a state, or copies an optimizer
+        # torch adds "differentiable" to the defaults when it loads a state or copies an optimizer
         lacking = {"state", *self.defaults} - {"differentiable", *given, *group}
         if lacking:
             raise errors.ArgumentValueError(
@@ -99,7 +99,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
             )
         state = state_dict["state"].items()
         saved = {i: own["direction"].shape for i, own in state if "direction" in own}
-        # numbers, or names where `torch.distributed.checkpoint.state_dict` made the state
+        # params are indices; names in a state of `torch.distributed.checkpoint.state_dict`
         shapes = dict(zip(group["params"], (p.shape for p in self._params.values()), strict=False))
         as_many = len(group["params"]) == len(self._params)
         if not as_many or not saved.items() <= shapes.items():
@@ -112,7 +112,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
 
     @contextmanager
     def _step_of_all(self, name: str) -> Iterator[None]:
-        """Inside, a step; processes that share parameters or data learn of its error."""
+        """The context of a step: reports an error to the processes that share parameters or data."""
         try:
             with examined_functions(name):
                 yield
@@ -121,7 +121,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def _batch(self, closure: Any) -> Any:
-        """The batch of a step, which is given as it is or by a function."""
+        """The batch of a step: closure, or closure() for a function."""
         frozen = [name for name in self._trained if not self._params[name].requires_grad]
         if frozen:  # a step would move them anyway
             raise errors.ArgumentValueError(
@@ -140,12 +140,11 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         return batch
 
     def _data_options(self) -> dict[str, Any]:
-        """The options that further operators over the data take."""
+        """The data options, for more operators over the batch."""
         return {name: value for name, value in self._options.items() if name in DATA_OPTIONS}
 
     def _seeded(self, seed: int) -> torch.Generator:
-        """A generator with other numbers at each step; on the CPU, so that nothing waits for a
-        device."""
+        """A generator with a new seed at each step; on the CPU, so no device synchronizes."""
         return torch.Generator().manual_seed(seed + self.param_groups[0]["steps"])
 
     def _keep_direction(self, direction: dict[str, Tensor]) -> None:
@@ -154,13 +153,13 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
             self.state[self._params[name]]["direction"] = part.clone()
 
     def _last_direction(self, operator: LinearOperator) -> Tensor | None:
-        """The kept direction as a flat vector; None before the first step."""
+        """The direction of the last step as a flat vector; None before the first step."""
         last = {name: self.state[p].get("direction") for name, p in self._params.items()}
         none = not self.param_groups[0]["steps"] or any(part is None for part in last.values())
         return None if none else operator.ravel(last)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: torch's method leaves out the attributes of subclasses."""
+        """For copies: torch's method drops the attributes of subclasses."""
         return {**vars(self), **super().__getstate__()}
 
     @abstractmethod
@@ -168,7 +167,7 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
         """Take one step; return the loss before it.
 
         Args:
-            closure: A batch, or a re-iterable of batches, or a function that returns one.
+            closure: A batch, or a re-iterable of batches, or a function that returns a batch.
         """
 
 
@@ -184,7 +183,7 @@ def finite_or_infinite(A: DatasetOperator) -> float:
     """The loss, or infinity if it overflows because the step is too long."""
     try:
         A.value()
-        return A._sum.number()  # on the CPU already: no wait for a device
+        return A._sum.number()  # the CPU has the number: no synchronization
     except (errors.NonFiniteError, errors.DistributedError) as error:
         if "NonFiniteError" in f"{type(error).__name__} {error}":  # in this process, or in another
             return inf
@@ -192,22 +191,22 @@ def finite_or_infinite(A: DatasetOperator) -> float:
 
 
 RAISED, LOWERED = 1.5, 2 / 3  # factors of the damping (Martens, 2010, section 4.1)
-FARTHEST = 1e8  # bound of damping / first damping, and of its inverse
-ENOUGH = 1e-2  # part of the decrease predicted by the slope that a length must reach
+FARTHEST = 1e8  # bound of damping / first damping, and of the inverse ratio
+ENOUGH = 1e-2  # a step must reach this fraction of the decrease that the slope predicts
 HALVINGS = 20
 NEWTON_OPTIONS = ("mode", *OPERATOR_OPTIONS)
 
 
 @results.result
 class NewtonStep(NamedTuple):
-    """What a step of `NewtonCG` did.
+    """The record of a step of `NewtonCG`.
 
     Attributes:
         loss: The loss before the step.
         loss_after: The loss after the step.
         ratio: The decrease of the loss over the decrease of the quadratic model; nan if rounding hides
             it.
-        damping: The damping with which the step was computed.
+        damping: The damping of the step.
         length: The factor of the direction; 0 if no length lowered the loss.
         iterations: Iterations of conjugate gradients.
         products: Products of the Gauss-Newton matrix with one vector.
@@ -249,16 +248,16 @@ class NewtonCG(BatchOptimizer):
         max_iter: The most iterations of conjugate gradients.
         stagnation_tol: End the iterations once the quadratic model hardly falls, as in
             `LinearOperator.solve`.
-        warm_start: Conjugate gradients start from so much of the last direction; 0: from zero.
+        warm_start: Conjugate gradients start from warm_start times the last direction; 0: from zero.
         preconditioner: For conjugate gradients. "kfac": the damped inverse of a `hoglib.KFACOperator`
             (kind="mc") of the step's batch. Or a function (G, damping) that returns a preconditioner
             for `LinearOperator.solve`. Default: none.
-        preconditioner_every: Make a new preconditioner after so many steps. A resumed run begins with a
-            new one.
+        preconditioner_every: Make a new preconditioner after so many steps, and in the first step of a
+            resumed run.
         **options: Options of `hoglib.GGNOperator`, such as micro_batch, compile, processes and
             progress.
     Raises:
-        NotPositiveDefiniteError: for a G that is not positive definite even with the largest damping.
+        NotPositiveDefiniteError: if G + damping I is not positive definite with the largest damping.
         ArgumentValueError: for a second parameter group.
     References:
         Martens, Deep Learning via Hessian-free Optimization, 2010, section 4.
@@ -308,9 +307,9 @@ class NewtonCG(BatchOptimizer):
         # steps from one preconditioner to the next
         self._every = validation.at_least("preconditioner_every", preconditioner_every, 1)
         self._last: tuple[int, Any] | None = None  # step and preconditioner, when last made
-        self._row_order: RowOrder | None = None  # how KFAC reads layers, from the first step
+        self._row_order: RowOrder | None = None  # KFAC's, set in the first step
         super().__init__(loss, params, defaults, options)
-        # torch.distributed.checkpoint loads only entries that a state has already
+        # torch.distributed.checkpoint loads only existing entries of a state
         self._keep_direction({name: torch.zeros_like(p) for name, p in self._params.items()})
 
     def step(self, closure: object = None, curvature: object = None) -> Tensor:  # type: ignore[override]
@@ -318,9 +317,9 @@ class NewtonCG(BatchOptimizer):
 
         Args:
             closure: A batch, or a re-iterable of batches (all of the data), or a function without
-                arguments that returns one, as Lightning's manual optimization passes it.
-            curvature: The batch to compute G on; by default the step's batch. A part of it makes steps
-                cheaper.
+                arguments that returns the batch, as Lightning's manual optimization passes it.
+            curvature: The batch to compute G on; by default the step's batch. A smaller batch makes
+                steps cheaper.
         Returns:
             The loss before the step.
         """
@@ -332,14 +331,14 @@ class NewtonCG(BatchOptimizer):
         G = self._matrix(batch)
         model = G if curvature is None else self._matrix(curvature)
         precondition = self._prepared(model, batch if curvature is None else curvature)
-        with G._algorithm("step"):  # one algorithm for all: fewer waits for a device
+        with G._algorithm("step"):  # one algorithm for the whole step: fewer synchronizations
             value, gradient = G.gradient()
-            before = G._sum.number()  # on the CPU already: no wait for a device
+            before = G._sum.number()  # the CPU has the number: no synchronization
             g = G.ravel(gradient)
             start = self._last_direction(G)
             if start is not None:
                 start = group["warm_start"] * start
-                start = start * (_dot_product(G, g, start) < 0)  # only if it descends
+                start = start * (_dot_product(G, g, start) < 0)  # zero unless a descent direction
             d, along, dGd, iterations = self._direction(model, g, start, precondition)
         if G.space.true_in_all(not along and not bool(d.any())):
             self.info = NewtonStep(before, before, nan, group["damping"], 0, 0, 0, 0)
@@ -393,13 +392,13 @@ class NewtonCG(BatchOptimizer):
                     return_info=True,
                 )
             except errors.NotPositiveDefiniteError:
-                # Try again with more damping, up to the bound.
+                # Try again with ten times the damping, up to the bound.
                 if not self._damp(10):
                     raise
                 continue
             iterations += info.iterations
             slope, dGd = read_numbers(_dot_product(G, g, d), _dot_product(G, d, G @ d))
-            # A distant start and few iterations may end worse than zero: then start from zero.
+            # From a distant start, few iterations may end worse than zero: then start from zero.
             if start is None or slope + dGd / 2 < 0:
                 return d, slope, dGd, iterations
             start = None
@@ -412,7 +411,7 @@ class NewtonCG(BatchOptimizer):
         before = G.ravel(self._params).clone()
         length: float = self.param_groups[0]["lr"]
         model = length * slope + length**2 * dGd / 2
-        # Smaller differences of losses are rounding.
+        # A smaller difference of losses is rounding.
         rounding = 10 * torch.finfo(G.dtype).eps * abs(value)
         ratio = nan
         for tried in range(1, HALVINGS + 2):
@@ -442,7 +441,7 @@ class NewtonCG(BatchOptimizer):
 
 
 def read_numbers(*scalars: Tensor) -> list[float]:
-    """The values of scalars, in one read from the device."""
+    """The values of scalars, by one synchronization."""
     return torch.stack([x.double() for x in scalars]).tolist()
 
 
@@ -460,7 +459,7 @@ INVERSE = ("inverse_A", "inverse_G", "inverse_values")
 
 @results.result
 class KFACStep(NamedTuple):
-    """What a step of `KFAC` did.
+    """The record of a step of `KFAC`.
 
     Attributes:
         loss: The loss before the step.
@@ -471,7 +470,7 @@ class KFACStep(NamedTuple):
             computed.
         products: Products of the Gauss-Newton matrix with one vector.
         values: Evaluations of the loss without a gradient; the gradient was computed once.
-        factor_batches: For how many batches factors were computed, 1 or 0.
+        factor_batches: The number of batches with new factors, 1 or 0.
     """
 
     loss: float
@@ -495,9 +494,9 @@ class KFAC(BatchOptimizer):
     with the gradient g of the loss at a batch, and the factors A and G of `hoglib.KFACOperator`.
 
     - rescale=True: a and b minimize the quadratic model g^T v + v^T (M + damping I) v / 2 of the batch,
-      by two products with its Gauss-Newton matrix M. Every five steps the damping is multiplied by
-      0.95^5 if the loss fell by more than 3/4 of what the model predicts, and divided by it if by less
-      than 1/4.
+      by two products with its Gauss-Newton matrix M. Every five steps, the damping is multiplied by
+      0.95^5 if the loss fell by more than 3/4 of the model's prediction, and divided by 0.95^5 if by
+      less than 1/4.
     - rescale=False: v <- momentum v + lr nu d, nu = min(1, sqrt(kl_clip / (lr^2 |g^T d|))), with a
       fixed damping.
 
@@ -579,7 +578,7 @@ class KFAC(BatchOptimizer):
             "averaged": 0,  # number of batches in the moving averages
             "layouts": [],
         }
-        self._row_order: RowOrder | None = None  # how layers are read; found at the first step
+        self._row_order: RowOrder | None = None  # how layers are read; set in the first step
         super().__init__(loss, params, defaults, {**options, "kind": kind})
         instead = "precondition the gradients of a torch optimizer by `KFACOperator.precondition_`"
         refuse_sharded("KFAC", self._params.values(), instead=instead)
@@ -589,7 +588,7 @@ class KFAC(BatchOptimizer):
 
         Args:
             closure: A batch, or a re-iterable of batches, or a function without arguments that returns
-                one, as Lightning's manual optimization passes it.
+                the batch, as Lightning's manual optimization passes it.
         Returns:
             The loss before the step.
         """
@@ -620,7 +619,7 @@ class KFAC(BatchOptimizer):
         before, slope, expected, length = read_numbers(value, along, model, step.norm())
         ratio, adapts = nan, group["rescale"] and group["steps"] % ADAPT_EVERY == 0 and expected < 0
         if adapts:
-            # K reads the parameters at each call: this is the loss after the step.
+            # K reads the parameters, which the step has changed: the loss after the step.
             ratio = (finite_or_infinite(K) - before) / expected
             if ratio > 0.75:
                 group["damping"] *= ADAPTED
@@ -635,8 +634,7 @@ class KFAC(BatchOptimizer):
     def _average(self, K: KFACOperator) -> None:
         """Add the factors of a batch to the moving averages.
 
-        A layer that the batch does not call has G = 0, and no A, which is a mean over no rows: its
-        average A stays.
+        An uncalled layer has G = 0; its A would be a mean over no rows, so the average of A stays.
         """
         group = self.param_groups[0]
         decay, names, count = group["decay"], pytree.paths(K.space.params), group["averaged"]
@@ -645,14 +643,14 @@ class KFAC(BatchOptimizer):
         for layout in [one for one in blocks if one not in known]:
             rows = [one for one in known if any(one.overlaps(region) for region in layout.regions)]
             if rows and layout not in K.called:
-                del blocks[layout]  # zeros that stand for layers which earlier batches called
+                del blocks[layout]  # a block of zeros for parameters of layers in earlier batches
             elif any(one.role.name != EXACT_DIAGONAL or self._has_average(one) for one in rows):
                 raise errors.ArgumentValueError(
                     "step: expected the layers of the first step, got others: the model calls other "
                     "layers, or parts of their weights, from batch to batch. Give only those that it "
                     "always calls."
                 )
-            # The first batch that calls a layer replaces the zeros that stood for it.
+            # The first batch that calls a layer replaces the block of zeros.
             for one in rows if layout in blocks else ():
                 known.pop(one)
                 store, prefix = self._place(one)
@@ -666,10 +664,10 @@ class KFAC(BatchOptimizer):
                 before = store.get(prefix + name)
                 mean = name == "A" and layout.role.matrix == "kronecker"
                 old, new = decay, 1 - decay
-                if mean and before is None:  # as if all batches so far had had this A
+                if mean and before is None:  # as if all batches before had this A
                     new = 1 - decay ** (count + 1)
                 elif mean and layout not in K.called:
-                    # Cancels the larger divisor: the corrected average stays.
+                    # Compensates the larger divisor in `_average_of`: the corrected average stays.
                     old = (1 - decay ** (count + 1)) / (1 - decay**count)
                 total = 0.0 if before is None else old * before
                 if layout in K.called or before is None:
@@ -678,7 +676,7 @@ class KFAC(BatchOptimizer):
         group["averaged"] += 1
 
     def _has_average(self, layout: BlockLayout) -> bool:
-        """Whether a diagonal has a number other than zero."""
+        """Whether the average of a diagonal has a nonzero entry."""
         store, prefix = self._place(layout)
         return bool(store[prefix + "A"].any())
 
@@ -708,8 +706,7 @@ class KFAC(BatchOptimizer):
         return KroneckerBlock(layout, A, G, values)  # type: ignore[arg-type]  # from the first step on
 
     def _place(self, layout: BlockLayout) -> tuple[dict[str, Any], str]:
-        """The state of the parameter that a block begins with, and a prefix for the rows of the
-        block."""
+        """The state of the block's first parameter, and a prefix of the block's keys."""
         region = layout.first
         store = self.state[list(self._params.values())[region.leaf]]
         return store, f"{region.start}:{region.stop} "
@@ -717,8 +714,8 @@ class KFAC(BatchOptimizer):
     def _move(
         self, K: KFACOperator, batch: object, inverse: KroneckerMatrix, g: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """The change of the parameters, the slope along d, the change that the model expects, and the
-        number of products."""
+        """The change of the parameters, the slope along d, the change of the loss in the quadratic
+        model, and the number of products."""
         group = self.param_groups[0]
         if group["weight_decay"]:
             g = g + group["weight_decay"] * K.ravel(self._params)
@@ -742,7 +739,7 @@ class KFAC(BatchOptimizer):
         shift = group["damping"] + group["weight_decay"]
         M = (V.T @ (G @ V) + shift * V.T @ V).double()
         b = -(V.T @ g).double()
-        # Columns may have any lengths, and be parallel: scale them, and take the pseudoinverse.
+        # Columns may differ in length, and be parallel: scale them, and take the pseudoinverse.
         sizes = M.diagonal().clamp(min=torch.finfo(M.dtype).tiny).sqrt()
         scaled = M / sizes / sizes[:, None]
         c = torch.linalg.pinv(scaled, hermitian=True, rtol=1e-6) @ (b / sizes) / sizes

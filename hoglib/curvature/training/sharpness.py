@@ -1,4 +1,4 @@
-"""Sharpness without second derivatives: how long a step may be before the loss rises."""
+"""Sharpness without second derivatives: the shortest step that raises the loss."""
 
 from functools import partial
 from math import inf, isfinite, nan, sqrt
@@ -19,12 +19,12 @@ Tree = Any
 
 @results.result
 class CriticalSharpness(NamedTuple):
-    """What `critical_sharpness` found.
+    """The result of `critical_sharpness`.
 
     Attributes:
         value: 2 / step; nan if no step was found.
         step: The smallest step that raises the loss, up to the tolerance; if not found, the last step
-            that was tried.
+            of the search.
         passes: Evaluations of the loss.
         found: Whether the loss falls at a shorter step and rises at a longer one, both within the
             tolerance, and by more than the rounding of the loss.
@@ -42,7 +42,7 @@ class CriticalSharpness(NamedTuple):
         return f"CriticalSharpness({', '.join(shown)})"
 
     def plot(self, ax: object = None) -> Any:
-        """Draw the losses that were evaluated against the step, and the critical step.
+        """Draw the evaluated losses against the step, and the critical step.
 
         Args:
             ax: Matplotlib axes. Default: the axes of a new pyplot figure.
@@ -73,9 +73,9 @@ def critical_sharpness(
     Hessian H. For d = g this is at most the largest eigenvalue of H, and an eigenvalue if g is its
     eigenvector. Gradient descent with a learning rate above eta_c raises the loss in its next step.
 
-    The search goes from the first step to the crossing that a parabola predicts, until it is
-    enclosed: mostly four to eight evaluations. If the loss crosses its value several times along d, a
-    crossing is found, not always the first.
+    The search goes from the first step to the crossing of a fitted parabola, until the crossing is
+    enclosed: mostly four to eight evaluations. If the loss crosses its value several times along d, the
+    search may find a later crossing.
 
     Args:
         loss: Scalar function ``loss(params, batch)``.
@@ -92,9 +92,8 @@ def critical_sharpness(
     Returns:
         :class:`CriticalSharpness`.
     Raises:
-        ArgumentValueError: for a direction that is zero, or along which the loss does not fall:
-            g^T d <= 0.
-        NonFiniteError: for a loss, a gradient or a direction that is not finite at params.
+        ArgumentValueError: for a zero direction, and if the loss does not fall along it: g^T d <= 0.
+        NonFiniteError: for NaN or infinity in the loss, the gradient or the direction.
         NondeterministicError: for a loss that draws random numbers, such as one with dropout.
     References:
         Kalra et al., A Scalable Measure of Loss Landscape Curvature for Analyzing the Training Dynamics
@@ -155,8 +154,8 @@ def _search_critical(
                 x.copy_(p - eta * u)
         tried.append((eta, finite_or_infinite(there)))
         mean = (tried[-1][1] - before) / eta
-        # The Illinois rule: halve the slope at an end that stays, or the bracket shrinks from one
-        # side only.
+        # The Illinois rule: halve the slope at an end that stays twice, else the bracket shrinks from
+        # one side only.
         if mean > 0:
             side = max(side, 0) + 1  # steps in a row that were too long; -side: too short
             high, at_high, at_low = eta, mean, at_low / (1 + (side > 1))
@@ -177,7 +176,7 @@ def _search_critical(
         else:
             root = low + (high - low) * at_low / (at_low - at_high)
             eta = min(max(aim * root, (1 + tol / 4) * low, high / 16), high / (1 + tol / 4))
-    # Rounding of the loss moves the crossing by this.
+    # the error of the crossing by rounding of the loss
     rounding = 8 * torch.finfo(value.dtype).eps * abs(before) / slope
     found = high <= (1 + tol) * low and rounding <= tol * low
     eta = sqrt(low * high) if found else eta
