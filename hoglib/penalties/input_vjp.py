@@ -140,8 +140,8 @@ class InputVJP:
                 raise self.no_gradient_flow(NOT_OF_POINTS)
 
     def loses_parameters(self) -> bool:
-        """Whether the function reads parameters that require grad, and detaches them all: the graph of y
-        has no parameter, as if the function had none."""
+        """Whether the function reads parameters that require grad, but detaches them: the graph of y
+        has no parameter then, as if the function had none."""
         if self.trainable or not self.problem.policy.create_graph:
             return False
         reached = ClosureWalker(self.problem.loss, STATE).objects

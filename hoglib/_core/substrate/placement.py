@@ -39,7 +39,7 @@ from hoglib._core.torch_api.torch_internals import apply
 from hoglib.errors import ArgumentValueError, DistributedError, UnsupportedError
 
 Vector = list[Tensor]
-ROUNDING = 1e-9  # relative difference allowed between checksums: processes may run on unlike machines
+ROUNDING = 1e-9  # allowed relative difference of checksums: machines may differ
 # For messages: the four numbers that `Sharding.check_agreement` compares between processes.
 AGREEMENT = (
     "call, with its options, criterion and parameters,",
@@ -436,7 +436,7 @@ class Sharding:
         local[: len(numbers)] = local.new_tensor(numbers)
         flags = local.new_tensor([flag, error is not None])
         if error is not None:
-            tell(error, self.mesh)  # before the all-reduce: afterwards other processes read the store
+            tell(error, self.mesh)  # before the all-reduce: then all processes read the store
         # the minimum is minus the maximum of the negatives: both in one all-reduce
         extremes = self.reduce(torch.cat([local, -local, flags]), "MAX")
         if error is not None:

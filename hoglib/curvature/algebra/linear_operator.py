@@ -762,7 +762,7 @@ class LinearOperator(RectangularOperator):
         with self._algorithm("solve", options=(damping, *limits)):
             tracks = isinstance(damping, Tensor) and damping.requires_grad
             operator = self.damped(damping) if tracks or damping else self
-            with outside_inference_mode():  # autograd saves x, which must not be an inference tensor
+            with outside_inference_mode():  # autograd cannot save an inference tensor x
                 found = linear_systems.cg(operator, b, *limits, preconditioner, x0, return_info)
         if not create_graph:
             return found

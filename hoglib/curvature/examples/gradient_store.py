@@ -282,7 +282,7 @@ def gradient_store(
             found = scale * projection.apply(preconditioned.to(file.scores.dtype)).to(file.scores)
             if at.start == start < file.done:
                 _check_same_row(file.scores[start], found[0], space.precision, solver is None)
-                found[0] = file.scores[start]  # keep the stored bits: other stores may map this file
+                found[0] = file.scores[start]  # bit for bit: other stores may map this file
             file.scores[at] = found
     point = _values_of(loss, space)
     return GradientStore(

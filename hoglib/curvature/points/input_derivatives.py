@@ -251,7 +251,7 @@ def point_values(func: Callable[..., Tensor], args: tuple[Any, ...]) -> Function
     def values(points: Tensor) -> Tensor:
         with translate_batch_errors((points,), func, "inputs"), _BatchNormWatcher() as norms:
             value = call(points, *args)
-        with torch_internals.without_functions_seen():  # else modes intercept the accesses to shapes
+        with torch_internals.without_functions_seen():  # else modes intercept x.shape
             batched = check_value(value, points).dim() > 0
         if batched and norms.in_training:
             raise ArgumentValueError(

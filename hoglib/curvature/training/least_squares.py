@@ -435,7 +435,7 @@ class LevenbergMarquardt(BatchOptimizer):
                         if model > rounding:
                             ratio = (loss - trial) / model
                             accepted = trial < loss
-                        elif trial <= loss + rounding:  # the gradient has less rounding than the loss
+                        elif trial <= loss + rounding:  # the gradient is less rounded than the loss
                             accepted = self._is_flatter(J, moved / norm, D, g)
                         after = trial if accepted else loss
                 if accepted:
