@@ -15,12 +15,7 @@ from hoglib._core.messages import validation
 from hoglib._core.messages.closures import STATE, ClosureWalker
 from hoglib._core.runtime.source_location import raising_modules
 from hoglib._core.torch_api.pytree import tensors_in
-from hoglib.errors import (
-    ArgumentTypeError,
-    ArgumentValueError,
-    HoglibError,
-    UnsupportedError,
-)
+from hoglib.errors import ArgumentTypeError, ArgumentValueError, HoglibError, UnsupportedError
 
 
 def explain_call_error(

@@ -26,13 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hoglib._core.messages.communication import (
-    is_sharded,
-    mesh_of,
-    tell,
-    together,
-    words_of_others,
-)
+from hoglib._core.messages.communication import is_sharded, mesh_of, tell, together, words_of_others
 from hoglib._core.substrate.fingerprint import checksum_of_call, checksum_of_tensors
 from hoglib._core.torch_api import pytree, torch_internals
 from hoglib._core.torch_api.torch_internals import apply

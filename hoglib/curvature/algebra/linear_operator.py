@@ -32,13 +32,7 @@ from hoglib._core.substrate.autograd import grad_enabled, outside_inference_mode
 from hoglib._core.torch_api.torch_internals import outside_checkpoint
 from hoglib._core.torch_api.torch_modes import own_algebra, users_autocast
 from hoglib.capture.within import run_uncompiled, when_compiled
-from hoglib.curvature.algebra import (
-    adjoints,
-    eigenvalues,
-    estimates,
-    linear_systems,
-    vector_space,
-)
+from hoglib.curvature.algebra import adjoints, eigenvalues, estimates, linear_systems, vector_space
 from hoglib.curvature.algebra.adjoints import Gradients, gradients_of, merged
 from hoglib.curvature.algebra.vector_space import (
     Blocks,

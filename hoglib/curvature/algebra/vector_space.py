@@ -16,11 +16,7 @@ from torch import Generator, Tensor
 from hoglib._core.messages import validation
 from hoglib._core.messages.communication import is_sharded
 from hoglib._core.substrate.fingerprint import checksum_of_call
-from hoglib._core.substrate.placement import (
-    Sharding,
-    placement_of,
-    refuse_sharded,
-)
+from hoglib._core.substrate.placement import Sharding, placement_of, refuse_sharded
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.torch_private import private
 from hoglib.errors import ArgumentTypeError, ArgumentValueError

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from hoglib._core.messages.closures import is_plain, owner_of
 from hoglib._core.numerics.finite_differences import fixed_random_numbers
-from hoglib._core.numerics.sparsity import (
-    indicators,
-    neighbours_apart,
-    random_factors,
-    read_sparse,
-)
+from hoglib._core.numerics.sparsity import indicators, neighbours_apart, random_factors, read_sparse
 from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.substrate.autograd import fresh_leaves, materialize_grads, vjp
 from hoglib._core.torch_api import pytree, torch_internals

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from hoglib._core.messages import validation
 from hoglib._core.messages.communication import tell
-from hoglib._core.problem import (
-    OPTION_NAMES,
-    Options,
-    Policy,
-    check_option_names,
-    warn_if_replaced,
-)
+from hoglib._core.problem import OPTION_NAMES, Options, Policy, check_option_names, warn_if_replaced
 from hoglib._core.substrate import autograd
 from hoglib._core.substrate.fingerprint import (
     ComparedState,

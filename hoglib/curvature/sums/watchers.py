@@ -16,11 +16,7 @@ from torch import Tensor, nn
 
 from hoglib._core.messages.validation import listing
 from hoglib._core.modules import module_kinds
-from hoglib._core.modules.state import (
-    generator_state,
-    line_that_draws,
-    preserve_random_state,
-)
+from hoglib._core.modules.state import generator_state, line_that_draws, preserve_random_state
 from hoglib._core.numerics.trust import DERIVATIVES, memoize_on
 from hoglib._core.runtime.device_reads import DeviceRead
 from hoglib._core.runtime.source_location import warn, warn_once
