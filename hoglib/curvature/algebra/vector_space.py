@@ -404,10 +404,7 @@ def random_signs(space: Space, count: int, generator: Generator | None) -> Tenso
 def random_normals(space: Space, count: int, generator: Generator, dtype: torch.dtype) -> Tensor:
     """Rows [count, P] of normal numbers, drawn in float64."""
     device = generator.device
-
-    def draw(numbers: int) -> Tensor:
-        return torch.randn(numbers, generator=generator, dtype=torch.float64, device=device)
-
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64, device=device)
     return _random_rows(space, count, draw, device, dtype)
 
 

@@ -95,7 +95,7 @@ class JacobianOperator(RectangularOperator):
     @cached_property
     def target(self) -> Space:
         """The vector space of the outputs. Its first use makes a pass over the data, for the shapes."""
-        return self._space_of([[y.to("meta") for y in found] for found in self._of_batches()])
+        return self._space_of(self._of_batches())
 
     def outputs(self) -> Tensor:
         """The outputs over the data, by one pass.
@@ -105,7 +105,7 @@ class JacobianOperator(RectangularOperator):
         """
         every = self._of_batches()
         if "target" not in vars(self):  # fill the cached_property: it would make a pass of its own
-            self.target = self._space_of([[y.to("meta") for y in found] for found in every])
+            self.target = self._space_of(every)
         flat = torch.cat([y.reshape(-1) for found in every for y in found]).to(self.target.dtype)
         self._check_size(len(flat))
         return flat
@@ -126,12 +126,11 @@ class JacobianOperator(RectangularOperator):
         return found
 
     def _space_of(self, found: list[Vector]) -> Space:
-        """The vector space of the outputs of all batches, given as meta tensors."""
+        """The vector space of the outputs of all batches: shapes and dtypes, no values."""
         every = [y for outputs in found for y in outputs]
         # Batches with one output tensor each, of equal trailing shape, form one tensor [N, ...].
         one_of_each = len(every) == len(found) and all(y.dim() for y in every)
         alike = one_of_each and len({y.shape[1:] for y in every}) == 1
-        # Not torch.cat: for meta tensors it imports torch._dynamo, which takes a second.
         rows = sum(map(len, every)) if alike else sum(y.numel() for y in every)
         dtype = reduce(torch.promote_types, [y.dtype for y in every])
         # An expanded zero: the space needs shapes, not memory.

@@ -191,12 +191,8 @@ class DatasetOperator(LinearOperator):
             "compile": (policy.compiles, "captured products have no graph; leave it out"),
             "processes": (not self._sum.alone, "each process would have a part of the derivative"),
         }
-        for option, (given, reason) in reasons.items():
-            if given:
-                raise UnsupportedError(
-                    f"{name}({option}=...): expected products that can be differentiated for "
-                    f"create_graph=True, got others: {reason}."
-                )
+        expected = "products that can be differentiated for create_graph=True, got others"
+        _refuse_options(name, expected, reasons)
         self._kind.check_policy(policy._replace(create_graph=True))
         row = torch.ones(1, self.shape[1], dtype=self.dtype, device=self.device)
         with preserve_random_state():
@@ -346,13 +342,16 @@ def _check_sharded(policy: Policy, loss: Any, random: bool, options: CheckedData
         # Tensor-parallel processes share a batch, and hold copies of some parameters' products.
         "kind": (random, "samples would differ between copies of a parameter; use 'exact'"),
     }
+    expected = "parameters that this process holds whole, got DTensors"
+    _refuse_options(policy.caller, expected, reasons)
+    refuse_wrapped_calls(policy.caller, loss)
+
+
+def _refuse_options(caller: str, expected: str, reasons: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise for a given option. reasons: option -> (whether it is given, the reason)."""
     for option, (given, reason) in reasons.items():
         if given:
-            raise UnsupportedError(
-                f"{policy.caller}({option}=...): expected parameters that this process holds whole, "
-                f"got DTensors: {reason}."
-            )
-    refuse_wrapped_calls(policy.caller, loss)
+            raise UnsupportedError(f"{caller}({option}=...): expected {expected}: {reason}.")
 
 
 class _KeptProduct(NamedTuple):

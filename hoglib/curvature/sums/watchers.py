@@ -638,14 +638,9 @@ class Agreement(Watcher):
     def totals(self) -> Mapping[str, float]:
         leaves = self.at.space.leaves()
         constants = constants_of(self.at.loss, leaves)
-        params, model = checksum_of_tensors(leaves), checksum_of_tensors(constants)
-        return {
-            **{name: checksum_of_call(part) for name, part in self._call.items()},
-            "seed": self._seed,
-            "params": params,
-            "model": model,
-            "data": self._batches.checksum,
-        }
+        sums = {name: checksum_of_call(part) for name, part in self._call.items()}
+        sums |= {"params": checksum_of_tensors(leaves), "model": checksum_of_tensors(constants)}
+        return sums | {"seed": self._seed, "data": self._batches.checksum}
 
 
 def random_cause(term: Term) -> str:

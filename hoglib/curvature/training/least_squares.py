@@ -419,7 +419,7 @@ class LevenbergMarquardt(BatchOptimizer):
                 if group["geodesic"]:
                     h = ACCELERATED
                     near = self._residual_at(J, start + h * d / D)
-                    self._write(J, start)  # products of "lsmr" read the parameters
+                    self._set_params(J.space, start)  # products of "lsmr" read the parameters
                     residuals += 1
                     bends = near is None
                     if near is not None:
@@ -442,15 +442,13 @@ class LevenbergMarquardt(BatchOptimizer):
                     if isfinite(ratio):
                         group["mu"] *= max(1 / 3, 1 - (2 * min(ratio, 1.0) - 1) ** 3)
                     group["raise"] = 2.0
-                    self._keep_direction(
-                        dict(zip(self._params, J.space.split(step / D), strict=True))
-                    )
+                    self._keep_direction(J.space.tree(step / D))
                     break
-                self._write(J, start)
+                self._set_params(J.space, start)
                 self._reject()
         finally:  # also if the residual raised
             if not accepted:
-                self._write(J, start)
+                self._set_params(J.space, start)
                 group["mu"], group["raise"] = first, 2.0
         found = loss, after, size, ratio, group["mu"], accepted, method
         self.info = LevenbergMarquardtStep(*found, tried, iterations, residuals)
@@ -462,7 +460,7 @@ class LevenbergMarquardt(BatchOptimizer):
 
     def _residual_at(self, J: JacobianOperator, vector: Tensor) -> Tensor | None:
         """Write a flat vector into the parameters; the residual there, or None if not finite."""
-        self._write(J, vector)
+        self._set_params(J.space, vector)
         try:
             r = J.outputs()
         except errors.NonFiniteError:
@@ -475,8 +473,3 @@ class LevenbergMarquardt(BatchOptimizer):
             return float(_norm(_gradient(J, r) / D)) < float(_norm(g))
         except errors.NonFiniteError:
             return False
-
-    def _write(self, J: JacobianOperator, vector: Tensor) -> None:
-        """Write a flat vector into the parameters."""
-        for p, part in zip(self._params.values(), J.space.split(vector), strict=True):
-            p.copy_(part)

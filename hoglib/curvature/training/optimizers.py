@@ -17,7 +17,7 @@ from hoglib._core.problem import check_option_names
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
 from hoglib.curvature.algebra.linear_operator import LinearOperator
-from hoglib.curvature.algebra.vector_space import check_named
+from hoglib.curvature.algebra.vector_space import Space, check_named
 from hoglib.curvature.batches.data import as_one_batch
 from hoglib.curvature.kronecker.kfac_operator import KFACOperator, layout_of, saved_layout
 from hoglib.curvature.kronecker.kronecker import (
@@ -146,6 +146,12 @@ class BatchOptimizer(torch.optim.Optimizer, ABC):
     def _seeded(self, seed: int) -> torch.Generator:
         """A generator with a new seed at each step; on the CPU, so no device synchronizes."""
         return torch.Generator().manual_seed(seed + self.param_groups[0]["steps"])
+
+    @torch.no_grad()
+    def _set_params(self, space: Space, vector: Tensor) -> None:
+        """Write a flat vector into the parameters."""
+        for name, part in space.tree(vector).items():
+            self._params[name].copy_(part)
 
     def _keep_direction(self, direction: dict[str, Tensor]) -> None:
         """Keep the direction of a step in the state."""
@@ -415,21 +421,15 @@ class NewtonCG(BatchOptimizer):
         rounding = 10 * torch.finfo(G.dtype).eps * abs(value)
         ratio = nan
         for tried in range(1, HALVINGS + 2):
-            self._set_params(G, before + length * d)
+            self._set_params(G.space, before + length * d)
             after = finite_or_infinite(G)
             if tried == 1 and -model > rounding:
                 ratio = (after - value) / model
             if after <= value + ENOUGH * length * slope + rounding:
                 return after, ratio, length, tried
             length /= 2
-        self._set_params(G, before)
+        self._set_params(G.space, before)
         return value, ratio, 0.0, tried
-
-    @torch.no_grad()
-    def _set_params(self, G: GGNOperator, vector: Tensor) -> None:
-        """Write a flat vector into the parameters."""
-        for name, part in G.unravel(vector).items():
-            self._params[name].copy_(part)
 
     def _damp(self, factor: float) -> bool:
         """Multiply the damping by a factor, within its bounds; returns whether it changed."""
