@@ -519,7 +519,7 @@ class FunctionalLoss:
         return swap_parameters(self.model, params, self._dtype, self._norm_policy)
 
     def _is_plain(self) -> bool:
-        """Whether a swap has nothing else to do than to replace parameters and buffers."""
+        """Whether a swap only replaces parameters and buffers: no max_norm, norm policy or dtype."""
         renormalized = any(getattr(m, "max_norm", None) is not None for m in self.model.modules())
         own_norms = self._norm_policy is not train_mode_batch_statistics
         return not (renormalized or own_norms or self._dtype is not None)

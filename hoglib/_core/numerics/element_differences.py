@@ -212,7 +212,7 @@ def element_scales(x: Tensor) -> Tensor:
 
 
 ORDINARY = 64.0  # sizes from 1 / 64 to 64 get the unit 1
-SMALL = 1e-3  # of the largest element: smaller elements are near zero, or have another unit
+SMALL = 1e-3  # elements below this fraction of the largest are near zero, or in another unit
 
 
 def units_of(x: Tensor) -> Tensor | float:

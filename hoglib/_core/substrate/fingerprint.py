@@ -177,7 +177,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
 
 
 def sums_and_norms(tensors: list[Tensor]) -> "Numbers":
-    """The sums of the strided tensors, then the norms of the floating-point ones among them."""
+    """The sums of all strided tensors, then the norms of all strided floating-point tensors."""
     found = [
         (torch.view_as_real(t) if t.is_complex() else t).detach()
         for t in tensors

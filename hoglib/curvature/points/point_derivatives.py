@@ -12,6 +12,7 @@ second derivatives, without any single second derivative (`hoglib.taylor`).
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, reduce
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
@@ -301,19 +302,14 @@ def _collapsed(
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Value, sum over the directions, and the gradient (None unless the directions are all unit
     vectors); None if an operation has no Taylor rule."""
-    unit = False
 
     def pieces(batched: bool) -> list[tuple[Algebra, Parts]]:
-        nonlocal unit
-        vectors, weights, unit = chosen(batched)
+        vectors, weights, _ = chosen(batched)
         # With a kept graph one piece: the graph holds all pieces anyway.
         step = len(vectors) if options.keep else max(16, AT_ONCE // x.numel())
-        parts = []
-        for start in range(0, len(vectors), step):
-            rows = slice(start, start + step)
-            own = weights[rows] if isinstance(weights, Tensor) else weights
-            parts.append((Univariate(2, True, own), [vectors[rows], None]))
-        return parts  # type: ignore[return-value]
+        each = weights.split(step) if isinstance(weights, Tensor) else repeat(weights)
+        pairs = zip(vectors.split(step), each, strict=False)
+        return [(Univariate(2, True, own), [rows, None]) for rows, own in pairs]
 
     found = at_points(options, values, x, pieces)
     if found is None:
@@ -321,7 +317,7 @@ def _collapsed(
     runs, batched = found
     value = runs[-1][0]
     total, gradient = reduce(add, [second for _, (_, second) in runs], None), None
-    if with_gradient and unit:
+    if with_gradient and chosen(batched).unit:
         firsts = [first for _, (first, _) in runs if first is not None]
         point = x.shape[1:] if batched else x.shape
         if sum(map(len, firsts)) == point.numel():  # [D, ...f] -> [...f, *point]
@@ -369,7 +365,7 @@ def at_points(
 
 
 class _OtherLayout(Exception):
-    """The value has another layout than the caller assumed (one point, many points, one output)."""
+    """The value's layout (one point, many points, one output) differs from the caller's guess."""
 
 
 @when_compiled(within_compile(_like_laplacian))

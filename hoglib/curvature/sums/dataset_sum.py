@@ -154,7 +154,7 @@ def split_options(
     return Policy.of(caller, of_loss), CheckedDataOptions(**of_data)
 
 
-# what to do about a wrong denominator, by `OutputMetric.counting`
+# advice on a wrong denominator, by `OutputMetric.counting`
 WRONG_COUNT = {
     "terms": "a GGNOperator has the value and the gradient of the data",
     "examples": "take a criterion and an operator with reduction='sum', whose matrix is F D^2 / N "
@@ -168,9 +168,11 @@ class DatasetSum:
 
     The parameters are read anew at each call.
 
-    at: the loss, its options and its parameters, as a term without a batch. fixed_batches: raise if
-    batches change their order. metric: M of a matrix J^T M J; it has the seed of its samples, and says
-    how its terms are counted. further: watchers of each pass, after the default ones.
+    at: The loss, its options and its parameters: a term without a batch.
+    fixed_batches: Raise if batches change their order.
+    kind: The kind of the operator; processes compare it.
+    metric: M of a matrix J^T M J, for the seed of its samples and for `OutputMetric.counting`.
+    further: More watchers of each pass.
     """
 
     def __init__(

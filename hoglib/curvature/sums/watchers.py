@@ -154,7 +154,7 @@ class Determinism(Losses):
         self._first = self._first or self._now
         total = totals.loss / totals.weight
         dtype = self.at.space.dtype if self._shared else self.dtype
-        if self._total is None or totals.changed:  # perhaps in another process only
+        if self._total is None or totals.changed:  # the state may have changed elsewhere only
             self._total = total
         elif not close(self._total, total, dtype, [totals.largest]):
             raise NondeterministicError(
@@ -210,7 +210,7 @@ class Determinism(Losses):
             )
 
     def _cause_in_data(self) -> str:
-        """What differs in the data between the first pass and this pass, and what to do."""
+        """The difference between the data of the first pass and of this pass, with advice."""
         model = getattr(self.at.loss, "model", None)
         random = random_modules(model)
         if random:  # shuffled batches differ too, but model.eval() alone may suffice
@@ -256,7 +256,7 @@ class Symmetry(Watcher):
             self._first, self._done = (), False
 
     def after(self, totals: PassTotals) -> None:
-        if totals.changed:  # perhaps in another process only
+        if totals.changed:  # the state may have changed in another process only
             self.before(True)
 
     def compare(
