@@ -545,11 +545,7 @@ PARAMETER_HOOKS = (
     "(`torch.nn.utils.parametrize`), or freeze it."
 )
 # Values that must be equal in all processes, for messages.
-AGREEMENT = (
-    "options and criterion",
-    "number of tasks",
-    "parameters, where they are not sharded,",
-)
+AGREEMENT = ("options and criterion", "number of tasks", "parameters, where they are not sharded,")
 
 
 def check_derivatives(

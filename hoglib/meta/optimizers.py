@@ -408,11 +408,7 @@ def adagrad(
 
 
 def adadelta(
-    lr: object,
-    *,
-    rho: Option = 0.9,
-    eps: Option = 1e-6,
-    weight_decay: object = 0.0,
+    lr: object, *, rho: Option = 0.9, eps: Option = 1e-6, weight_decay: object = 0.0
 ) -> GradientTransformation:
     r"""Gradient descent, scaled by the ratio of the root mean squares of steps and gradients.
 
@@ -462,11 +458,7 @@ def adadelta(
 
 
 def adamax(
-    lr: object,
-    *,
-    betas: object = (0.9, 0.999),
-    eps: Option = 1e-8,
-    weight_decay: object = 0.0,
+    lr: object, *, betas: object = (0.9, 0.999), eps: Option = 1e-8, weight_decay: object = 0.0
 ) -> GradientTransformation:
     r"""Adam with the largest gradient, which decays, in place of the root mean square.
 

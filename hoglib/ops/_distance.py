@@ -38,11 +38,7 @@ _DISTANCES = "cdist, pdist, pairwise_distance"
 
 
 @stands_in_for(
-    torch.cdist,
-    name=_DISTANCES,
-    lacks=NO_DOUBLE_BACKWARD,
-    issue="83510",
-    until={"rr": (2, 13)},
+    torch.cdist, name=_DISTANCES, lacks=NO_DOUBLE_BACKWARD, issue="83510", until={"rr": (2, 13)}
 )
 def cdist(
     x1: Tensor, x2: Tensor, p: float = 2, compute_mode: str = "use_mm_for_euclid_dist_if_necessary"
