@@ -12,17 +12,27 @@ EDITABLE := --config-settings editable_mode=compat --editable
 XDIST := --numprocesses 2 --dist worksteal
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
+# config, or config:picture of its run:name in docs/images; a run may need those before it
+RESULTS ?= curvature/digits:spectrum_over_training:spectrum_over_training curvature/influence:influence:influence \
+	curvature/kfac:race:kfac curvature/newton_cg:race:race curvature/lm:directions:language_model maml/lm_adapt \
+	flow/meanflow:samples:mean_flow gan/mixture:points:mixture gan/mnist:digits:mnist \
+	maml/sinusoid_joint maml/sinusoid:tasks:sinusoid maml/sinusoid_paper maml/glyphs_5w1s:episode:episode maml/glyphs_20w5s \
+	meta/data_values:values:data_values meta/reweight_digits:weights:reweight \
+	penalty/digits_robust:robust:robust penalty/forces:forces:forces \
+	pinn/allen_cahn:pinn:allen_cahn pinn/heat pinn/helium:helium:helium \
+	pinn/least_squares:pinn:least_squares pinn/plate:pinn:plate pinn/poisson:pinn:poisson
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume
 MUTANTS ?= # options of python -m tests.mutants: --only curvature meta/tasks.py, --number 200, --seed 1, --resume
 
 .DEFAULT_GOAL := help
-.PHONY: help env run gan smoke bench bench-full lint test test-full test-device opinfo mutants size docs docs-serve dist clean
+.PHONY: help env run gan results smoke bench bench-full lint test test-full test-device opinfo mutants size docs docs-serve dist clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make run    train MAML and its baseline on sinusoids; ends with a table and pictures"
 	@echo "make gan    train a GAN with each gradient penalty in turn; ends with one table of them all, and pictures"
+	@echo "make results  every config: tables and times in runs/results.txt, pictures in docs/images; two hours on one core"
 	@echo "make smoke  every experiment for a few seconds"
 	@echo "make bench  hoglib beside torch by hand, and beside other libraries that are installed; a table and a picture in minutes"
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
@@ -62,6 +72,14 @@ gan: $(READY)
 	@$(GAN) --model.penalty.kind wgan_gp $(WASSERSTEIN)
 	@$(GAN) --model.penalty.kind wgan_gp --model.penalty.options.one_sided true $(WASSERSTEIN)
 	@$(GAN)
+
+results: $(READY)
+	@set -e; for result in $(RESULTS); do \
+		set -- $$(echo $$result | tr : ' '); start=$$(date +%s); \
+		$(PY) -m experiments fit --config configs/$$1.yaml; \
+		run=$$(ls -td runs/$$1/version_* | head -1); \
+		{ echo "== $$1, $$(( $$(date +%s) - start )) s"; cat $$run/table.txt || true; } >> runs/results.txt 2> /dev/null; \
+		if [ "$$3" ]; then cp $$run/$$2.png docs/images/$$3.png; fi; done
 
 smoke: $(READY)
 	@set -e; for config in $$(find configs/smoke -name '*.yaml' | sort); do \

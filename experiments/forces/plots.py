@@ -58,8 +58,8 @@ def plot_forces(truth: Tensor, predicted: dict[str, Tensor], cut: Cut) -> Figure
             text += f"\n{beyond} of {forces.numel()} lie outside"
         axis.text(0.04, 0.98, text, transform=axis.transAxes, va="top")
         axis.set(title=f"trained on {label}", xlim=(-end, end), ylim=(-end, end))
-        axis.set(xlabel="true force component", aspect="equal")
-    axes[0].set_ylabel("predicted force component")
+        axis.set(xlabel="true force component, epsilon / sigma", aspect="equal")
+    axes[0].set_ylabel("predicted force component, epsilon / sigma")
     _cut(axes[-1], cut)
     return figure
 
@@ -76,6 +76,7 @@ def _cut(axis: Any, cut: Cut) -> None:
         transform=axis.get_xaxis_transform(), label="training clusters",
     )  # fmt: skip
     axis.axvline(cut.start, color=LIGHT, lw=1.2, ls="-", zorder=0, label="its own position")
-    axis.set(xlabel="distance of the outermost atom, sigma", ylabel="energy of a held-out cluster")
+    axis.set(xlabel="distance of the outermost atom, sigma")
+    axis.set_ylabel("energy of a held-out cluster, epsilon")
     axis.set_title("one atom is pulled out")
     axis.legend()

@@ -39,10 +39,10 @@ def plot_helium(
     axes[1].plot(range(1, len(means) + 1), running, label="mean so far", **SERIES[0].line())
     energy, error = result
     axes[1].axhspan(energy - error, energy + error, alpha=0.2, label="one standard error")
-    axes[1].set(xlabel="samples of each walker", title=f"energy {energy:.4f} +- {error:.4f}")
+    axes[1].set(xlabel="samples of each walker", title=f"energy {energy:.5f} +- {error:.5f}")
     axes[1].set_ylim(EXACT - 0.003, EXACT + 0.003)
     for axis in axes[:2]:
-        axis.axhline(EXACT, color="black", linewidth=1, label=f"exact, {EXACT:.4f}")
+        axis.axhline(EXACT, color="black", linewidth=1, label=f"exact, {EXACT:.5f}")
     axes[0].axhline(HARTREE_FOCK, color="gray", linestyle="--", linewidth=1, label="Hartree-Fock")
     axes[0].legend()
     axes[1].legend()
@@ -55,5 +55,6 @@ def plot_helium(
     hide_frame(axes[2])
     bar = figure.colorbar(image, ax=axes[2], shrink=0.85, ticks=[-2, -1, 0, 1, 2])
     bar.ax.set_yticklabels(["1/4", "1/2", "1", "2", "4"])
+    axes[2].set(xlabel="x, bohr", ylabel="y, bohr", xticks=[-1, 0, 1], yticks=[-1, 0, 1])
     axes[2].set_title("density here over the mirrored place,\none electron at the dot")
     return figure

@@ -2,7 +2,8 @@
 
 from experiments.shared.layout import table
 
-EXACT = -2.903724  # of a nucleus at rest, without relativity: Pekeris, 1959
+# of a nucleus at rest, without relativity: Pekeris, Phys. Rev. 115, 1216, 1959
+EXACT = -2.903724375
 HARTREE_FOCK = -2.861680
 SCREENED = -((27 / 16) ** 2)  # the best product of two exponentials
 
@@ -23,10 +24,10 @@ def helium_table(
     """
     rows = [["wave function", "energy", "above exact"]]
     for name, value in (
-        ("exact", EXACT), ("this network", energy), ("Hartree-Fock", HARTREE_FOCK),
+        ("exact, Pekeris 1959", EXACT), ("this network", energy), ("Hartree-Fock", HARTREE_FOCK),
         ("two exponentials", SCREENED),
     ):  # fmt: skip
-        digits = f"{value:.4f}" + (f" +- {error:.4f}" if name == "this network" else "")
+        digits = f"{value:.5f}" + (f" +- {error:.5f}" if name == "this network" else "")
         rows.append([name, digits, f"{1e3 * (value - EXACT):.2f}"])
     return table(
         "The ground state of helium, in hartree",

@@ -122,9 +122,9 @@ class Pinns(Raced):
             fields[name] = tuple(part.reshape(GRID, GRID).cpu() for part in (u, off, left))
         self.log_dict({f"test/{name}": end[0] for name, end in ends.items()}, batch_size=len(batch))
         curves, labels = logs.curves(folder), {name: LABELS[name] for name in self.networks}
-        title = self.equation.title
+        title, shown = self.equation.title, fields[self.first]
         picture = plot_pinn(
-            folder / "pinn.png", title, curves, labels, fields[self.first], self.start
+            folder / "pinn.png", title, self.equation.axes, curves, labels, shown, self.start
         )
         runs.write_report(folder, pinn_table(title, curves, ends), picture)
 

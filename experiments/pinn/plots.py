@@ -12,6 +12,7 @@ from experiments.shared.style import SERIES, hide_frame, new_figure, picture
 @picture
 def plot_pinn(
     title: str,
+    coordinates: str,
     curves: dict[str, Points],
     labels: dict[str, str],
     fields: tuple[Tensor, ...],
@@ -21,9 +22,10 @@ def plot_pinn(
 
     Args:
         title: The equation.
+        coordinates: Their names, a letter each.
         curves: (step, value) of gradients and val, each with the name of an optimizer after a slash.
         labels: Labels of the optimizers, by name.
-        fields: u, u - exact and the residual on the grid [m, m], by x and then y.
+        fields: u, u - exact and the residual on the grid [m, m], by the coordinates.
         start: Where the networks start.
     Returns:
         The figure.
@@ -35,6 +37,7 @@ def plot_pinn(
         axes, fields, names, ("viridis", "RdBu_r", "PuOr"), strict=False
     ):
         _field(figure, axis, field, name, colours)
+        axis.set(xlabel=coordinates[0], ylabel=coordinates[1])
     axes[0].set_title(f"{title}: {names[0]}")
     for (name, label), look in zip(labels.items(), SERIES, strict=False):
         cost = [value for _, value in curves.get(f"gradients/{name}", [])]

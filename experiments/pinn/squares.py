@@ -29,6 +29,7 @@ class Equation(NamedTuple):
         ansatz: (network, p) -> u, which meets the boundary and initial conditions for any network.
         inputs: Of the network.
         causality: epsilon of causal weights, where the second coordinate is the time; 0 for none.
+        axes: Names of the coordinates.
     """
 
     title: str
@@ -38,6 +39,7 @@ class Equation(NamedTuple):
     ansatz: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
     inputs: int = 2
     causality: float = 0.0
+    axes: str = "xy"
 
 
 def poisson() -> Equation:
@@ -83,8 +85,9 @@ def heat() -> Equation:
         return (-DIFFUSIVITY * pi**2 * t).exp() * (pi * x).sin()
 
     return Equation(
-        "the heat equation", operator, lambda p: torch.zeros_like(p[:, 0]), solution, ansatz
-    )
+        "the heat equation", operator, lambda p: torch.zeros_like(p[:, 0]), solution, ansatz,
+        axes="xt",
+    )  # fmt: skip
 
 
 def plate() -> Equation:
@@ -137,7 +140,7 @@ def allen_cahn() -> Equation:
 
     return Equation(
         "the Allen-Cahn equation", operator, lambda p: torch.zeros_like(p[:, 0]), solution, ansatz,
-        inputs=1 + 2 * WAVES, causality=2.0,
+        inputs=1 + 2 * WAVES, causality=2.0, axes="xt",
     )  # fmt: skip
 
 

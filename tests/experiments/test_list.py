@@ -39,6 +39,18 @@ def test_a_smoke_config_is_that_of_a_run(path):
     assert (ROOT / path).read_text().startswith(f"# {run} in seconds")
 
 
+def test_make_results_runs_every_config_and_copies_pictures_that_are_there():
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    (listed,) = re.findall(r"^RESULTS \?= (.*)", makefile, re.MULTILINE)
+    results = [word.split(":") for word in listed.split()]
+    runs = sorted(f"configs/{config}.yaml" for config, *_ in results)
+    assert runs == [str(path) for path in FILES if path not in SMOKE]
+    code = "".join(file.read_text() for file in (ROOT / "experiments").rglob("*.py"))
+    for picture, shown in (pair for _, *pair in results if pair):
+        assert f'"{picture}.png"' in code, picture
+        assert (ROOT / f"docs/images/{shown}.png").exists(), shown
+
+
 FOLDERS = sorted(file.parent for file in (ROOT / "experiments").glob("*/experiment.py"))
 EXPERIMENTS = [
     folder for folder in FOLDERS if folder.name != "shared"

@@ -116,7 +116,7 @@ EXPERIMENTS = {
         {"pinn.png"}, 4, (3, 2), LEAST_SQUARES, FEWER, timed=True, like="pinn/least_squares"
     ),
     "pinn/helium": Experiment(  # walkers
-        {"helium.png"}, 6, (5, 4), {"test/energy": "{:.4f}", "test/error": "{:.4f}"},
+        {"helium.png"}, 6, (5, 4), {"test/energy": "{:.5f}", "test/error": "{:.5f}"},
         ("--model.hidden", "[3]", "--model.walkers", "2"), seldom=True, timed=True, special=True,
     ),
     "pinn/least_squares": Experiment({"pinn.png"}, 4, (3, 2), LEAST_SQUARES, FEWER, timed=True),
