@@ -252,8 +252,11 @@ def _no_grad_instead() -> Iterator[None]:
 def clone_inference_tensors(tree: T) -> T:
     """The tree with clones of its inference tensors: autograd refuses to save inference tensors."""
     leaves, structure = pytree.flatten(tree)
+    found = []
     with without_functions_seen():  # else an active TorchFunctionMode intercepts is_inference
-        found = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_inference()]
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and x.is_inference():
+                found.append(i)
     if not found:
         return tree
     for i in found:
