@@ -86,8 +86,8 @@ def per_example_gradients(
 
     The gradient of the batch is the mean of g_n if the criterion is a mean over examples, and the sum
     if it is a sum. A criterion of torch, or `hoglib.language_model_loss`, may divide by D = sum_n d_n,
-    with d_n the class weight of example n, or its number of labels other than ignore_index: l_n and g_n
-    are then multiplied by N d_n / D, and the mean of g_n is again the gradient of the batch.
+    with d_n the summed class weights of example n's labels other than ignore_index: l_n and g_n are
+    then multiplied by N d_n / D, and the mean of g_n is again the gradient of the batch.
 
     Args:
         loss: The function ``loss(params, batch)`` that returns a scalar, for instance from
