@@ -12,6 +12,7 @@ from hoglib._core.runtime.logger import LOGGER
 from hoglib._core.substrate.autograd import Vector
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
+from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.algebra.vector_space import Tree
 from hoglib.curvature.batches.data import as_dict
 from hoglib.curvature.batches.single_examples import number_of_examples, over_examples
@@ -25,6 +26,7 @@ NAME = "per_example_diagonals"
 DiagonalKind = Literal["ggn", "hessian"]
 
 
+@when_compiled(run_uncompiled)
 def per_example_diagonals(
     loss: object,
     params: Tree,

@@ -31,6 +31,7 @@ from hoglib._core.substrate.fingerprint import sums_and_norms
 from hoglib._core.substrate.gradient_graph import walk
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree
+from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.algebra.vector_space import Space, Tree
 from hoglib.curvature.batches.data import (
     Processes,
@@ -72,6 +73,7 @@ from hoglib.verification.entry_points import examined_functions
 ROWS_AT_ONCE = 2**26  # numbers in one chunk of per-example gradients
 
 
+@when_compiled(run_uncompiled)
 def per_example_gradients(
     loss: object,
     params: Tree,
@@ -224,6 +226,7 @@ CALLER = "per_example_gradient_norms"
 _OPTIONS = FactorOptions(FisherMetric("empirical"), "expand", True)
 
 
+@when_compiled(run_uncompiled)
 def per_example_gradient_norms(loss: object, params: Tree, batch: object) -> Tensor:
     r"""The norm of the gradient of each example of a batch, without the gradients.
 
@@ -263,6 +266,7 @@ def per_example_gradient_norms(loss: object, params: Tree, batch: object) -> Ten
     return _products_of(loss, params, batch, False).sqrt()
 
 
+@when_compiled(run_uncompiled)
 def per_example_gradient_products(loss: object, params: Tree, batch: object) -> Tensor:
     r"""The dot products of the gradients of the examples of a batch.
 
@@ -545,6 +549,7 @@ def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
 Solver = Literal["cg", "kfac", "ekfac"]
 
 
+@when_compiled(run_uncompiled)
 @validation.explain_arguments
 def influence(
     loss: object,

@@ -25,7 +25,7 @@ from hoglib._core.substrate.autograd import (
 from hoglib._core.substrate.gradient_graph import GraphSummary, graph_bytes
 from hoglib._core.substrate.placement import refuse_sharded
 from hoglib._core.torch_api import pytree, torch_internals
-from hoglib.capture.within import when_compiled, within_compile
+from hoglib.capture.within import run_uncompiled, when_compiled, within_compile
 from hoglib.curvature.algebra.vector_space import Blocks, Tree, groups_of
 from hoglib.curvature.maps.compiled import linearizer
 from hoglib.curvature.maps.fisher_metric import FisherKind, FisherMetric
@@ -443,6 +443,7 @@ def _entry(func: Any, number: int, index: int, params: Any, *args: Any) -> Tenso
     return entry
 
 
+@when_compiled(run_uncompiled)
 def ggn(
     loss: Any,
     params: Tree,

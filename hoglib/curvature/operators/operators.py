@@ -118,7 +118,7 @@ class DatasetOperator(LinearOperator):
 
     def _products(self, rows: Tensor) -> Tensor:
         if torch_internals.transforms_active():
-            instead = "use the function hvp, ggn_vp or fisher_vp there."
+            instead = "use the function hvp or ggn_vp there."
             validation.refuse_transforms(str(self), instead)
         # A process without a batch contributes zeros to the all-reduce.
         make = torch.empty if self._sum.alone else torch.zeros

@@ -9,6 +9,7 @@ import torch
 from hoglib import errors, plotting
 from hoglib._core.messages import results, validation
 from hoglib._core.torch_api import pytree
+from hoglib.capture.within import run_uncompiled, when_compiled
 from hoglib.curvature.operators.operators import HessianOperator, without_batch
 from hoglib.curvature.sums.dataset_sum import OperatorOptions
 from hoglib.curvature.training.optimizers import finite_or_infinite
@@ -54,6 +55,7 @@ class CriticalSharpness(NamedTuple):
         return plotting.critical_sharpness(self, ax)
 
 
+@when_compiled(run_uncompiled)
 def critical_sharpness(
     loss: object,
     params: Tree,
