@@ -4,6 +4,7 @@ import datetime
 import gc
 import json
 import os
+import signal
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -45,7 +46,8 @@ def found_by_those_left(function, folder, count=3):
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(TIMEOUT.total_seconds())
+        process.kill()  # gloo waits for ever for a process that ended while they met
     files = [folder / f"{rank}.json" for rank in range(count)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
@@ -156,6 +158,7 @@ class _BuffersOfTheirOwn(TorchDispatchMode):
 def _run(rank, function, folder, count, backend):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     # what Lightning reads where processes are started for it
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
     if backend == "nccl":

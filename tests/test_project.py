@@ -280,7 +280,7 @@ def test_the_metadata_of_the_wheel_are_whole(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         found = message_from_bytes(archive.read(name))
-    assert "second derivatives are verified" in found.get_payload()
+    assert "verifies the second derivatives" in found.get_payload()
     assert not re.search(r"\]\((?!https?:)", found.get_payload())  # an index has no other file
     assert found["Version"] == hog.__version__
     assert found["License-Expression"] == "MIT"

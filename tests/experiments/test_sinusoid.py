@@ -79,6 +79,9 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
                 signal.raise_signal(each)
         return honest(self, batch, batch_idx)
 
+    # a job under nohup, or in a shell's background, ignores these from the start
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with monkeypatch.context() as patch:
         patch.setattr(MAMLRegression, f"{stage}_step", stopped)
