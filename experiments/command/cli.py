@@ -101,6 +101,10 @@ def run(args: list[str]) -> int:
             raise
         if message != LOST or tells_of_lost_process():
             print(f"\nerror: {message}", file=sys.stderr)
+        if message == LOST:  # threads that still wait for that process would abort an exit
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(2)
         return 2
     leave_processes()
     return command.trainer.status
