@@ -59,32 +59,21 @@ Makers = dict[str, Callable[[], Callable[[], Any]]]  # name of a way: makes its 
 
 def problems(small: bool) -> Iterator[tuple[str, Makers]]:
     n, side = (100, 10) if small else (10_000, 100)
-    for what, name, function, x in (
-        (f"Hessian of a chain, {n:,} unknowns", "hessian", chain, torch.randn(n)),
-        (
-            f"Jacobian of a residual, {side**2:,} unknowns",
-            "jacobian",
-            poisson,
-            torch.randn(side**2),
-        ),
-    ):
-        sparse, f = getattr(hog, f"sparse_{name}"), partial(function, of=torch)
-        yield (
-            what,
-            {
-                "hoglib": lambda f=f, x=x, sparse=sparse: lambda: sparse(f, x),  # type: ignore[misc]
-                "asdex": partial(asdex, name, function, x),
-            },
-        )
-    x, f = torch.randn(180), partial(particles, of=torch)
-    yield (
-        "Laplacian of 60 particles",
-        {
-            "hoglib": lambda: lambda: hog.laplacian(f, x, sparsity="auto")[1],
-            "hoglib, dense": lambda: lambda: hog.laplacian(f, x)[1],
-            "folx": partial(folx, particles, x),
-        },
-    )
+    x, u, y = torch.randn(n), torch.randn(side**2), torch.randn(180)
+    energy = partial(particles, of=torch)
+    yield f"Hessian of a chain, {n:,} unknowns", {
+        "hoglib": lambda: partial(hog.sparse_hessian, partial(chain, of=torch), x),
+        "asdex": partial(asdex, "hessian", chain, x),
+    }  # fmt: skip
+    yield f"Jacobian of a residual, {side**2:,} unknowns", {
+        "hoglib": lambda: partial(hog.sparse_jacobian, partial(poisson, of=torch), u),
+        "asdex": partial(asdex, "jacobian", poisson, u),
+    }  # fmt: skip
+    yield "Laplacian of 60 particles", {
+        "hoglib": lambda: lambda: hog.laplacian(energy, y, sparsity="auto")[1],
+        "hoglib, dense": lambda: lambda: hog.laplacian(energy, y)[1],
+        "folx": partial(folx, particles, y),
+    }  # fmt: skip
 
 
 def dense(value: Any) -> torch.Tensor:

@@ -206,6 +206,20 @@ def test_residuals_have_the_layers_of_their_derivatives(name):
     assert_close(K.trace(), G.trace())
 
 
+def test_the_shape_tells_the_order_of_rows_where_gradients_fit_several():
+    """Positions first, of which the first is used, and the second example has no gradient."""
+    torch.manual_seed(1)
+    model = Fn(lambda net, x: net.head(F.relu(net.first(x.transpose(0, 1)))[0]), first=nn.Linear(3, 4), head=nn.Linear(4, 2)).double()  # fmt: skip
+    x = draw(6, 3, 3)
+    x[1] = 0
+    with torch.no_grad():
+        model.first.bias.fill_(-0.01)
+    loss, batch = hog.functional_loss(model, F.mse_loss), (x, draw(6, 2, seed=1))
+    params = hog.trainable_params(model)
+    K = hog.KFACOperator(loss, params, batch, eigenvalue_corrected=True)
+    assert_close(K.exact_diagonal(), hog.GGNOperator(loss, params, batch).to_dense().diagonal())
+
+
 def forward_laplacian(net, x):
     """Of each linear layer the inputs and outputs [3, points, features] - of the value, the gradient
     [D] and the Laplacian - by the chain rule of tanh; and the Laplacian of the network."""

@@ -53,7 +53,7 @@ class Region(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a call does with its weight, a stack of `groups` matrices [out, into].
+    """The use of the weight in a call; the weight is a stack of `groups` matrices [out, into].
 
     Attributes:
         name: The name of the function. An "embedding" has indices as inputs.
@@ -91,7 +91,7 @@ class Role(NamedTuple):
 class LayerCall:
     """One call of a layer: its input, its parameters, and the place of its output in the graph."""
 
-    role: Role  # what the call does with its weight
+    role: Role  # the use of the weight
     weight: Region | None  # None if the call uses only a bias
     bias: Region | None  # None without a bias
     x: Tensor  # the input, detached
@@ -105,7 +105,7 @@ class LayerCall:
     gradients_by_weight: Callable[[Tensor, Tensor], Tensor] | None
     scale: float = 1.0  # d weight / d parameter, if equal for all numbers
     slope: Tensor | None = None  # d weight / d parameter [numbers], if "elementwise"
-    run: int = 0  # how many rows of one example stand in a row; 0: all of them
+    consecutive: int = 0  # number of consecutive rows of one example; 0: all its rows
 
     @classmethod
     def of(
@@ -155,11 +155,13 @@ class LayerCall:
 
     def by_example(self, rows: Tensor, examples: int) -> Tensor:
         """Rows [..., all, features] as [..., examples, positions, features]."""
-        if rows.shape[-2] % (examples * max(self.run, 1)):
+        if rows.shape[-2] % (examples * max(self.consecutive, 1)):
             raise UnsupportedError(unlike_rows(self, examples))
-        if not self.run:
+        if not self.consecutive:
             return rows.unflatten(-2, (examples, -1))
-        return rows.unflatten(-2, (-1, examples, self.run)).transpose(-4, -3).flatten(-3, -2)
+        return (
+            rows.unflatten(-2, (-1, examples, self.consecutive)).transpose(-4, -3).flatten(-3, -2)
+        )
 
     def rounding(self, g: Tensor) -> Tensor:
         """An upper bound |g| |a| of the terms that a gradient by the parameters sums."""
@@ -368,7 +370,7 @@ class LayerRecorder(LayerMode):
         return view
 
     def _record_view_or_use(self, func: object, used: Sequence[Use], result: object) -> None:
-        """Keep views that are whole rows of a leaf; note any other use."""
+        """Keep views of whole rows of a leaf; record other uses by name."""
         parts = result if isinstance(result, list | tuple) else [result]
         for use, part in product(used, parts):
             if not (isinstance(part, Tensor) and part.requires_grad) or self.use(part):
@@ -438,10 +440,10 @@ def _slope(func: Any, name: str, args: Any, kwargs: Any, i: int, result: Tensor)
 def _broadcast_calls(
     region: Region, shape: torch.Size, slope: Tensor | None, output: Tensor
 ) -> list[LayerCall]:
-    """The call of a parameter that is broadcast or copied to the output, with derivative `slope`.
+    """The call of a parameter broadcast or copied to the output, with derivative `slope`.
 
     A parameter with one dimension has a number for each feature. With more, its last dimension is the
-    features and the others are positions: an embedding that is called with all of its indices.
+    features and the others are positions: an embedding called with all of its indices.
     """
     full = (*(1,) * (output.dim() - len(shape)), *shape)
     sizes = [(of // own, own) for of, own in zip(output.shape, full, strict=True)]

@@ -3,8 +3,8 @@
     sum_r g_r a_r^T == dl/dW        for l, a random sum of the outputs of half of the examples
 
 A difference means that the recorder missed a use of the parameter. A row with gradients from both
-halves means that the layer mixes examples. Which rows have gradients from which half tells in which
-order the rows are. The comparison runs on two examples if the batch can
+halves means that the layer mixes examples. The rows with gradients from each half show the order of
+the rows. The comparison runs on two examples if the batch can
 be split.
 """
 
@@ -40,7 +40,7 @@ from hoglib.curvature.kronecker.model_run import (
     uncovered,
 )
 
-Runs = frozenset[tuple[CallPlace, int]]  # of `RowOrder`
+Lengths = frozenset[tuple[CallPlace, int]]  # of `RowOrder`
 
 
 def checked_run(run: ModelRun, needs_examples: bool) -> ModelRun:
@@ -74,11 +74,11 @@ def _compared(run: ModelRun, needs_examples: bool) -> tuple[ModelRun, Refusal | 
                 return compare_selected_rows(run, needs_examples)
             leaves = [r.leaf for r in (mismatch.weight, mismatch.bias) if r]
             return run, Refusal(unlike_rows(mismatch, run.examples), frozenset(leaves))
-    runs, refusal = compare(run, needs_examples)
+    lengths, refusal = compare(run, needs_examples)
     if refusal is None and not _expands_alike(run):
         run = run.rerun(batch, RowOrder(expand=False))
-        runs, refusal = compare(run, needs_examples)
-    return run.reread(runs=runs), refusal
+        lengths, refusal = compare(run, needs_examples)
+    return run.reread(lengths=lengths), refusal
 
 
 def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRun, ModelRun] | None:
@@ -88,17 +88,17 @@ def _at_two(run: ModelRun, small: object, needs_examples: bool) -> tuple[ModelRu
     called = {layer.layout for layer in few.layers}
     if uncovered(few) is not None or not called.issuperset(layer.layout for layer in run.layers):
         return None
-    runs, refusal = compare(few, needs_examples)
+    lengths, refusal = compare(few, needs_examples)
     if refusal is not None:
         return None
     if run.recording.expanded and not _expands_alike(few):
         (batch,) = run.recording.problem.args
         run = run.rerun(batch, RowOrder(expand=False))
-    return few, run.reread(runs=runs)
+    return few, run.reread(lengths=lengths)
 
 
 def _expands_alike(run: ModelRun) -> bool:
-    """Whether the outputs equal those of a run that expands no embedding."""
+    """Whether a run without expanded embeddings has equal outputs."""
     if not run.recording.expanded:
         return True
     problem, metric = run.recording.problem, run.options.metric
@@ -118,20 +118,20 @@ def _first_mismatch(few: ModelRun, run: ModelRun) -> LayerCall | None:
     return None
 
 
-def compare(run: ModelRun, needs_examples: bool) -> tuple[Runs, Refusal | None]:
+def compare(run: ModelRun, needs_examples: bool) -> tuple[Lengths, Refusal | None]:
     """Compare the gradient of a random sum of outputs, as the layers give it, with autograd's.
 
     This finds uses of parameters that were not recorded, and layers that mix examples. Returns
-    `RowOrder.runs`, and a refusal or None.
+    `RowOrder.lengths`, and a refusal or None.
     """
     calls, leaves = run.calls, run.recording.leaves
     column = _probe(run, next(iter(_halves(run)), None))
     found = run.recording.backward([*(call.edge for call in calls), *leaves], column)
     gradients = Gradients(run, found[: len(calls)], column)
     wanted = materialize_grads(found[len(calls) :], leaves)
-    runs, refusal = compare_examples(run, needs_examples, gradients)
+    lengths, refusal = compare_examples(run, needs_examples, gradients)
     if refusal is not None:
-        return runs, refusal
+        return lengths, refusal
     ours = [p.new_zeros((1, *(p.shape or (1,))), dtype=run.dtype) for p in leaves]
     summed: list[Any] = [0.0] * len(leaves)
     everything: Any = 0.0
@@ -159,9 +159,9 @@ def compare(run: ModelRun, needs_examples: bool) -> tuple[Runs, Refusal | None]:
     right = () if run.separable else run.unexplained
     wrong = [i for i, one in enumerate(answers) if one and i not in right]
     if not wrong:
-        return runs, None
+        return lengths, None
     name = pytree.paths(run.space.params)[wrong[0]]
-    return runs, run.refusal(
+    return lengths, run.refusal(
         f"expected params[{name!r}] to be used by layers alone, got a gradient of which these are only "
         "a part: a custom Function, scripted or compiled code uses it too, or the model's own "
         "torch.autograd.grad (`hog.laplacian`, `hog.directional` and `hog.jet` have layers); ",
@@ -198,14 +198,14 @@ def summed_gradient(layer: Layer, gradients: Gradients, dtype: torch.dtype) -> T
 
 def compare_examples(
     run: ModelRun, needs_examples: bool, first: Gradients | None = None
-) -> tuple[Runs, Refusal | None]:
+) -> tuple[Lengths, Refusal | None]:
     """Check that each row has gradients from the outputs of one example only. Where rows must be
     assigned to examples, find their order. Returns what `compare` returns.
 
     first: the gradients of the probe of the first half, if they are known.
     """
     if run.examples < 2 or not run.layers:
-        return run.order.runs, None
+        return run.order.lengths, None
     halves = _halves(run)
     touched: dict[int, list[Tensor]] = {id(call): [] for call in run.calls}
     for half in halves:
@@ -213,7 +213,9 @@ def compare_examples(
         for call in run.calls:
             touched[id(call)].append((gradients.of(call) != 0).any(-1).any(0))
     both = [(layer, call) for layer in run.layers for call in layer.calls]
-    tried = {id(call): _possible_runs(run, call, len(touched[id(call)][0])) for call in run.calls}
+    tried = {
+        id(call): _possible_lengths(run, call, len(touched[id(call)][0])) for call in run.calls
+    }
     asked: list[Tensor] = []
     for _, call in both:
         of_call = touched[id(call)]
@@ -223,11 +225,10 @@ def compare_examples(
     # Read all answers at once: one wait for the device.
     answers = iter(torch.stack(asked).tolist())
     refused: list[tuple[Layer, LayerCall]] = []
-    lengths = {id(call): call.run for call in run.calls}
+    lengths = {id(call): call.consecutive for call in run.calls}
     for layer, call in both:
         needed = needs_examples or layer.layout.role.matrix != "kronecker"
         mixed, *wrong = (next(answers) for _ in range(1 + len(tried[id(call)])))
-        # Several may fit, e.g. if one position alone has gradients: the first is the likeliest.
         fits = [n for n, off in zip(tried[id(call)], wrong, strict=True) if not off]
         if needed and fits and not mixed:
             whole = fits[0] * run.examples == len(touched[id(call)][0])
@@ -258,8 +259,8 @@ def compare_selected_rows(run: ModelRun, needs_examples: bool) -> tuple[ModelRun
     roles = {layer.layout.role.matrix for layer in run.layers}
     if not (run.recording.selects and (needs_examples or roles - {"kronecker"})):
         return run, None
-    runs, refusal = compare_examples(run, needs_examples)
-    return run.reread(runs=runs), refusal
+    lengths, refusal = compare_examples(run, needs_examples)
+    return run.reread(lengths=lengths), refusal
 
 
 def _halves(run: ModelRun) -> list[Tensor]:
@@ -283,20 +284,24 @@ def _probe(run: ModelRun, half: Tensor | None) -> Vector:
     return mask_examples(column, half)
 
 
-def _possible_runs(run: ModelRun, call: LayerCall, rows: int) -> list[int]:
-    """How many rows of one example may stand in a row: all of them; one, as of positions before
-    examples; those of one direction of a derivative, if directions come first."""
+def _possible_lengths(run: ModelRun, call: LayerCall, rows: int) -> list[int]:
+    """Possible numbers of consecutive rows of one example, the likeliest first: all rows of the
+    example; 1, if positions come first; the rows of one direction, if directions of a derivative come
+    first."""
     N, first = run.examples, call.shape[0] if call.shape else 1
     if not rows:
         return [0]
-    lengths = (rows // N, 1, rows // (N * first), rows // first)
+    lengths = [rows // N, 1, rows // (N * first), rows // first]
+    if first != N and call.shape[1:2] == (N,):
+        # Few gradients may fit several lengths: then the shape decides.
+        lengths.insert(0, rows // (N * first))
     return list(dict.fromkeys(n for n in lengths if n and not rows % (N * n)))
 
 
 def _mismatches(
     run: ModelRun, halves: Sequence[Tensor], touched: Sequence[Tensor], length: int
 ) -> Tensor:
-    """Whether the rows that each half touches contradict runs of this length."""
+    """Whether the rows with gradients from each half contradict this number of consecutive rows."""
     example = torch.arange(len(touched[0]), device=run.device) // length % run.examples
     return _any_of(has & ~half[example] for half, has in zip(halves, touched, strict=True))
 

@@ -196,14 +196,14 @@ class RowOrder(NamedTuple):
     """How to read the calls of layers, as found at the first batch.
 
     Attributes:
-        runs: The calls with rows that are not ordered by example, each with its `LayerCall.run`.
-        expand: Whether embeddings that are computed once for all examples get one row for each example.
+        lengths: `LayerCall.consecutive` of each call without all rows of an example together.
+        expand: Whether embeddings computed once for all examples get one row for each example.
         unexplained: The leaves with gradients that the layers do not explain.
         separable: Whether the gradients of these leaves may be computed by running an example alone.
         met: The blocks of the layers that were called so far, and compared with autograd.
     """
 
-    runs: frozenset[tuple[CallPlace, int]] = frozenset()
+    lengths: frozenset[tuple[CallPlace, int]] = frozenset()
     expand: bool = True
     unexplained: frozenset[int] = frozenset()
     separable: bool = True
@@ -254,7 +254,7 @@ class Recording:
 def record(problem: Problem, metric: FisherMetric, expand: bool) -> Recording:
     """Run a model at a batch, and record its layers.
 
-    expand: Whether embeddings that are computed once for all examples get one row for each example. If
+    expand: Whether embeddings computed once for all examples get one row for each example. If
         the model's code then fails, because it counts on one row, it is run again without.
     """
     (batch,), leaves = problem.args, fresh_leaves(problem.leaves, False)
@@ -300,7 +300,7 @@ class ModelRun:
     Attributes:
         recording: What one run of the model showed.
         space: The space of the parameters.
-        options: What the factors are of.
+        options: The options of the factors.
         order: How to read the calls.
         examples: The number of examples in the batch.
         calls: The calls of the recording, without unexplained leaves and with their row order.
@@ -316,7 +316,7 @@ class ModelRun:
     ) -> None:
         self.recording, self.space, self.options, self.order = recording, space, options, order
         self.examples, own = recording.examples, order.unexplained
-        self.calls = _read(recording.calls, own, order.runs)
+        self.calls = _read(recording.calls, own, order.lengths)
         self.layers = layers_of(self.calls, options.joint_bias)
         parts = ((i, recording.leaves[i]) for i in sorted(own))
         self.unexplained = {i: exact_diagonal(Region.of_all(i, p), p) for i, p in parts}
@@ -366,7 +366,7 @@ class ModelRun:
         leaves = refusal.leaves | self.unexplained.keys()
         # Refused again: from now on by backward passes of the batch, not by examples alone.
         separable = self.separable and bool(more)
-        return self.reread(runs=frozenset(), unexplained=leaves, separable=separable)
+        return self.reread(lengths=frozenset(), unexplained=leaves, separable=separable)
 
     def has_new_layers(self) -> bool:
         """Whether this run calls layers that no earlier batch called."""
@@ -374,13 +374,13 @@ class ModelRun:
 
     def order_of_all(self, before: RowOrder | None) -> RowOrder:
         """The order of this run's layers, and of the layers that only earlier runs called."""
-        runs, met = self.order.runs, frozenset(layer.layout for layer in self.layers)
+        lengths, met = self.order.lengths, frozenset(layer.layout for layer in self.layers)
         if before is not None:
             own = [region for layout in met for region in layout.regions]
             own += [layout.first for layout in self.unexplained.values()]
             met |= {one for one in before.met if not any(map(one.overlaps, own))}
-            runs = frozenset({**dict(before.runs), **dict(runs)}.items())
-        return self.order._replace(runs=runs, met=met)
+            lengths = frozenset({**dict(before.lengths), **dict(lengths)}.items())
+        return self.order._replace(lengths=lengths, met=met)
 
     def refusal(self, text: str, named: Iterable[int], leaves: Iterable[int] = ()) -> Refusal:
         """A refusal with the advice to leave out the named leaves. leaves: the refused leaves, if not
@@ -464,17 +464,17 @@ class ModelRun:
 
 
 def _read(
-    calls: Sequence[LayerCall], left_out: frozenset[int], runs: frozenset[tuple[CallPlace, int]]
+    calls: Sequence[LayerCall], left_out: frozenset[int], lengths: frozenset[tuple[CallPlace, int]]
 ) -> list[LayerCall]:
     """The calls without the weights and biases of left-out leaves, each with its row order."""
     if left_out:
         keep = lambda r: None if r is None or r.leaf in left_out else r  # noqa: E731
         calls = [replace(call, weight=keep(call.weight), bias=keep(call.bias)) for call in calls]
         calls = [call for call in calls if call.weight or call.bias]
-    if runs:
+    if lengths:
         pairs = zip(calls, call_places(calls), strict=True)
-        known = dict(runs)
-        calls = [replace(call, run=known.get(place, 0)) for call, place in pairs]
+        known = dict(lengths)
+        calls = [replace(call, consecutive=known.get(place, 0)) for call, place in pairs]
     return list(calls)
 
 
