@@ -4,8 +4,7 @@
 
 A difference means that the recorder missed a use of the parameter. A row with gradients from both
 halves means that the layer mixes examples. The rows with gradients from each half show the order of
-the rows. The comparison runs on two examples if the batch can
-be split.
+the rows. The comparison runs on two examples if the batch can be split.
 """
 
 from collections.abc import Iterable, Sequence
