@@ -310,19 +310,29 @@ def check_reduction(loss: object, reduction: str) -> None:
 def example_counts(loss: Any, batch: Any) -> Tensor | None:
     """The summand of each example in the denominator of a mean, [N]; None if unknown.
 
-    From `loss.batch_size`; for a criterion in `CRITERIA` the summed class weights of labels other than
-    ignore_index.
+    From `loss.batch_size`; for a criterion in `CRITERIA` from `counts_of_targets`.
     """
     batch = as_dict(batch)
-    count, row = row_count(batch), row_of(loss)
+    count = row_count(batch)
     if count and hasattr(loss, "batch_size"):
         parts = [loss.batch_size(pytree.rows(batch, count, n, n + 1)) for n in range(count)]
         return torch.tensor(parts, dtype=torch.float64, device="cpu")
-    target = None if row is None else loss.targets(batch)
-    if not count or row is None or not isinstance(target, Tensor) or len(target.shape[:1]) < 1:
+    counts = counts_of_targets(loss, batch)
+    return None if counts is None or len(counts) != count else counts
+
+
+def counts_of_targets(loss: Any, batch: Any) -> Tensor | None:
+    """The summand of each row of the targets in the denominator of the criterion's mean: the summed
+    class weights of labels other than ignore_index. None for a criterion that is not in `CRITERIA`.
+
+    The targets may have other rows than the batch's first tensor, such as time steps.
+    """
+    row = row_of(loss)
+    target = None if row is None else loss.targets(as_dict(batch))
+    if row is None or not isinstance(target, Tensor) or not target.dim() or not len(target):
         return None
-    options = _all_options(loss.user_criterion)
-    if len(target) != count or options.get("reduction", "mean") != "mean":
+    count, options = len(target), _all_options(loss.user_criterion)
+    if options.get("reduction", "mean") != "mean":
         return None
     if not row.family.classes or target.is_floating_point():
         return torch.ones(target.shape, dtype=torch.float64, device="cpu").reshape(count, -1).sum(1)
@@ -347,7 +357,7 @@ def example_counts(loss: Any, batch: Any) -> Tensor | None:
 # The denominator of a mean over a batch: the criterion's own, the number of terms of a given
 # distribution, or the number of examples.
 Counting = Literal["criterion", "terms", "examples"]
-Relation = Literal["mean", "sum", "weighted", "mean and sum", "coupled"]
+Relation = Literal["mean", "sum", "weighted", "mean and sum", "coupled", "no rows"]
 
 
 CLOSE = Rule(1e2)  # strict, because the fitted t of "weighted" comes near any slowly varying loss
@@ -392,7 +402,8 @@ def compare_halves(
 ) -> Relation | None:
     """`relation_of_halves` for the halves of a batch, at the point and at points nearby.
 
-    None for batches without rows, and for losses that draw random numbers.
+    None for a batch of one row, and for losses that draw random numbers; "no rows" if the loss raises
+    at the halves.
     at: (seed, batch) -> the loss at the point `nearby(..., seed)`.
     """
     count = row_count(batch) or 0
@@ -420,7 +431,7 @@ def compare_halves(
             others = [values(seed) for seed in (1, 2, 3)]
     except Exception as error:  # rows of this batch are not examples
         LOGGER.debug("the halves of a batch were not compared: %s", error)
-        return None
+        return "no rows"
     finite = [other for other in others if isfinite(other[0])]
     found = relation_of_halves(finite or [first], share, value.dtype)
     if found == "coupled" and count >= 4 and _is_mean_and_sum(at, batch, count, value.dtype):

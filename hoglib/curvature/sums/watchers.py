@@ -312,7 +312,9 @@ class Symmetry(Watcher):
 def criterion_denominator(loss: object, batch: object) -> float:
     """The default weight of a batch: the number that the criterion's mean divides by, or for an unknown
     criterion the batch's leading dimension."""
-    counts = likelihoods.example_counts(loss, batch)
+    if hasattr(loss, "batch_size"):
+        return float(loss.batch_size(batch))
+    counts = likelihoods.counts_of_targets(loss, batch)
     return leading_dimension(batch) if counts is None else float(counts.sum())
 
 
@@ -346,23 +348,24 @@ class ExampleCounts(Watcher):
 
 @final
 class Denominators(Watcher):
-    """Raises if the mean of an unknown criterion does not divide by the weight of the batch.
+    """Raises if the mean of an unknown criterion does not divide by the weight of the batch; warns if
+    halves of a batch do not show what it divides by.
 
     At the batches 0, 1, 2, 4, 8, ... the loss is compared with the losses of two halves of the batch.
     Known criteria need no comparison: `criterion_denominator` has their denominators.
     """
 
     first_pass_only = True
-    _seen = 0  # batches of this pass
 
     def before(self, changed: bool) -> None:
-        self._seen = 0
+        self._weights: list[float] = []  # of the batches of this pass
+        self._relations: set[likelihoods.Relation | None] = set()
 
     def saw(self, term: Term, value: Tensor) -> None:
-        number, batch = self._seen, term.batch
-        self._seen += 1
+        number, batch = len(self._weights), term.batch
+        self._weights.append(term.piece.weight)
         # A comparison runs the loss on both halves: only at batches 0, 1, 2, 4, 8, ...
-        if number & (number - 1) or likelihoods.example_counts(term.loss, batch) is not None:
+        if number & (number - 1) or likelihoods.counts_of_targets(term.loss, batch) is not None:
             return
 
         def at(seed: int, part: object) -> Tensor:
@@ -373,6 +376,7 @@ class Denominators(Watcher):
                 return autograd.without_graph(lambda: problem(*leaves))
 
         relation = likelihoods.compare_halves(at, batch, value)
+        self._relations.add(relation)
         first = next(iter(tensors_in("batch", batch)), ("batch[0]",))[0]
         if relation in ("sum", "mean and sum"):
             raise ArgumentValueError(
@@ -388,6 +392,18 @@ class Denominators(Watcher):
                 f"give that number of a batch, `batch_size=lambda batch: ({labels} != -100).sum()` for "
                 "labels or `batch[-1].sum()` for a mask, or pass the criterion of torch itself; "
                 f"`batch_size=lambda batch: len({first})` weights batches by their examples",
+            )
+
+    def after(self, totals: PassTotals) -> None:
+        coupled = "coupled" in self._relations and not in_training(  # `BatchNorm` warns of those
+            getattr(self.at.loss, "model", None), lambda m: isinstance(m, module_kinds.BATCH_NORMS)
+        )
+        if coupled or ("no rows" in self._relations and len({*self._weights}) > 1):
+            warn(
+                f"{self.at.policy.caller}: batches are weighted by the rows of their first tensor, "
+                f"{min(self._weights):g} to {max(self._weights):g}, and the loss is not the mean over "
+                "these rows: they are time steps or nodes, or the loss couples them. Give what its "
+                "mean divides by, such as examples, events or pairs: `batch_size=lambda batch: ...`."
             )
 
 
@@ -411,7 +427,7 @@ class IgnoredLabels(Watcher):
         self._counted: list[tuple[dict[str, tuple[int, bool]], float]] = []
 
     def saw(self, term: Term, value: Tensor) -> None:
-        if likelihoods.example_counts(term.loss, term.batch) is None:
+        if likelihoods.counts_of_targets(term.loss, term.batch) is None:
             self._counted.append((counted_labels(term.batch), term.piece.weight))
 
     def after(self, totals: PassTotals) -> None:
