@@ -24,7 +24,14 @@ from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
 from hoglib.errors import ArgumentValueError, UnsupportedError
 from hoglib.meta.checkpoints import OnDisk, check_directory
-from hoglib.meta.implicit import Residual, Solver, check_used, implicit_gradient, implicit_graph
+from hoglib.meta.implicit import (
+    Residual,
+    Solver,
+    check_used,
+    implicit_gradient,
+    implicit_graph,
+    warn_if_no_minimum,
+)
 from hoglib.meta.inner_loop import check_mixed, mixed_mode
 from hoglib.meta.training import Replay, Training, TrainingOptions, add_grads, detach_all, pullback
 from hoglib.ring import ring
@@ -282,6 +289,7 @@ def _implicit(training: Training, hyper: Tree, solver: Solver, graph: bool) -> H
     else:
         value, grads, residual = implicit_gradient(*given)
     training.check_finite(losses, value)
+    warn_if_no_minimum(inner, params, hyper)
     return Hypergradient(value, grads, params, residual)
 
 

@@ -1,6 +1,7 @@
 """Operators over data against dense matrices by differences; kept graphs, checks and errors."""
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -117,6 +118,7 @@ def _square(z, y):
     return (z - y).square()
 
 
+UNCLEAR = "weighted by the rows of their first tensor, 2 to 5, and"
 SUMMED = {  # criteria, and what a message says of them over a loader
     "a sum": (lambda z, y: _square(z, y).sum(), "got their sum"),
     "a sum over a constant": (lambda z, y: _square(z, y).sum() / 7, "got their sum"),
@@ -126,8 +128,8 @@ SUMMED = {  # criteria, and what a message says of them over a loader
     "a mean": (lambda z, y: _square(z, y).mean(), ""),
     "a mean of sums": (lambda z, y: _square(z, y).sum(1).mean(), ""),
     "a mean and a constant": (lambda z, y: _square(z, y).mean() + 3, ""),
-    "statistics of the batch": (lambda z, y: _square(z, y).mean() + z.mean(0).square().sum(), ""),
-    "contrastive": (lambda z, y: F.cross_entropy(z @ y.T, torch.arange(len(z))), ""),
+    "statistics of the batch": (lambda z, y: _square(z, y).mean() + z.mean(0).square().sum(), UNCLEAR),
+    "contrastive": (lambda z, y: F.cross_entropy(z @ y.T, torch.arange(len(z))), UNCLEAR),
 }  # fmt: skip
 OVER_LOADERS = {
     "HessianOperator": lambda loss, p, data: hog.HessianOperator(loss, p, data) @ torch.ones(15, dtype=F64),
@@ -147,11 +149,32 @@ def test_a_loss_that_sums_over_examples_is_refused_over_a_loader(name, door):
     run = OVER_LOADERS[door]
     run(loss, params, (x, y))  # of one batch it is what it is
     batches = [(x[:5], y[:5]), (x[5:9], y[5:9]), (x[9:], y[9:])]
-    if not told:
-        run(loss, params, batches)
+    if not told or told == UNCLEAR:
+        run(loss, params, [(x[:5], y[:5]), (x[5:10], y[5:10])])
+        with pytest.warns(UserWarning, match=told) if told else nullcontext():
+            run(loss, params, batches)
         return
     with pytest.raises(ValueError, match=f"{told}.*reduction='sum'"):
         run(loss, params, batches)
+
+
+@pytest.mark.parametrize("criterion", [F.cross_entropy, lambda z, y: F.cross_entropy(z, y)])
+def test_batches_of_sequences_with_time_first_count_their_targets(criterion):
+    model = nn.Sequential(nn.RNN(4, 3), Fn(lambda _, found: found[0][-1])).double()
+    loss = hog.functional_loss(model, criterion)
+    params, sizes = hog.trainable_params(model), [(3, 7), (8, 2)]
+    data = [(draw(t, n, 4), torch.arange(n) % 3) for t, n in sizes]
+    count = lambda batch: len(batch[1])  # noqa: E731
+    known = criterion is F.cross_entropy
+    given = {} if known else {"batch_size": count}
+    expected = sum(loss(params, batch) * count(batch) for batch in data) / 9
+    for operator in (hog.HessianOperator, hog.GGNOperator, hog.FisherOperator):
+        fisher = operator is hog.FisherOperator and not known
+        likelihood = {"likelihood": "categorical"} if fisher else {}
+        assert_close(operator(loss, params, data, **given, **likelihood).value(), expected)
+    if not known:
+        with pytest.warns(UserWarning, match="rows of their first tensor, 3 to 8.*time steps"):
+            hog.HessianOperator(loss, params, data).value()
 
 
 def test_a_summed_loss_with_its_reduction_is_that_of_all_data():

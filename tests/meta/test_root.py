@@ -292,7 +292,7 @@ ERRORS = {
     "I - J that is singular": (lambda: torch.autograd.grad(fixed_point(lambda z, x: z * torch.eye(4)[0] + x, 0 * X, 0 * IMPLICIT["rho"][0]).sum(), IMPLICIT["rho"]), RuntimeError, "is singular where"),
     "a hypergradient's constants that require grad": (lambda: implicit({"rho": IMPLICIT["rho"], "c": IMPLICIT["c"].detach()}, inner=lambda p, h: inner(p, IMPLICIT)), RuntimeError, "Pass them in hyper"),
     "a graph of steps": (lambda: implicit(IMPLICIT, method="unrolled", rule=hog.meta.sgd(0.1), tol=None), NotImplementedError, r"hoglib\.meta\.adapt"),
-    "a hypergradient away from the minimum": (lambda: implicit({**IMPLICIT, "rho": IMPLICIT["rho"] + 1}, at=IMPLICIT), UserWarning, "give more steps"),
+    "a hypergradient away from the minimum": (lambda: implicit({**IMPLICIT, "rho": IMPLICIT["rho"] + 1}, at=IMPLICIT), UserWarning, "at a minimum of inner"),
     "a negative tolerance": (lambda: hog.meta.root(lambda z, h: z - h, X, X, tol=-1), ValueError, "tol: expected a number of at least 0"),
     "inside of torch.func": (lambda: torch.func.vmap(lambda x: hog.meta.root(lambda z, h: z - h, x, x))(rand(2, 3)), NotImplementedError, "torch.autograd.grad"),
 }  # fmt: skip

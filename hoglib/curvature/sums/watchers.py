@@ -395,10 +395,12 @@ class Denominators(Watcher):
             )
 
     def after(self, totals: PassTotals) -> None:
-        coupled = "coupled" in self._relations and not in_training(  # `BatchNorm` warns of those
+        norms = in_training(
             getattr(self.at.loss, "model", None), lambda m: isinstance(m, module_kinds.BATCH_NORMS)
         )
-        if coupled or ("no rows" in self._relations and len({*self._weights}) > 1):
+        unclear = {"no rows"} if norms else {"no rows", "coupled"}  # `BatchNorm` warns of norms
+        # Equal weights are right whatever they count.
+        if unclear & self._relations and len({*self._weights}) > 1:
             warn(
                 f"{self.at.policy.caller}: batches are weighted by the rows of their first tensor, "
                 f"{min(self._weights):g} to {max(self._weights):g}, and the loss is not the mean over "
