@@ -9,6 +9,7 @@ A Function is examined once for each kind of arguments, at and near the recorded
 if later values are far away. The verdict holds for the rest of the process.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
@@ -105,7 +106,7 @@ KEPT = (
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
 )
 FURTHER_POINTS = 4  # further values, far from earlier ones, to examine in one entry point
-# Past reports: (entry point, status or text) by Function.
+# Past reports: (entry point, text without numbers) by Function.
 _REPORTED: WeakKeyDictionary[FunctionKey, set[tuple[str, str]]] = WeakKeyDictionary()
 # Functions seen to change an argument (without mark_dirty) or grad_output in place. A correct verdict
 # does not end the watch over them: whether the change does harm depends on who else reads the tensor.
@@ -210,7 +211,7 @@ class examined_functions:  # noqa: N801 a context manager
     def _report_verdict(
         self, function: type[Function], verdict: Verdict, *, nothing_is_left: bool = False
     ) -> None:
-        """Raise, or warn once for each pair of Function and entry point."""
+        """Raise, or warn once for each Function, entry point and cause."""
         text = f"{self._caller}: {verdict.text}"
         for module, instead in INSTEAD.items():
             text += f" {instead}" * function.__module__.startswith(module)
@@ -222,8 +223,7 @@ class examined_functions:  # noqa: N801 a context manager
                 "would be differentiated has no graph. `hvp(mode='finite-differences')` needs none."
             )
         reported = _REPORTED.setdefault(identity_of(function), set())
-        # all Functions in C++ are reported as torch's base class: only the text tells them apart
-        what = verdict.text if function is Function else verdict.status
+        what = re.sub(r"[\d.]+(e[+-]\d+)?", "", verdict.text)  # the cause, at whatever values
         if (self._caller, what) not in reported:
             reported.add((self._caller, what))
             warn(text)

@@ -673,6 +673,28 @@ def test_it_is_told_once_for_a_function_and_an_entry_point():
     assert told(ENTRY_POINTS["hessian"], function)[0].startswith("hessian: ")
 
 
+class CutTwice(Function):
+    """y = x^3 w^3, cut at another place for each input."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x**3 * w**3
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g * 3 * x.detach() ** 2 * w**3, g * 3 * x**3 * w.data**2
+
+
+def test_another_cause_is_told_too():
+    x, w = X[0].clone(), torch.full_like(X[0], 1.5)
+    (first,) = told(lambda: hog.hvp(lambda x: CutTwice.apply(x, w).sum(), x, x))
+    (second,) = told(lambda: hog.hvp(lambda w: CutTwice.apply(x, w).sum(), w, w))
+    assert ".detach()" in first and ".data" in second
+    assert told(lambda: hog.hvp(lambda x: CutTwice.apply(x, w).sum(), x, x)) == []
+
+
 class AlmostLinear(Function):
     """y = x - 3e-6 cos x, whose second derivative is lost."""
 
