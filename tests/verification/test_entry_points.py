@@ -689,8 +689,8 @@ class CutTwice(Function):
 
 def test_another_cause_is_told_too():
     w = torch.full_like(X, 1.5)
-    by_x = lambda cut: hog.hvp(lambda x: cut(x, w).sum(), X, X)  # noqa: E731
-    by_w = lambda cut: hog.hvp(lambda w: cut(X, w).sum(), w, w)  # noqa: E731
+    by_x = lambda cut: hog.hvp(lambda x: cut(x, w).square().sum(), X, X)  # noqa: E731
+    by_w = lambda cut: hog.hvp(lambda w: cut(X, w).square().sum(), w, w)  # noqa: E731
     (first,), (second,) = (told(call, CutTwice.apply) for call in (by_x, by_w))
     assert ".detach()" in first
     assert ".data" in second
