@@ -42,6 +42,7 @@ RECORDS = {
     "_core.messages.communication._FAILURES": "processes end failed calls together before the next one",
     "_core.messages.communication._FAILED": "failed calls are numbered; a store may outlive a group",
     "_core.messages.communication._RUNNING": "messages inside a call belong to it",
+    "_core.runtime.freed_memory._LIMITS": "freed memory is returned at a new peak of the process",
     "_core.runtime.device_reads._READS": "a check reads a device's values one call later",
     "_core.runtime.provided._PROVIDED": "what stands above registers itself, since imports run downward",
     "_core.runtime.source_location._WARNED": "a warning is given once",

@@ -37,6 +37,7 @@ from hoglib._core.modules.state import (
 from hoglib._core.numerics.trust import BITS, SUMS, agree
 from hoglib._core.problem import Policy, check_option_names
 from hoglib._core.remat.call import ByTangents
+from hoglib._core.runtime.freed_memory import return_freed_memory
 from hoglib._core.substrate.autograd import clone_inference_tensors
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
@@ -429,6 +430,7 @@ class Replay:
 
     def _step(self, i: int, state: State) -> tuple[State, Tensor]:
         """The state after step i and the loss, by the operations that the replay differentiates."""
+        return_freed_memory()
         after, loss = self._after(i, _fresh_leaves(state.leaves))
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in after]
         self._advance()
@@ -493,6 +495,7 @@ class Replay:
     def _pull_step(self, at: Cotangents, before: State, after: list[Any]) -> Cotangents:
         """Pull back through step at.step - 1. before: the state before it. after: the leaves that the
         forward run had after it."""
+        return_freed_memory()
         own = _fresh_leaves(before.leaves)
         self._generators.set(before.generators)
         leaves, _ = self._after(at.step - 1, own)

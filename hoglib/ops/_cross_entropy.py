@@ -22,6 +22,7 @@ from torch import Tensor
 from hoglib._core.messages import validation
 from hoglib._core.messages.validation import TorchValueError
 from hoglib._core.remat.recomputation import recompute
+from hoglib._core.runtime.freed_memory import return_freed_memory
 from hoglib._core.torch_api import torch_internals
 from hoglib._core.torch_api.mixed_precision import (
     full_precision,
@@ -342,6 +343,7 @@ def row_chunks(rows: Rows, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """
     h, targets, size = rows.h, rows.targets, rows.chunk_size
     for start in range(0, max(len(h), 1), size):
+        return_freed_memory()
         part = slice(start, start + size)
         own = torch_internals.fresh_copy(h[part]) if len(h) > size else h
         t, *rest = (None if x is None else x[part] for x in (targets, *others))

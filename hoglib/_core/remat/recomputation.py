@@ -6,7 +6,7 @@ so that the vjp saves only its inputs too, and derivatives of every order are re
     level    a function that the Function runs: `fn`, the vjp or jvp of `fn`, the vjp of the vjp, ...
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
 from typing import Any, TypeVar, cast, final
 
@@ -21,8 +21,9 @@ from hoglib._core.modules.swap import keep_swapped
 from hoglib._core.remat.block_parts import replaced_forwards
 from hoglib._core.remat.call import ByTangents, Call, FirstRun, Inputs, Level, Run, Tensors
 from hoglib._core.runtime.ambient import AMBIENT, CallerState
+from hoglib._core.runtime.freed_memory import return_freed_memory
 from hoglib._core.runtime.provided import provided
-from hoglib._core.substrate.autograd import Vector, materialize_grads
+from hoglib._core.substrate.autograd import materialize_grads
 from hoglib._core.torch_api import torch_forward_mode, torch_internals
 from hoglib._core.torch_api.pytree import is_float
 from hoglib._core.torch_api.torch_modes import (
@@ -284,6 +285,7 @@ def _backward(ctx: Any, grads: Tensors) -> Any:
 
 def _run_level(run: Level, *inputs: Tensor | None) -> Tensors:
     """run(*inputs), by a compiled graph if the call has a backend and nothing differentiates it."""
+    return_freed_memory()
     if isinstance(run, _Jvp | _WithTangents):
         return run.without_graph(*inputs)
     if not torch_internals.forward_mode_active() and _is_compiled(run):
@@ -349,9 +351,6 @@ class _Vjp(_Derivative):
 
     def _by_autograd(self, inputs: Tensors, cotangents: Tensors) -> Tensors:
         nested = torch.is_grad_enabled()
-        others = *inputs, *cotangents
-        wanted = [cast(Tensor, inputs[i]) for i in self.wanted]
-        allocated = [] if nested else _allocate_gradients(wanted, others)
         with torch.enable_grad():
             own = [None if t is None else self._fresh(i, t, nested) for i, t in enumerate(inputs)]
             outputs = self.run(*own)
@@ -363,9 +362,7 @@ class _Vjp(_Derivative):
             return (None,) * len(self.wanted)
         values, weights = zip(*pairs, strict=True)
         leaves = [cast(Tensor, own[i]) for i in self.wanted]
-        given = values, leaves, weights
-        found = torch.autograd.grad(*given, create_graph=nested, allow_unused=True)
-        return _move(found, allocated, others) if allocated else found
+        return torch.autograd.grad(values, leaves, weights, create_graph=nested, allow_unused=True)
 
     def _fresh(self, index: int, tensor: Tensor, nested: bool) -> Tensor:
         """An input to differentiate by: a view in the caller's graph, or a leaf."""
@@ -410,38 +407,6 @@ class _Vjp(_Derivative):
             edges, variables, weights, retain_graph=False, create_graph=again, unhandled=True
         )
         return tuple(found if self.as_tangents else materialize_grads(found, variables))
-
-
-def _allocate_gradients(wanted: Vector, others: Iterable[Tensor | None]) -> Vector:
-    """Memory for the gradients by `wanted`, allocated before the temporaries of a level.
-
-    The allocator of a processor cannot return memory between tensors that stay alive: gradients among
-    the temporaries of each block made the process hold three times the memory of its tensors. Empty
-    where gradients may have another layout than `wanted`, and on a device, whose allocator differs.
-    """
-    if torch_internals.tracing() or torch_internals.forward_mode_active():
-        return []
-    known = [*wanted, *(x for x in others if x is not None)]
-    plain = all(x.is_cpu and _is_dense(x) and not torch_internals.is_batched(x) for x in known)
-    return [torch.empty_like(x) for x in wanted] if plain else []
-
-
-def _is_dense(x: Tensor) -> bool:
-    return type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided
-
-
-def _move(found: Tensors, allocated: Vector, others: Iterable[Tensor | None]) -> Tensors:
-    """Gradients, copied to the allocated memory unless they take less memory where they are: as views
-    of `others` or of one another, or as expanded numbers."""
-    shared = {torch_internals.storage_id(x) for x in others if x is not None}
-    moved: list[Tensor | None] = []
-    for x, place in zip(found, allocated, strict=True):
-        if x is not None and _is_dense(x) and torch_internals.storage_id(x) not in shared:
-            shared.add(torch_internals.storage_id(x))
-            if x.untyped_storage().nbytes() >= place.untyped_storage().nbytes():
-                x = place.copy_(x)
-        moved.append(x)
-    return tuple(moved)
 
 
 @final

@@ -1,1 +1,1 @@
-"""Thread-local state, lines of the user's code, reads of device values, and the logger."""
+"""Thread-local state, lines of the user's code, reads of device values, freed memory, the logger."""
