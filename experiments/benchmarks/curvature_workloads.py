@@ -85,10 +85,10 @@ WORKLOADS: dict[str, Workload] = {
                 for route in by_hand_compiled.ROUTES
             },
             "hoglib.hvp": ours(with_hoglib.hvp),
-            "hoglib.HessianOperator, once more, compile=True": compiled(
+            "hoglib.HessianOperator, graph kept, compile=True": compiled(
                 with_hoglib.compiled(with_hoglib.once_more)
             ),
-            "hoglib.HessianOperator, once more": ours(with_hoglib.once_more),
+            "hoglib.HessianOperator, graph kept": ours(with_hoglib.once_more),
             "hoglib.ggn_vp, compile=True": compiled(
                 with_hoglib.compiled(with_hoglib.gauss_newton), truth="gauss-newton"
             ),
@@ -134,7 +134,7 @@ WORKLOADS: dict[str, Workload] = {
         brief="8 products at once",
     ),
     "micro": on(
-        "one product more, in four micro-batches",
+        "one product, in four micro-batches",
         ALL,
         {
             WHOLE: ours(with_hoglib.whole_batch),

@@ -131,7 +131,7 @@ def measured_on(results: Results) -> str:
     gpu = f", GPU {m['gpu']}" if m.get("gpu") else ""
     clock = ", CPU time of the process" if m.get("clock") == "cpu" else ""
     return (
-        f"{m['date']}, {m['processor']}, {m['cores']} cores, each process on one of them with "
+        f"{m['date']}, {m['processor']}, {m['cores']} cores, each process on one core with "
         f"{m['threads']} thread{gpu}, {m['system']}, Python {m['python']}, torch {m['torch']}, hoglib "
         f"{m['hoglib']}; {peers}. Medians of {counts} interleaved repeats{clock}."
     )

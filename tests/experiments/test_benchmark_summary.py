@@ -123,7 +123,7 @@ def test_every_page_is_written_from_one_file_of_results(tmp_path, monkeypatch, c
     assert long.count("| theirs | 4.00 (3.60-4.40), 1 MiB |") == 1
     assert "one task, conv4-32; inner steps: | 5 | 20 |" in meta
     assert "| time of a meta-gradient, to the loop by hand | MLP |" in meta
-    assert "abacus, 2 cores, each process on one of them with 1 thread, Linux" in short
+    assert "abacus, 2 cores, each process on one core with 1 thread, Linux" in short
     assert "jax (missing), other 1.0" in short
     drawn = {path.name for path in (docs / "images").iterdir()}
     assert drawn == {"benchmarks.png", "meta-memory.png"}

@@ -215,7 +215,7 @@ def test_the_command(tmp_path, capsys):
     assert command.main(options) == 0
     capsys.readouterr()
     details = (tmp_path / "details.md").read_text()
-    assert "| **one product more, in four micro-batches** | **MLP** |" in details
+    assert "| **one product, in four micro-batches** | **MLP** |" in details
     found = json.loads((tmp_path / "results.json").read_text())
     assert set(found["machine"]) == {
         "processor", "cores", "threads", "system", "python", "torch", "hoglib", "gpu", "peers", "date",

@@ -37,7 +37,7 @@ def meta_gradients(learners: Mapping[str, dict[str, Row]]) -> str:
     ]
     choices = [methods.get(CHOSEN, {}).get("beside") for methods in learners.values()]
     if any(choices):
-        rows.append([f"{CHOSEN}'s own choice, to the better of its two", *map(_choice, choices)])
+        rows.append([f"{CHOSEN}, to the faster of loop and vmap", *map(_choice, choices)])
     return markdown(head, _bold(rows))
 
 
