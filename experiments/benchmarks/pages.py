@@ -10,7 +10,7 @@ from experiments.benchmarks.meta import report as meta
 
 Results = dict[str, Any]
 PICTURE, MEMORY = "benchmarks.png", "meta-memory.png"
-SUMMARY = f"![Times relative to hand-written torch, and memory against inner steps](images/{PICTURE})"
+SUMMARY = f"![Times relative to torch by hand, and memory against inner steps](images/{PICTURE})"
 
 
 def contents(results: Results) -> dict[str, list[str]]:
