@@ -18,8 +18,7 @@ import torch
 
 from experiments.benchmarks import pages
 from experiments.benchmarks.processes import ROOT, cores, run
-from experiments.benchmarks.timing import CLOCKS, environment
-from experiments.benchmarks.workload import COLUMNS
+from experiments.benchmarks.timing import environment
 from experiments.benchmarks.workloads import PEERS, PROBLEMS, WORKLOADS, chosen
 
 QUICK_SECONDS = 8.0  # no new round beyond these, in a process
@@ -41,8 +40,7 @@ def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     quick = not (given.full or given.smoke or given.workload or given.problem)
     seconds = given.seconds or (QUICK_SECONDS if quick else None)
     repeats = given.repeats or (1 if given.smoke else 20)
-    options = {"repeats": repeats, "budget": seconds, "small": given.smoke, "clock": given.clock}
-    options["columns"] = given.columns
+    options = {"repeats": repeats, "budget": seconds, "small": given.smoke}
     jobs = chosen(given.workload, given.problem, given.full)
     if not jobs:
         raise SystemExit(
@@ -57,7 +55,7 @@ def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         found, wrong = run(there, {**options, "device": device}, some)
         workloads += found
         problems += wrong
-    machine = environment(PEERS) | {"clock": given.clock}
+    machine = environment(PEERS)
     return {"machine": machine, "smoke": given.smoke, "workloads": workloads}, problems
 
 
@@ -75,27 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--workload", nargs="+", choices=WORKLOADS, help="these, on all problems")
     add("--problem", nargs="+", choices=PROBLEMS, help="on these only")
-    add(
-        "--device",
-        choices=["cpu", "cuda", "auto"],
-        default="cpu",
-        help="auto: both, if there (cpu)",
-    )
+    choices = ["cpu", "cuda", "auto"]
+    add("--device", choices=choices, default="cpu", help="auto: both, if there (cpu)")
     add("--repeats", type=int, help="at most this many rounds (20)")
     add("--seconds", type=float, help="no new round beyond this, a process")
-    add(
-        "--clock",
-        choices=CLOCKS,
-        default="wall",
-        help="cpu: that of the process, on a busy machine",
-    )
-    add(
-        "--columns",
-        nargs="+",
-        choices=COLUMNS,
-        default=[],
-        help="beside by hand only these methods",
-    )
     add("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
     add("--output", type=Path, default=Path("runs/benchmarks"))
     given = parser.parse_args(arguments)

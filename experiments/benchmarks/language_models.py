@@ -6,6 +6,7 @@ the median of five.
 """
 
 import copy
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
-from experiments.benchmarks.timing import CLOCKS, interleaved, program
+from experiments.benchmarks.timing import interleaved, program
 from experiments.shared.gpt import CharacterGPT
 
 Product = Callable[..., Any]
@@ -62,7 +63,7 @@ def memory_rows(small: bool) -> list[str]:
             first, *others = (run()[1] for run in runs.values())
             for other in others:
                 torch.testing.assert_close(other, first, rtol=1e-2, atol=1e-4)
-            seconds = interleaved(runs, 1 if small else 5, CLOCKS["cpu"])
+            seconds = interleaved(runs, 1 if small else 5, time.process_time)
             logits = 4 * tokens * vocabulary
             cells = [
                 f"{peak_allocated(run) / logits:.1f}, {seconds[key]:.2f} s"

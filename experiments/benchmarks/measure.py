@@ -3,14 +3,13 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.benchmarks.method_check import References, check_method, run_through, vectors_of
-from experiments.benchmarks.timing import CLOCKS, Clock, beside, quartiles, single_threaded
+from experiments.benchmarks.timing import beside, quartiles, single_threaded
 from experiments.benchmarks.workload import Call, Workload
 from experiments.benchmarks.workloads import WORKLOADS
 
@@ -18,12 +17,7 @@ Row = dict[str, Any]
 
 
 def measure(
-    workload: Workload,
-    point: Any,
-    repeats: int,
-    budget: float,
-    checked: Any = None,
-    clock: Clock = time.perf_counter,
+    workload: Workload, point: Any, repeats: int, budget: float, checked: Any = None
 ) -> tuple[Row, dict[str, Row]]:
     """What the unit of time takes, and a row for each method.
 
@@ -55,7 +49,7 @@ def measure(
         for name, call in calls.items()
         if not (own and name == workload.by_hand)
     }
-    units, pairs = beside(run_through(unit, 1), others, repeats, budget, clock)
+    units, pairs = beside(run_through(unit, 1), others, repeats, budget)
     if own:
         pairs[workload.by_hand] = [(seconds, 1.0) for seconds in units]
     each = {name: [ratio / counts[name] for _, ratio in pairs[name]] for name in calls}
@@ -75,18 +69,16 @@ def measure(
 
 
 def result(
-    name: str, problem: str, device: str, small: bool, repeats: int, budget: float | None,
-    clock: Clock = time.perf_counter, columns: Sequence[str] = (),
-) -> Row:  # fmt: skip
+    name: str, problem: str, device: str, small: bool, repeats: int, budget: float | None
+) -> Row:
     """What is written of a workload on a problem, for the reports."""
     workload, start = WORKLOADS[name].on(problem, device), time.perf_counter()
-    workload = workload.of_columns(columns) if columns else workload
     point = workload.make(problem, workload.vectors, small)
     checked = workload.checked(problem, small) if workload.checked else None
     if device != "cpu":
         where = torch.device(device)
         point, checked = point.to(where), checked and checked.to(where)
-    unit, rows = measure(workload, point, repeats, budget or workload.seconds, checked, clock)
+    unit, rows = measure(workload, point, repeats, budget or workload.seconds, checked)
     return {
         "workload": name,
         "title": workload.title,
@@ -102,11 +94,11 @@ def result(
 
 
 def main(text: str) -> None:
-    """text: a JSON object of the arguments of `result`, with `core`, `clock` and `file`."""
+    """text: a JSON object of the arguments of `result`, with `core` and `file`."""
     given = json.loads(text)
     single_threaded(given.pop("core"))
-    clock, file = CLOCKS[given.pop("clock")], Path(given.pop("file"))
-    file.write_text(json.dumps(result(**given, clock=clock), indent=1))
+    file = Path(given.pop("file"))
+    file.write_text(json.dumps(result(**given), indent=1))
 
 
 if __name__ == "__main__":

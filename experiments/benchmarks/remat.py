@@ -1,18 +1,14 @@
 """Recomputation beside torch.utils.checkpoint and plain autograd: peak memory and time.
 
-    python -m experiments.benchmarks.remat [--smoke] [--part mlp transformer depth growth first-call
-        replay loops] [--device cuda]
+    python -m experiments.benchmarks.remat [--smoke] [--part mlp transformer first-call loops]
+        [--device cuda]
 
 - mlp, transformer: a residual MLP, h <- h + V gelu(U h + u) + v in each layer, or torch's transformer
   encoder, each layer by `hoglib.ops.remat` or torch's checkpoint. First order is the gradient of the
   mean square output by all parameters; second order is a Hessian-vector product, reverse over
   reverse; "forward" is that product, forward over reverse.
-- depth: products of the transformer by `hog.hvp`: plain, with `remat=True`, with `compile=True` too.
-- growth: the peak at 12 and at 48 layers. What a layer adds is compared with its gradient, its part of
-  the product, its input and two cotangents of that, which are kept from layer to layer.
 - first-call: seconds of the processor, of the process and of the compilers that it starts, until a
   product is there, in a process of its own with an empty cache.
-- replay: a hypergradient through 1,000 steps, in times of the training.
 - loops: a meta-gradient of `hoglib.MAML` through ten inner steps on one task, by `memory=`.
 
 Repeats are interleaved, times are medians. Peaks are what torch's allocator gave at one time, beyond
@@ -40,7 +36,7 @@ from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.meta.tasks import Learner, classes, conv4
 from experiments.benchmarks.meta.with_hoglib import maml
 from experiments.benchmarks.problems import Encoder
-from experiments.benchmarks.timing import interleaved, machine, once, relative_error
+from experiments.benchmarks.timing import interleaved, machine, relative_error
 
 Call = Callable[[], Any]
 MIB = 2**20
@@ -110,17 +106,11 @@ def forward_over_reverse(network: nn.Module, x: Tensor, v: dict[str, Tensor]) ->
 ORDERS = {"first": first_order, "second": second_order, "forward": forward_over_reverse}
 
 
-def _forget(run: Call) -> None:
-    run()
-
-
 def rows(title: str, runs: dict[str, Call], device: torch.device, small: bool) -> list[str]:
     """A row for each run: its peak, its time, both relative to the first, and its error."""
     first, found = next(iter(runs)), {name: run() for name, run in runs.items()}
     errors = {name: relative_error(result, found[first]) for name, result in found.items()}
-    peaks = {
-        name: peak_allocated(partial(_forget, run), device) / MIB for name, run in runs.items()
-    }
+    peaks = {name: peak_allocated(run, device) / MIB for name, run in runs.items()}
     seconds = interleaved(runs, 1 if small else 5)
     return [
         f"{title:24}{name:26}{peaks[name]:8.1f} MiB{peaks[name] / peaks[first]:6.2f}"
@@ -145,64 +135,29 @@ def layers(network: str, small: bool, device: torch.device) -> Iterator[str]:
         yield from rows(f"{network}, {order}", runs, device, small)
 
 
-FORWARD = {"mode": "forward-over-reverse", "remat": True}
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "remat": {"remat": True},
-    "remat, compiled": {"remat": True, "compile": True},
-    "compiled": {"compile": True},
-    "forward, remat": FORWARD,
-    "forward, remat, compiled": {**FORWARD, "compile": True},
+COMPILED: dict[str, dict[str, Any]] = {
+    "remat, compiled": {"remat": True},
+    "compiled": {},
+    "forward, remat, compiled": {"mode": "forward-over-reverse", "remat": True},
 }
 
 
-def product(layers: int, small: bool) -> tuple[Callable[..., Any], int, int]:
-    """The Hessian-vector product of an encoder, the bytes of its parameters and of a block's input."""
+def compiled_product(layers: int, small: bool, way: str) -> Call:
+    """The Hessian-vector product of an encoder as a compiled graph."""
     sizes = (SMOKE if small else FULL)["transformer"]
     torch.manual_seed(0)
     model = nn.Sequential(*(encoder(sizes.width) for _ in range(layers)))
     x = torch.randn(*sizes.batch, sizes.width)
     params = hog.trainable_params(model)
     v = {name: torch.ones_like(p) for name, p in params.items()}
-    loss = hog.functional_loss(model, F.mse_loss)
-
-    def run(**options: Any) -> Any:
-        compiled = {"compile": "eager"} if small and "compile" in options else {}
-        return hog.hvp(loss, params, v, (x, x.flip(0)), **{**options, **compiled})[1]
-
-    return run, sum(p.nbytes for p in params.values()), x.nbytes
-
-
-def depth(small: bool, device: torch.device) -> list[str]:
-    """Peak and time of the products of one network, by each way."""
-    run, *_ = product(2 if small else 8, small)
-    runs: dict[str, Call] = {
-        name: partial(run, **options) for name, options in WAYS.items() if name != "compiled"
-    }
-    return rows("depth", runs, device, small)
-
-
-def growth(small: bool, device: torch.device) -> Iterator[str]:
-    """The peak at two depths, and how much of it each layer adds."""
-    depths = (2, 4) if small else (12, 48)
-    peaks, kept = [], []
-    for layers in depths:
-        run, weights, inputs = product(layers, small)
-        run(remat=True)
-        peaks.append(peak_allocated(partial(_forget, partial(run, remat=True))) / MIB)
-        kept.append((2 * weights + 3 * layers * inputs) / MIB)
-        yield f"growth      {layers} layers, remat: {peaks[-1]:8.1f} MiB"
-    more = depths[1] - depths[0]
-    yield (
-        f"growth      each layer {(peaks[1] - peaks[0]) / more:.2f} MiB; its gradient, product, input "
-        f"and two cotangents are {(kept[1] - kept[0]) / more:.2f}"
-    )
+    loss, batch = hog.functional_loss(model, F.mse_loss), (x, x.flip(0))
+    options = {**COMPILED[way], "compile": "eager" if small else True}
+    return partial(hog.hvp, loss, params, v, batch, **options)
 
 
 def first_call(small: bool, device: torch.device) -> Iterator[str]:
     """Seconds of the processor until there is a product, at two depths."""
-    compiled = [name for name, options in WAYS.items() if "compile" in options]
-    for name in compiled[:1] if small else compiled:
+    for name in [*COMPILED][:1] if small else COMPILED:
         seconds = []
         for layers in (2,) if small else (2, 24):
             with tempfile.TemporaryDirectory() as cache:
@@ -219,46 +174,6 @@ def first_call(small: bool, device: torch.device) -> Iterator[str]:
 def processor_seconds() -> float:
     used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(one.ru_utime + one.ru_stime for one in used)
-
-
-def replay(small: bool, device: torch.device) -> Iterator[str]:
-    """A hypergradient by the weights of 256 examples, in times of the training."""
-    steps, width = (9, 4) if small else (1000, 64)
-    model = nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 10))
-    params, x = hog.trainable_params(model), torch.randn(256, 16)
-    y, weights = torch.arange(256) % 10, torch.ones(256)
-    outputs = hog.functional_loss(model, F.cross_entropy).outputs
-
-    def inner(params: Any, weights: Tensor) -> Tensor:
-        each = F.cross_entropy(outputs(params, (x, y)), y, reduction="none")
-        return (weights * each).mean()
-
-    def outer(params: Any, weights: Tensor) -> Tensor:
-        return F.cross_entropy(outputs(params, (-x, y)), y)
-
-    def training() -> Any:
-        state: Any = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-        optimizer = torch.optim.Adam(state.values(), lr=1e-3)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            inner(state, weights).backward()
-            optimizer.step()
-
-    with tempfile.TemporaryDirectory() as directory:
-        options: dict[str, dict[str, Any]] = {
-            "remat": {"memory": "remat"},
-            "checkpoint": {"memory": "checkpoint"},
-            "checkpoint, log": {"memory": "checkpoint", "schedule": "log"},
-            "disk": {"memory": "disk", "directory": directory},
-        }
-        plain = min(once(training) for _ in range(2))
-        for name, option in options.items():
-            run = partial(
-                hog.meta.hypergradient, outer, inner, params, weights, steps=steps,
-                rule=hog.meta.adam(1e-3, eps=1e-4), **option,
-            )  # fmt: skip
-            times = once(run) / plain
-            yield f"replay      {steps} steps, {name:16} {times:5.1f} trainings by torch.optim"
 
 
 def sequences(small: bool) -> Learner:
@@ -303,8 +218,9 @@ def loops(small: bool, device: torch.device) -> Iterator[str]:
 
 PARTS: dict[str, Callable[[bool, torch.device], Any]] = {
     **{name: partial(layers, name) for name in LAYERS},
-    "depth": depth, "growth": growth, "first-call": first_call, "replay": replay, "loops": loops,
-}  # fmt: skip
+    "first-call": first_call,
+    "loops": loops,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -319,9 +235,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     if options.one_call:
         name, layers = options.one_call
-        run, *_ = product(int(layers), options.smoke)
+        run = compiled_product(int(layers), options.smoke, name)
         began = processor_seconds()
-        run(**WAYS[name])
+        run()
         print(json.dumps(processor_seconds() - began))
         return
     print(machine())

@@ -129,11 +129,10 @@ def measured_on(results: Results) -> str:
     ]
     counts = f"{min(repeats)} to {max(repeats)}" if repeats else "no"
     gpu = f", GPU {m['gpu']}" if m.get("gpu") else ""
-    clock = ", CPU time of the process" if m.get("clock") == "cpu" else ""
     return (
         f"{m['date']}, {m['processor']}, {m['cores']} cores, each process on one core with "
         f"{m['threads']} thread{gpu}, {m['system']}, Python {m['python']}, torch {m['torch']}, hoglib "
-        f"{m['hoglib']}; {peers}. Medians of {counts} interleaved repeats{clock}."
+        f"{m['hoglib']}; {peers}. Medians of {counts} interleaved repeats."
     )
 
 

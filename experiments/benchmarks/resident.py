@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,48 +35,20 @@ def attention(length: int) -> Run:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, residual: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.residual = residual
 
     def forward(self, h: Tensor) -> Tensor:
         out: Tensor = self.outer(F.gelu(self.inner(h)))
-        return h + out if self.residual else out
+        return out
 
 
-def blocks(
-    batch: int, layers: int = 32, width: int = 128, residual: bool = True, **options: Any
-) -> Run:
-    model = nn.Sequential(*(Block(width, residual) for _ in range(layers)))
+def blocks(batch: int) -> Run:
+    model = nn.Sequential(*(Block(128) for _ in range(32)))
     loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
-    data = torch.randn(batch, width), torch.randn(batch, width)
-    return lambda: hog.hvp(loss, params, params, data, **options)
-
-
-def loader(batches: int) -> Run:
-    model = nn.Sequential(*(Block(128, True) for _ in range(8)))
-    loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
-    data = [(torch.randn(512, 128), torch.randn(512, 128)) for _ in range(batches)]
-    H = hog.HessianOperator(loss, params, data)
-    return lambda: H @ params
-
-
-def training(steps: int, memory: Any = "remat") -> Run:
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    params, x = hog.trainable_params(model), torch.randn(512, 64)
-
-    def inner(params: Any, weights: Tensor) -> Tensor:
-        rows = (torch.func.functional_call(model, params, (x,)) - x.flip(0)).square().mean(1)
-        return (weights * rows).mean()
-
-    def outer(params: Any, weights: Tensor) -> Tensor:
-        return torch.func.functional_call(model, params, (x,)).square().mean()
-
-    rule = hog.meta.adam(1e-3)
-    return lambda: hog.meta.hypergradient(
-        outer, inner, params, torch.ones(512), rule=rule, steps=steps, memory=memory
-    )
+    data = torch.randn(batch, 128), torch.randn(batch, 128)
+    return lambda: hog.hvp(loss, params, params, data, remat=True)
 
 
 def distances(rows: int) -> Run:
@@ -90,9 +61,9 @@ def vocabulary(rows: int) -> Run:
     return lambda: hog.hvp(lambda p: hog.ops.linear_cross_entropy(p[0], p[1], t), (h, W), (h, W))
 
 
-def maml(steps: int, memory: Any = "store") -> Run:
+def maml(steps: int) -> Run:
     layers = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 5)
-    learner = hog.MAML(nn.Sequential(*layers), F.cross_entropy, inner_steps=steps, memory=memory)
+    learner = hog.MAML(nn.Sequential(*layers), F.cross_entropy, inner_steps=steps, memory="store")
     x, y = torch.randn(1, 200, 64), torch.randint(5, (1, 200))
     return lambda: torch.autograd.grad(
         learner.loss([((x[0], y[0]), (x[0], y[0]))]), list(learner.parameters())
@@ -101,19 +72,10 @@ def maml(steps: int, memory: Any = "store") -> Run:
 
 CASES: dict[str, tuple[Callable[[int], Run], int]] = {
     "attention": (attention, 4096),
-    "hvp, 32 blocks": (partial(blocks, residual=False), 512),
-    "remat, 32 blocks": (partial(blocks, residual=False, remat=True), 512),
-    "remat, 32 residual blocks": (partial(blocks, remat=True), 512),
-    "remat, 24 residual blocks": (partial(blocks, layers=24, width=96, remat=True), 512),
-    "operator over a loader": (loader, 4),
-    **{
-        f"hypergradient, {m}": (partial(training, memory=m), 50)
-        for m in ("store", "remat", "checkpoint", "mixed")
-    },
+    "remat, 32 blocks": (blocks, 512),
     "cdist": (distances, 1024),
     "vocabulary": (vocabulary, 512),
     "MAML, store": (maml, 5),
-    "MAML, remat": (partial(maml, memory="remat"), 5),
 }
 
 

@@ -23,8 +23,6 @@ import hoglib as hog
 COLLECTED_EVERY = 1.0  # seconds between two collections of garbage, at least
 Call = Callable[[], object]
 Clock = Callable[[], float]
-# cpu: of the process, with all its threads, which other processes on the machine disturb less
-CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 # What these say is heard by the libraries when they are loaded.
 ONE_THREAD = {
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
@@ -47,11 +45,7 @@ def interleaved(
 
 
 def beside(
-    unit: Call,
-    functions: Mapping[str, Call],
-    repeats: int,
-    budget: float,
-    clock: Clock = time.perf_counter,
+    unit: Call, functions: Mapping[str, Call], repeats: int, budget: float
 ) -> tuple[list[float], dict[str, list[tuple[float, float]]]]:
     """Seconds of the unit, and for each function its pairs (seconds, that many units).
 
@@ -70,10 +64,10 @@ def beside(
             gc.collect()
             collected = time.monotonic()
             unit()
-            units.append(once(unit, clock))
+            units.append(once(unit))
         for name, function in functions.items():
-            before, seconds = units[-1], once(function, clock)
-            units.append(once(unit, clock))
+            before, seconds = units[-1], once(function)
+            units.append(once(unit))
             pairs[name].append((seconds, seconds / math.sqrt(before * units[-1])))
         took = time.perf_counter() - start
         if (done >= 3 and took * (done + 1) / done > budget) or took / done > budget:

@@ -2,11 +2,11 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 Call = Callable[[], Any]
 Column = Literal["", "hoglib", "compiled", "other", "jax"]
 Memory = Literal["", "allocated", "resident"]
-COLUMNS = tuple(column for column in get_args(Column) if column)
 
 
 @dataclass(frozen=True)
@@ -130,15 +129,6 @@ class Workload:
     memory: Memory = ""
     checked: Callable[[str, bool], Any] | None = None
     seconds: float = 10.0
-
-    def of_columns(self, columns: Collection[str]) -> "Workload":
-        """With the method by hand, and those that stand in one of these columns of the summary."""
-        kept = {
-            name: method
-            for name, method in self.methods.items()
-            if name == self.by_hand or method.column in columns
-        }
-        return replace(self, methods=kept)
 
     def on(self, problem: str, device: str = "cpu") -> "Workload":
         """With the methods that run there: on a GPU hoglib's, and the one by hand."""

@@ -82,9 +82,8 @@ def test_each_part_of_recomputation_prints_rows(capsys, monkeypatch):
     torch.set_num_threads(threads)
     lines = capsys.readouterr().out.splitlines()[1:]
     assert sum(line.startswith(("mlp", "transformer")) for line in lines) == 2 * 8
-    assert sum(line.startswith("depth") for line in lines) == len(remat.WAYS) - 1
     assert sum("memory=" in line for line in lines) == 4 * len(remat.LOOPS) + 2
-    assert {line[:12].strip() for line in lines} > {"growth", "first call", "replay"}
+    assert sum(line.startswith("first call") for line in lines) == 2
     assert max(errors_of(lines)) < 1e-4
 
 
