@@ -55,18 +55,6 @@ def one_of(name: str, value: str, known: Collection[str]) -> str:
     return value
 
 
-def ascending_steps(name: str, values: list[int] | None, default: list[int]) -> list[int]:
-    """Return ascending numbers of steps, at least 0 each; the default for None."""
-    steps = default if values is None else values
-    for step in steps:
-        at_least(name, step, 0)
-    if sorted(set(steps)) != steps:
-        raise ArgumentValueError(
-            f"{name}: expected ascending numbers of steps, got {steps}; write {sorted(set(steps))}."
-        )
-    return steps
-
-
 def hidden_widths(values: Sequence[int] | None, default: Sequence[int]) -> list[int]:
     """Return the widths of hidden layers, at least 1 each; the default for None."""
     return [at_least("hidden", width, 1) for width in (default if values is None else values)]

@@ -56,13 +56,10 @@ class RunLogger(CSVLogger):
         name: Name of the run, a path below ``save_dir``.
         save_dir: Folder of all runs. Default: the trainer's ``default_root_dir``, or ``runs``.
         version: Number n. Default: the next one that is free.
-        flush: Steps between two writes to disk.
     """
 
-    def __init__(
-        self, name: str, save_dir: str | None = None, version: int | None = None, flush: int = 500
-    ) -> None:
-        super().__init__(save_dir or RUNS, name, version, flush_logs_every_n_steps=flush)
+    def __init__(self, name: str, save_dir: str | None = None, version: int | None = None) -> None:
+        super().__init__(save_dir or RUNS, name, version, flush_logs_every_n_steps=500)
         self._save_dir_given, self._version_given = save_dir is not None, version is not None
         self._kept: list[dict[str, Any]] | None = None  # rows of a resumed run
         self._folder: Path | None = None

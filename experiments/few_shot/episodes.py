@@ -52,9 +52,6 @@ class Episodes(pl.LightningDataModule):
         test_tasks: Test tasks.
         size: Pixels of a side, 28 for glyphs.
         channels: 1 for grey or 3 for colour images, of a folder.
-        augment: Whether training classes rotated by 90, 180 and 270 degrees are further classes. This
-            is usual for Omniglot. Among the glyphs some letters are rotations of others, which would
-            then be two classes of one shape.
         split_seed: Seed by which the classes of a folder are split.
         seed: Seed of the training stream. Default: that of the run.
 
@@ -75,7 +72,6 @@ class Episodes(pl.LightningDataModule):
         test_tasks: int = FIXED,
         size: int = 28,
         channels: int = 1,
-        augment: bool = False,
         split_seed: int = 0,
         seed: int | None = None,
     ) -> None:
@@ -90,7 +86,6 @@ class Episodes(pl.LightningDataModule):
         self.iterations = at_least("iterations", iterations, 1)
         self.val_tasks = at_least("val_tasks", val_tasks, 1)
         self.test_tasks = at_least("test_tasks", test_tasks, 2)
-        self.augment = augment
         self.seed = run_seed(seed)
         self.source = source
         # what held-out classes depend on; ways and shots may differ from those in training
@@ -123,9 +118,8 @@ class Episodes(pl.LightningDataModule):
                 stacklevel=2,
             )
         self.train, self.val, self.test = (
-            # only training has more classes than were drawn
-            Source(kept[split], ways, shots, self._queries(split), rotations)
-            for split, rotations in (("train", 4 if augment else 1), ("val", 1), ("test", 1))
+            Source(kept[split], ways, shots, self._queries(split))
+            for split in ("train", "val", "test")
         )
 
     def _large_enough(self, split: str, data: ImageClasses) -> ImageClasses:
@@ -206,24 +200,15 @@ def draw_tasks(
 
 
 def episode(data: ImageClasses, picks: Picks, shots: int) -> tuple[Batch, Batch]:
-    """(support, query), each x [tasks, ways * n, channels, height, width] from 0 to 1, and y likewise.
-
-    Numbers of classes beyond those of data are the same classes rotated by 90, 180 and 270 degrees.
-    """
+    """(support, query), each x [tasks, ways * n, channels, height, width] from 0 to 1, and y."""
     tasks, ways = picks.classes.shape
-    count = len(data.members)
     numbers = torch.stack(
         [
-            torch.stack([data.members[c % count][i] for c, i in zip(cs, images, strict=True)])
+            torch.stack([data.members[c][i] for c, i in zip(cs, images, strict=True)])
             for cs, images in zip(picks.classes.tolist(), picks.images, strict=True)
         ]
     )
     x = data.images[numbers].float() / 255
-    # a rotated class has the number of its class and a multiple of their number more
-    turns = picks.classes // count
-    for turn in range(1, 4):
-        if (turned := turns == turn).any():
-            x[turned] = torch.rot90(x[turned], turn, (-2, -1))
     y = torch.arange(ways).expand(tasks, ways)
 
     def part(x: Tensor) -> Batch:
@@ -239,10 +224,9 @@ class Source(NamedTuple):
     ways: int
     shots: int
     queries: int
-    rotations: int = 1  # each rotation of a class counts as a class
 
     def picks(self, tasks: int, seed: int) -> Picks:
-        counts = torch.tensor([len(members) for members in self.data.members] * self.rotations)
+        counts = torch.tensor([len(members) for members in self.data.members])
         generator = seeded(seed)
         return draw_tasks(counts, tasks, self.ways, self.shots + self.queries, generator)
 

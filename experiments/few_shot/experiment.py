@@ -16,7 +16,6 @@ from experiments.shared.experiment import Experiment
 from experiments.shared.layout import mean_and_interval
 from experiments.shared.learners import ALGORITHMS, make_learner
 from experiments.shared.networks import conv4
-from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
 
@@ -38,8 +37,7 @@ class FewShotClassification(WithCompileChoice, Experiment):
         test_steps: Steps of the inner loop in held-out tasks. Default: inner_steps.
         first_order: Whether MAML leaves out second derivatives (FOMAML).
         options: Further arguments of `hoglib.MAML`, `hoglib.meta.Reptile` or `hoglib.meta.IMAML`.
-        lr: Learning rate of the outer Adam.
-        decay: Whether it falls linearly to zero.
+        lr: Learning rate of the outer Adam, which falls linearly to zero over the run.
         compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
             run, compiled if that pays too; true; false; or "eager" or "inductor", as in `hoglib.MAML`.
         size: Pixels of a side of the images.
@@ -57,7 +55,6 @@ class FewShotClassification(WithCompileChoice, Experiment):
         first_order: bool = False,
         options: dict[str, Any] | None = None,
         lr: float = 1e-3,
-        decay: bool = True,
         compile: CompileOption = None,
         size: int = 28,
         inputs: int = 1,
@@ -67,7 +64,6 @@ class FewShotClassification(WithCompileChoice, Experiment):
         at_least("channels", channels, 1)
         self.ways = at_least("ways", ways, 2)
         self.lr = learning_rate("lr", lr)
-        self.decay = decay
         self.test_steps = at_least(
             "test_steps", inner_steps if test_steps is None else test_steps, 0
         )
@@ -103,9 +99,6 @@ class FewShotClassification(WithCompileChoice, Experiment):
                 f"ways: expected {data.ways} outputs, as there are classes in a task of the data, got "
                 f"{self.ways}; give --model.ways {data.ways} or --data.ways {self.ways}."
             )
-
-    def configure_optimizers(self) -> Any:
-        return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import hoglib as hog
 from experiments import logs, runs
-from experiments.checks import ascending_steps, finite, hidden_widths, learning_rate
+from experiments.checks import finite, hidden_widths, learning_rate
 from experiments.few_shot.plots import plot_adaptation, plot_curves
 from experiments.few_shot.table import sinusoid_table, summarize_errors
 from experiments.shared.compile_choice import CompileChoice, CompileOption, WithCompileChoice
@@ -33,7 +33,6 @@ class FewShotRegression(WithCompileChoice):
         inner_steps: Steps of the inner loop.
         first_order: Whether MAML leaves out second derivatives.
         lr: Learning rate of the outer Adam.
-        eval_steps: Numbers of gradient steps after which held-out tasks are evaluated.
         baseline: A run directory, of which the newest version is taken, or a checkpoint; its errors
             stand beside this model's in the table.
         algorithm: "maml", "reptile" or "imaml".
@@ -45,6 +44,7 @@ class FewShotRegression(WithCompileChoice):
     """
 
     label: str
+    eval_steps = (0, 1, 5, 10)  # gradient steps after which held-out tasks are evaluated
 
     def __init__(
         self,
@@ -54,7 +54,6 @@ class FewShotRegression(WithCompileChoice):
         inner_steps: int = 1,
         first_order: bool = False,
         lr: float = 1e-3,
-        eval_steps: list[int] | None = None,
         baseline: str | None = None,
         algorithm: str = "maml",
         options: dict[str, Any] | None = None,
@@ -68,7 +67,6 @@ class FewShotRegression(WithCompileChoice):
         self.maml = make_learner(algorithm, mlp(widths, act), F.mse_loss, inner)
         self.compile_choice = self._compile_choice(compile)
         self.lr = learning_rate("lr", lr)
-        self.eval_steps = ascending_steps("eval_steps", eval_steps, [0, 1, 5, 10])
         self.baseline = baseline
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ DIVERGED = 100.0
 NAMES = {"maml": "MAML", "reptile": "Reptile", "imaml": "iMAML", "prototypes": "prototypes"}
 
 
-def sinusoid_table(columns: dict[str, Tensor], steps: list[int]) -> str:
+def sinusoid_table(columns: dict[str, Tensor], steps: Sequence[int]) -> str:
     """Query errors after each number of gradient steps, one column a method.
 
     Args:

@@ -14,7 +14,6 @@ from experiments.forces.plots import Cut, plot_forces
 from experiments.forces.potential import Potential, move_atom, outermost
 from experiments.forces.table import Errors, forces_table
 from experiments.shared.experiment import Experiment
-from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem, sum_by_parameters_and_inputs
 
 ENERGIES, BOTH = "energies", "both"
@@ -67,10 +66,6 @@ class Potentials(Experiment):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.potentials[BOTH](x)
-
-    def configure_optimizers(self) -> Any:
-        """One Adam for both: its steps are elementwise, so each has those of its own loss."""
-        return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr))
 
     def on_fit_start(self) -> None:
         """Compute the scales of the training set; checkpoints hold them, for a test without a fit."""

@@ -65,9 +65,8 @@ class Adversarial(Experiment):
         penalty: A :class:`hoglib.GradientPenalty`, or None for none.
         loss: "relativistic" or "wasserstein".
         critic_steps: Steps of the critic for each step of the generator.
-        lr: Learning rate of both Adams.
+        lr: Learning rate of both Adams, which falls linearly to zero over the run.
         betas: Betas of both Adams.
-        decay: Whether lr falls linearly to zero over the run.
         ema: Factor of the moving average at each step of the generator.
         compile: True runs the gradients of both steps, that of the penalty included, as compiled
             graphs, which round differently; "eager" as graphs that are not compiled.
@@ -85,7 +84,6 @@ class Adversarial(Experiment):
         critic_steps: int,
         lr: float,
         betas: tuple[float, float],
-        decay: bool,
         ema: float,
         compile: bool | str,
     ) -> None:
@@ -107,7 +105,6 @@ class Adversarial(Experiment):
         self.critic_steps = at_least("critic_steps", critic_steps, 1)
         self.lr = learning_rate("lr", lr)
         self.betas = (averaging_factor("betas", betas[0]), averaging_factor("betas", betas[1]))
-        self.decay = decay
         self.options = {"penalty": describe_penalty(penalty), "loss": loss}
         # The newest value, for every row of the log; in checkpoints, so that a resumed log is the same.
         self.register_buffer("generator_loss", torch.tensor(nan))
@@ -122,7 +119,7 @@ class Adversarial(Experiment):
             for network in (self.critic, self.generator)
         ]
         schedules = [
-            linear_decay(self, optimizer, self.decay, every)
+            linear_decay(self, optimizer, every)
             for optimizer, every in zip(optimizers, (1, self.critic_steps), strict=True)
         ]
         return optimizers, schedules

@@ -30,9 +30,8 @@ class GAN(Adversarial):
             with torch's own is too smooth for modes of width 0.05 (Sitzmann et al., SIREN, 2020,
             section 3.2, do likewise).
         generator_scale: The same for the generator.
-        lr: Learning rate of both Adams.
+        lr: Learning rate of both Adams, which falls linearly to zero over the run.
         betas: Betas of both Adams.
-        decay: Whether lr falls linearly to zero over the run.
         ema: Factor of the moving average at each step of the generator.
         compile: True runs the gradients of both steps as compiled graphs, which round differently;
             "eager" as graphs that are not compiled.
@@ -50,7 +49,6 @@ class GAN(Adversarial):
         generator_scale: float = 20.0,
         lr: float = 3e-3,
         betas: tuple[float, float] = (0.5, 0.99),
-        decay: bool = True,
         ema: float = 0.999,
         compile: bool | str = False,
     ) -> None:
@@ -61,7 +59,7 @@ class GAN(Adversarial):
             mlp([latent, *widths, 2], act), "generator_scale", generator_scale
         )
         super().__init__(
-            critic, generator, latent, penalty, loss, critic_steps, lr, betas, decay, ema, compile
+            critic, generator, latent, penalty, loss, critic_steps, lr, betas, ema, compile
         )
 
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:

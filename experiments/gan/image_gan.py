@@ -36,9 +36,8 @@ class ImageGAN(Adversarial):
         generator_channels: Channels before the generator's last convolution.
         act: Activation of both networks.
         latent: Entries of z.
-        lr: Learning rate of both Adams.
+        lr: Learning rate of both Adams, which falls linearly to zero over the run.
         betas: Betas of both Adams.
-        decay: Whether lr falls linearly to zero over the run.
         ema: Factor of the moving average at each step of the generator.
         compile: True runs the gradients of both steps as compiled graphs, which round differently;
             "eager" as graphs that are not compiled.
@@ -55,7 +54,6 @@ class ImageGAN(Adversarial):
         latent: int = 64,
         lr: float = 2e-3,
         betas: tuple[float, float] = (0.5, 0.99),
-        decay: bool = True,
         ema: float = 0.995,
         compile: bool | str = False,
     ) -> None:
@@ -65,7 +63,7 @@ class ImageGAN(Adversarial):
         critic = image_critic(channels, act)
         generator = image_generator(latent, generator_channels, act)
         super().__init__(
-            critic, generator, latent, penalty, loss, critic_steps, lr, betas, decay, ema, compile
+            critic, generator, latent, penalty, loss, critic_steps, lr, betas, ema, compile
         )
         self.options |= {"channels": channels, "generator_channels": generator_channels}
         self.options |= {"act": act, "latent": latent}

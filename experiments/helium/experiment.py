@@ -14,7 +14,6 @@ from experiments.helium.table import helium_table
 from experiments.helium.wave_function import WaveFunction, potential
 from experiments.shared.experiment import Experiment
 from experiments.shared.layout import mean_and_error
-from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem
 from experiments.shared.stream import StreamData, seeded
 
@@ -97,9 +96,6 @@ class Helium(Experiment):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.log_psi(x)
-
-    def configure_optimizers(self) -> Any:
-        return with_linear_decay(self, torch.optim.Adam(self.log_psi.parameters(), lr=self.lr))
 
     def training_step(self, batch: torch.Generator, batch_idx: int) -> Tensor:
         moves = self.moves if self.trainer.global_step else 20 * self.moves  # from a random start

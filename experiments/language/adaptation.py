@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments import runs
-from experiments.checks import ascending_steps, at_least, learning_rate
+from experiments.checks import at_least, learning_rate
 from experiments.language.plots import plot_perplexity
 from experiments.language.table import perplexity_table
 from experiments.language.topics import CHARACTERS, Tasks
@@ -43,10 +43,11 @@ class AdapterMAML(WithCompileChoice, Experiment):
         inner_steps: Steps of the inner loop.
         options: Further arguments of `hoglib.MAML`.
         lr: Learning rate of the outer Adam.
-        eval_steps: Numbers of gradient steps after which held-out tasks are evaluated.
         compile: Whether MAML's meta-gradient runs as a graph: null, if that pays for the steps of the
             run, compiled if that pays too; true; false; or "eager" or "inductor", as in `hoglib.MAML`.
     """
+
+    eval_steps = (0, 1, 5)  # gradient steps after which held-out tasks are evaluated
 
     def __init__(
         self,
@@ -60,7 +61,6 @@ class AdapterMAML(WithCompileChoice, Experiment):
         inner_steps: int = 5,
         options: dict[str, Any] | None = None,
         lr: float = 3e-3,
-        eval_steps: list[int] | None = None,
         compile: CompileOption = None,
     ) -> None:
         super().__init__()
@@ -76,7 +76,6 @@ class AdapterMAML(WithCompileChoice, Experiment):
         assert isinstance(self.maml, hog.MAML)
         self.compile_choice = CompileChoice(compile, self.maml, "")
         self.lr = learning_rate("lr", lr)
-        self.eval_steps = ascending_steps("eval_steps", eval_steps, [0, 1, 5])
         self.options = {
             "base": base, "width": width, "layers": layers, "heads": heads, "rank": rank,
         }  # fmt: skip

@@ -14,7 +14,6 @@ from experiments.language.table import Direction, directions_table, layers_table
 from experiments.language.topics import CHARACTERS
 from experiments.shared.experiment import Experiment
 from experiments.shared.gpt import CharacterGPT
-from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem, measurements
 
 SPAN, POINTS = 1.5, 25  # of the loss along directions: in units of the distance that doubles it
@@ -28,8 +27,7 @@ class LanguageModel(Experiment):
         layers: Blocks.
         heads: Heads of attention.
         length: Characters of a window, as in the data.
-        lr: Learning rate.
-        decay: Whether it falls linearly to zero over the run.
+        lr: Learning rate, which falls linearly to zero over the run.
         curvature_batch: Windows of a batch by which curvature is measured; its first ones.
         directions: The sharpest directions that the picture shows, 0 for none.
     """
@@ -41,25 +39,21 @@ class LanguageModel(Experiment):
         heads: int = 4,
         length: int = 64,
         lr: float = 3e-3,
-        decay: bool = True,
         curvature_batch: int = 8,
         directions: int = 3,
     ) -> None:
         super().__init__()
-        self.lr, self.decay = learning_rate("lr", lr), decay
+        self.lr = learning_rate("lr", lr)
         self.curvature_batch = at_least("curvature_batch", curvature_batch, 1)
         self.directions = at_least("directions", directions, 0)
         self.network = CharacterGPT(len(CHARACTERS), length, width, layers, heads)
         self.objective = hog.language_model_loss(self.network, head="head", shift=True)
         self.options: dict[str, Any] = {
-            "width": width, "layers": layers, "heads": heads, "lr": lr, "decay": decay,
+            "width": width, "layers": layers, "heads": heads, "lr": lr,
         }  # fmt: skip
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.network(ids)
-
-    def configure_optimizers(self) -> Any:
-        return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self.loss(batch)

@@ -15,7 +15,6 @@ from experiments.mean_flow.velocity import Velocity
 from experiments.shared.experiment import Experiment
 from experiments.shared.mixture import Target
 from experiments.shared.quality import score_points, wasserstein_distance
-from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem, sum_by_parameters_and_inputs
 from experiments.shared.terms import sum_of_terms
 
@@ -89,10 +88,6 @@ class MeanFlow(Experiment):
 
     def forward(self, e: Tensor) -> Tensor:
         return self.sample(MEAN, e, 1)
-
-    def configure_optimizers(self) -> Any:
-        """One Adam for both: its steps are elementwise, so each has those of its own loss."""
-        return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr))
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         drawn = x, torch.randn_like(x), *self.draw_times(len(x))

@@ -16,7 +16,6 @@ from experiments.shared.digits import CLASSES, IMAGES, PIXELS
 from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp
 from experiments.shared.noisy_digits import Examples
-from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem
 from experiments.shared.stream import select
 from experiments.shared.weights import (
@@ -49,8 +48,7 @@ class Reweighting(Experiment):
             clean ones) and "both".
         hidden: Widths of the hidden layers of all networks.
         act: Their activation.
-        lr: Learning rate of their Adam.
-        decay: Whether lr falls linearly to zero over the run.
+        lr: Learning rate of their Adam, which falls linearly to zero over the run.
     """
 
     weight_sum: Tensor
@@ -65,7 +63,6 @@ class Reweighting(Experiment):
         hidden: list[int] | None = None,
         act: str = "relu",
         lr: float = 1e-3,
-        decay: bool = True,
     ) -> None:
         super().__init__()
         widths = hidden_widths(hidden, [128, 128])
@@ -73,7 +70,6 @@ class Reweighting(Experiment):
         for name in others:
             one_of("against", name, OTHERS)
         self.lr = learning_rate("lr", lr)
-        self.decay = decay
         start = mlp([PIXELS, *widths, CLASSES], act)
         names = dict.fromkeys([REWEIGHTED, *others])
         self.networks = nn.ModuleDict({name: deepcopy(start) for name in names})
@@ -89,10 +85,6 @@ class Reweighting(Experiment):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.networks[REWEIGHTED](x)
-
-    def configure_optimizers(self) -> Any:
-        """One Adam for all: its steps are elementwise, so each network has those of its own loss."""
-        return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr), self.decay)
 
     def training_step(self, batch: tuple[Examples, Examples], batch_idx: int) -> Tensor:
         noisy, clean = batch

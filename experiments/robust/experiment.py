@@ -16,7 +16,6 @@ from experiments.robust.table import Tried, robustness_table
 from experiments.shared.digits import CLASSES, PIXELS, Images
 from experiments.shared.experiment import Experiment
 from experiments.shared.networks import mlp
-from experiments.shared.schedules import with_linear_decay
 from experiments.shared.second_order import SecondOrderProblem, sum_by_parameters_and_inputs
 from experiments.shared.stream import select
 from hoglib.errors import ArgumentValueError
@@ -99,10 +98,6 @@ class Robustness(Experiment):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.networks[PLAIN](x)
-
-    def configure_optimizers(self) -> Any:
-        """One Adam for all: its steps are elementwise, so each network has those of its own loss."""
-        return with_linear_decay(self, torch.optim.Adam(self.parameters(), lr=self.lr))
 
     def training_step(self, batch: Images, batch_idx: int) -> Tensor:
         losses = {name: self.loss(name, batch) for name in self.networks}

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from experiments.checks import finite
 from experiments.shared.processes import InProcesses
+from experiments.shared.schedules import linear_decay
 from hoglib.errors import ArgumentValueError
 
 
@@ -18,9 +19,19 @@ class Experiment(InProcesses):
 
     Attributes:
         options: Options of the model that a checkpoint must agree with, by name.
+        lr: The learning rate at the start.
     """
 
     options: dict[str, Any]
+    lr: float
+
+    def configure_optimizers(self) -> Any:
+        """Adam with a learning rate that falls linearly to zero over the run.
+
+        One serves all networks: its steps are elementwise, so each has those of its own loss.
+        """
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [{"scheduler": linear_decay(self, optimizer), "interval": "step"}]
 
     def sum_of(
         self, losses: dict[str, Tensor], advice: str, count: int, bar: bool = True

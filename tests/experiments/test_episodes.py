@@ -83,26 +83,6 @@ def test_the_test_tasks_are_those_of_the_file_whatever_the_seed(kind):
                 assert_close(qx[task][qy[task] == way], chosen[shots : shots + 4])
 
 
-def test_rotated_classes_are_others_and_in_training_only():
-    data = Episodes(augment=True, seed=0, tasks=1)
-    plain = Episodes(seed=0, tasks=1)
-    assert data.train.rotations == 4
-    assert data.val.rotations == data.test.rotations == 1
-    classes = data.train.picks(200, 0).classes
-    many = len(data.train.data.members)
-    assert classes.max() >= 3 * many
-    assert plain.train.picks(200, 0).classes.max() < many
-    source = numbered([4, 4])._replace(
-        images=torch.arange(32, dtype=torch.uint8).reshape(8, 1, 2, 2)
-    )
-    turned = torch.tensor([[0, 1, 2, 4, 7]])
-    picks = episodes.Picks(turned, torch.zeros(1, 5, 2, dtype=torch.long))
-    (x, _), _ = episode(source, picks, shots=1)
-    for way, number in enumerate(turned[0].tolist()):
-        image = source.images[source.members[number % 2][0]].float() / 255
-        assert_close(x[0, way], torch.rot90(image, number // 2, (-2, -1)))
-
-
 def paint(path, value, mode="L", size=(9, 6)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value).save(path)
