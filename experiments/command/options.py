@@ -1,5 +1,6 @@
 """Checks of the options of a command, beyond their types."""
 
+from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from types import NoneType
@@ -40,8 +41,10 @@ def check_options(given: dict[str, Any]) -> None:
 def _refuse_null(part: str, given: Any) -> None:
     """jsonargparse leaves it to the class."""
     if isinstance(given, dict) and "class_path" in given:
-        module, _, kind = given["class_path"].rpartition(".")
-        hints = get_type_hints(getattr(import_module(module), kind).__init__)
+        module, _, name = given["class_path"].rpartition(".")
+        kind = getattr(import_module(module), name)
+        # those of a base are options of a class that has **options
+        hints = ChainMap(*(get_type_hints(base.__init__) for base in kind.__mro__))
         for name, value in given.get("init_args", {}).items():
             hint = hints.get(name, Any)
             if value is None and hint is not Any and NoneType not in get_args(hint):

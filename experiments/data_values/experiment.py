@@ -32,15 +32,12 @@ class DataValues(RepeatedTraining):
     -grad L_clean^T (G + damping)^-1 grad l_i, with the Gauss-Newton matrix G.
 
     Args:
-        hidden: Widths of the hidden layers.
-        act: Their activation; a smooth one makes the values predict well.
-        lr: Learning rate of gradient descent with momentum.
-        momentum: The momentum.
-        weight_decay: The weight decay. Without, the network fits the wrong labels, and a training
-            without them is not in the range where the loss is linear in their weights.
         leave_out: Size of the random subsets.
         subsets: Their number; each is a training.
         damping: Of the influence function.
+        training: Options of `RepeatedTraining`. A smooth activation makes the values predict well.
+            Without weight decay the network fits the wrong labels, and a training without them is not
+            in the range where the loss is linear in their weights.
     References:
         Ilyas and Engstrom, MAGIC: Near-Optimal Data Attribution for Deep Learning, 2025; Koh and Liang,
         Understanding Black-box Predictions via Influence Functions, 2017.
@@ -48,16 +45,12 @@ class DataValues(RepeatedTraining):
 
     def __init__(
         self,
-        hidden: list[int] | None = None,
-        act: str = "tanh",
-        lr: float = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.01,
         leave_out: int = 20,
         subsets: int = 40,
         damping: float = 0.1,
+        **training: Any,
     ) -> None:
-        super().__init__(hidden, act, lr, momentum, weight_decay)
+        super().__init__(**training)
         self.leave_out = at_least("leave_out", leave_out, 1)
         self.subsets = at_least("subsets", subsets, 3)
         self.damping = positive("damping", damping)

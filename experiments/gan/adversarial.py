@@ -63,11 +63,11 @@ class Adversarial(Experiment):
         generator: Module that gives samples of z [n, latent].
         latent: Number of entries of z.
         penalty: A :class:`hoglib.GradientPenalty`, or None for none.
+        lr: Learning rate of both Adams, which falls linearly to zero over the run.
+        ema: Factor of the moving average at each step of the generator.
         loss: "relativistic" or "wasserstein".
         critic_steps: Steps of the critic for each step of the generator.
-        lr: Learning rate of both Adams, which falls linearly to zero over the run.
         betas: Betas of both Adams.
-        ema: Factor of the moving average at each step of the generator.
         compile: True runs the gradients of both steps, that of the penalty included, as compiled
             graphs, which round differently; "eager" as graphs that are not compiled.
     """
@@ -80,12 +80,12 @@ class Adversarial(Experiment):
         generator: nn.Module,
         latent: int,
         penalty: hog.GradientPenalty | None,
-        loss: str,
-        critic_steps: int,
         lr: float,
-        betas: tuple[float, float],
         ema: float,
-        compile: bool | str,
+        loss: str = "relativistic",
+        critic_steps: int = 1,
+        betas: tuple[float, float] = (0.5, 0.99),
+        compile: bool | str = False,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False

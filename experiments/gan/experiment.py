@@ -1,5 +1,7 @@
 """A generative adversarial network in the plane, with a gradient penalty."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +23,6 @@ class GAN(Adversarial):
 
     Args:
         penalty: A `hoglib.GradientPenalty`, or null for none.
-        loss: "relativistic" or "wasserstein".
-        critic_steps: Steps of the critic for each step of the generator.
         hidden: Widths of the hidden layers of both networks.
         act: Their activation.
         latent: Entries of z.
@@ -31,26 +31,21 @@ class GAN(Adversarial):
             section 3.2, do likewise).
         generator_scale: The same for the generator.
         lr: Learning rate of both Adams, which falls linearly to zero over the run.
-        betas: Betas of both Adams.
         ema: Factor of the moving average at each step of the generator.
-        compile: True runs the gradients of both steps as compiled graphs, which round differently;
-            "eager" as graphs that are not compiled.
+        training: Other options of `Adversarial`.
     """
 
     def __init__(
         self,
         penalty: hog.GradientPenalty | None,
-        loss: str = "relativistic",
-        critic_steps: int = 1,
         hidden: list[int] | None = None,
         act: str = "swish",
         latent: int = 2,
         critic_scale: float = 10.0,
         generator_scale: float = 20.0,
         lr: float = 3e-3,
-        betas: tuple[float, float] = (0.5, 0.99),
         ema: float = 0.999,
-        compile: bool | str = False,
+        **training: Any,
     ) -> None:
         widths = hidden_widths(hidden, [128, 128, 128])
         at_least("latent", latent, 1)
@@ -58,9 +53,7 @@ class GAN(Adversarial):
         generator = scale_first_layer(
             mlp([latent, *widths, 2], act), "generator_scale", generator_scale
         )
-        super().__init__(
-            critic, generator, latent, penalty, loss, critic_steps, lr, betas, ema, compile
-        )
+        super().__init__(critic, generator, latent, penalty, lr, ema, **training)
 
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, _ = batch

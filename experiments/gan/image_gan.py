@@ -1,6 +1,7 @@
 """A generative adversarial network of handwritten digits, with a gradient penalty."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,41 +31,32 @@ class ImageGAN(Adversarial):
 
     Args:
         penalty: A `hoglib.GradientPenalty`, or null for none.
-        loss: "relativistic" or "wasserstein".
-        critic_steps: Steps of the critic for each step of the generator.
         channels: Channels of the critic's first convolution.
         generator_channels: Channels before the generator's last convolution.
         act: Activation of both networks.
         latent: Entries of z.
         lr: Learning rate of both Adams, which falls linearly to zero over the run.
-        betas: Betas of both Adams.
         ema: Factor of the moving average at each step of the generator.
-        compile: True runs the gradients of both steps as compiled graphs, which round differently;
-            "eager" as graphs that are not compiled.
+        training: Other options of `Adversarial`.
     """
 
     def __init__(
         self,
         penalty: hog.GradientPenalty | None,
-        loss: str = "relativistic",
-        critic_steps: int = 1,
         channels: int = 32,
         generator_channels: int = 32,
         act: str = "swish",
         latent: int = 64,
         lr: float = 2e-3,
-        betas: tuple[float, float] = (0.5, 0.99),
         ema: float = 0.995,
-        compile: bool | str = False,
+        **training: Any,
     ) -> None:
         at_least("channels", channels, 1)
         at_least("generator_channels", generator_channels, 1)
         at_least("latent", latent, 1)
         critic = image_critic(channels, act)
         generator = image_generator(latent, generator_channels, act)
-        super().__init__(
-            critic, generator, latent, penalty, loss, critic_steps, lr, betas, ema, compile
-        )
+        super().__init__(critic, generator, latent, penalty, lr, ema, **training)
         self.options |= {"channels": channels, "generator_channels": generator_channels}
         self.options |= {"act": act, "latent": latent}
 

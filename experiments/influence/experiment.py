@@ -32,30 +32,22 @@ class Influence(RepeatedTraining):
     how far the loss of the test digit fell, and whether it is now classified correctly.
 
     Args:
-        hidden: Widths of the hidden layers.
-        act: Their activation.
-        lr: Learning rate of gradient descent with momentum.
-        momentum: The momentum.
-        weight_decay: The weight decay.
         errors: Test digits, of those classified wrongly the first, that are explained.
         leave_out: Training digits that are left out for each.
         damping: Of the inverse.
+        training: Options of `RepeatedTraining`.
     References:
         Koh and Liang, Understanding Black-box Predictions via Influence Functions, 2017.
     """
 
     def __init__(
         self,
-        hidden: list[int] | None = None,
-        act: str = "tanh",
-        lr: float = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.01,
         errors: int = 24,
         leave_out: int = 10,
         damping: float = 0.01,
+        **training: Any,
     ) -> None:
-        super().__init__(hidden, act, lr, momentum, weight_decay)
+        super().__init__(**training)
         self.errors = at_least("errors", errors, 2)
         self.leave_out = at_least("leave_out", leave_out, 1)
         self.damping = positive("damping", damping)

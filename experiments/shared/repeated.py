@@ -42,7 +42,12 @@ class RepeatedTraining(Experiment, ABC):
     one_process = "whose training is repeated step by step"
 
     def __init__(
-        self, hidden: list[int] | None, act: str, lr: float, momentum: float, weight_decay: float
+        self,
+        hidden: list[int] | None = None,
+        act: str = "tanh",
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.01,
     ) -> None:
         super().__init__()
         widths = hidden_widths(hidden, [32])

@@ -78,6 +78,7 @@ REFUSED_BY_THE_COMMAND = {
     ],
     "gan/mixture": [
         ("model.penalty.wieght=1", "wieght"),
+        ("model.betas=null", "model.betas: expected tuple, got null"),  # an option of the base class
         ("trainer.accelerator=cpu", "trainer.devices=999", "trainer.devices: expected at most .* got 999"),
     ],
     "maml/glyphs_5w1s": [("model.ways=4", "ways: expected 5 outputs.*--model.ways 5")],
