@@ -22,15 +22,12 @@ from experiments.benchmarks.timing import interleaved, program
 HEADS, WIDTH = 4, 32
 LENGTHS, LONGER = (256, 512, 1024, 2048), (4096, 8192, 16384)
 Attention = Callable[..., Tensor]
+by_blocks: Attention = hog.ops.scaled_dot_product_attention
 Inputs = tuple[Tensor, ...]
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
-
-
-def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return hog.ops.scaled_dot_product_attention(q, k, v)
 
 
 def gradient(attention: Attention, inputs: Inputs) -> Any:

@@ -4,7 +4,6 @@ Networks of ten million parameters, right ones; and a deep one, right and with a
 which is looked for module by module.
 """
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hoglib as hog
-from experiments.benchmarks.problems import Encoder
+from experiments.benchmarks.problems import Encoder, perceptron
 from experiments.benchmarks.timing import program
 
 Problem = tuple[nn.Module, tuple[Tensor, Tensor], bool]  # model, batch, stand_ins
@@ -61,18 +60,13 @@ class Sine(nn.Module):
         return y
 
 
-def layers(widths: list[int], act: Callable[[], nn.Module]) -> list[nn.Module]:
-    return [m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), act())]
-
-
 def labelled(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (len(x),))
 
 
-def perceptron(small: bool) -> Problem:
+def wide(small: bool) -> Problem:
     width, rows = (32, 8) if small else (2048, 64)
-    widths = [784, width, width, width]
-    model = nn.Sequential(*layers(widths, nn.ReLU), nn.Linear(width, CLASSES))
+    model = perceptron([784, width, width, width, CLASSES], nn.ReLU)
     return model, labelled(torch.randn(rows, 784)), False
 
 
@@ -95,15 +89,14 @@ def resnet(small: bool) -> Problem:
 
 def deep(small: bool, fault: bool) -> Problem:
     depth, width = (4, 8) if small else (34, 64)
-    every = layers([width] * (depth + 1), nn.Tanh)
+    model = perceptron([*[width] * (depth + 1), CLASSES], nn.Tanh)
     if fault:
-        every[2 * (depth // 2) + 1] = Sine()
-    model = nn.Sequential(*every, nn.Linear(width, CLASSES))
+        model[2 * (depth // 2) + 1] = Sine()
     return model, labelled(torch.randn(16, width)), False
 
 
 MODELS: dict[str, Callable[[bool], Problem]] = {
-    "perceptron 784-2048-2048-2048-10 with ReLU, 64 rows": perceptron,
+    "perceptron 784-2048-2048-2048-10 with ReLU, 64 rows": wide,
     "`nn.TransformerEncoder`, 5 layers of width 384, 4 sequences of 64 tokens, `stand_ins=True`": (
         transformer
     ),

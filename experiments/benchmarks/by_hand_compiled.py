@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from experiments.benchmarks.problems import Problem, plain_attention
 from experiments.benchmarks.with_torch import detached
 
 Call = Callable[[], Any]
+Loss = Callable[..., Tensor]  # of the leaves
 Leaves = Sequence[Tensor]
+_pushed: Any = torch.func.jvp
 
 
 def compiled_by_hand(problem: Problem, route: str) -> Call:
@@ -25,9 +27,13 @@ def compiled_by_hand(problem: Problem, route: str) -> Call:
     inputs: list[Any] = [*leaves, *v, problem.x, problem.y]
 
     def product(*given: Tensor) -> tuple[Tensor, ...]:
-        return ROUTES[route](
-            problem.model, list(problem.params), given[:count], *_rest(given, count)
-        )
+        x, y = given[-2:]
+
+        def loss(*leaves: Tensor) -> Tensor:
+            named = dict(zip(problem.params, leaves, strict=True))
+            return F.cross_entropy(functional_call(problem.model, named, (x,)), y)
+
+        return ROUTES[route](loss, given[:count], given[count:-2])
 
     with torch.no_grad(), plain_attention(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about itself
@@ -44,43 +50,23 @@ def compiled_by_hand(problem: Problem, route: str) -> Call:
     return call
 
 
-def _rest(given: Leaves, count: int) -> tuple[Leaves, Tensor, Tensor]:
-    return given[count:-2], given[-2], given[-1]
-
-
-def _loss_of(model: nn.Module, names: list[str], leaves: Leaves, x: Tensor, y: Tensor) -> Tensor:
-    named = dict(zip(names, leaves, strict=True))
-    return F.cross_entropy(functional_call(model, named, (x,)), y)
-
-
-_pushed: Any = torch.func.jvp
-
-
-def _reverse_over_reverse(
-    model: nn.Module, names: list[str], leaves: Leaves, v: Leaves, x: Tensor, y: Tensor
-) -> tuple[Tensor, ...]:
+def _reverse_over_reverse(loss: Loss, leaves: Leaves, v: Leaves) -> tuple[Tensor, ...]:
     with torch.enable_grad():
         own = [leaf.detach().requires_grad_() for leaf in leaves]
-        value = _loss_of(model, names, own, x, y)
+        value = loss(*own)
         grads = torch.autograd.grad(value, own, create_graph=True)
         return value.detach(), *torch.autograd.grad(grads, own, v)
 
 
-def _forward_over_reverse(
-    model: nn.Module, names: list[str], leaves: Leaves, v: Leaves, x: Tensor, y: Tensor
-) -> tuple[Tensor, ...]:
-    every = tuple(range(len(leaves)))
-    gradient = torch.func.grad_and_value(lambda *own: _loss_of(model, names, own, x, y), every)
+def _forward_over_reverse(loss: Loss, leaves: Leaves, v: Leaves) -> tuple[Tensor, ...]:
+    gradient = torch.func.grad_and_value(loss, tuple(range(len(leaves))))
     (_, value), (product, _) = _pushed(gradient, tuple(leaves), tuple(v))
     return value, *product
 
 
-def _reverse_over_forward(
-    model: nn.Module, names: list[str], leaves: Leaves, v: Leaves, x: Tensor, y: Tensor
-) -> tuple[Tensor, ...]:
+def _reverse_over_forward(loss: Loss, leaves: Leaves, v: Leaves) -> tuple[Tensor, ...]:
     def along(*own: Tensor) -> tuple[Tensor, Tensor]:
-        of = lambda *own: _loss_of(model, names, own, x, y)  # noqa: E731
-        value, slope = _pushed(of, own, tuple(v))
+        value, slope = _pushed(loss, own, tuple(v))
         return slope, value
 
     product, value = torch.func.grad(along, tuple(range(len(leaves))), has_aux=True)(*leaves)

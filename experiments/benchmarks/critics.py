@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmarks.problems import backend
+from experiments.benchmarks.problems import backend, perceptron
 from experiments.benchmarks.workload import Point
 
 SEED = 0  # of the points between real and generated ones, which every method draws anew
@@ -33,17 +33,13 @@ class Critics(Point):
 
 
 def small(tiny: bool) -> tuple[nn.Module, Tensor]:
-    widths, rows = ([2, 8, 8, 8], 4) if tiny else ([2, 128, 128, 128], 256)
-    layers: list[nn.Module] = []
-    for i, o in itertools.pairwise(widths):
-        layers += [nn.Linear(i, o), nn.SiLU()]
-    return nn.Sequential(*layers, nn.Linear(widths[-1], 1)), torch.randn(rows, 2)
+    width, rows = (8, 4) if tiny else (128, 256)
+    return perceptron([2, width, width, width, 1], nn.SiLU), torch.randn(rows, 2)
 
 
 def mlp(tiny: bool) -> tuple[nn.Module, Tensor]:
     inputs, width, rows = (12, 16, 4) if tiny else (784, 1024, 64)
-    layers = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, 1)), torch.randn(rows, inputs)
+    return perceptron([inputs, width, width, 1], nn.Tanh), torch.randn(rows, inputs)
 
 
 def cnn(tiny: bool, act: Callable[[], nn.Module] = nn.SiLU) -> tuple[nn.Module, Tensor]:

@@ -119,11 +119,6 @@ def truth(problem: Problem, kind: str = "exact") -> Tensor:
     return product_by_hand(exact, factors, vector_of(exact))[:, None]
 
 
-def quadratic_form(problem: Problem, product: Tensor) -> Tensor:
-    """v' K v, what is left to compare where K is drawn at random."""
-    return (vector_of(problem).double() @ product).reshape(1, 1)
-
-
 @with_plain_attention
 def by_hand(problem: Problem, kind: str = "exact") -> Call:
     make, v = factors_by_hand(problem, kind), vector_of(problem)

@@ -4,7 +4,6 @@ Each row is a loss of the Laplacian, or of the biharmonic, and its gradient by t
 takes them: time and peak memory, for the networks of the literature on collapsed Taylor mode.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
+from experiments.benchmarks.problems import perceptron
 from experiments.benchmarks.timing import interleaved, program, relative_error
 
 Network = Callable[[Tensor], Tensor]
@@ -73,10 +73,7 @@ def rows(small: bool) -> Iterator[str]:
     """Time and peak memory of loss and gradient."""
     for times, (what, sizes) in enumerate(SIZES.items(), 1):
         for points, widths, repeats in sizes[:1] if small else sizes:
-            layers = [
-                m for a, b in itertools.pairwise(widths) for m in (nn.Linear(a, b), nn.Tanh())
-            ]
-            net, x = nn.Sequential(*layers[:-1]), torch.rand(points, widths[0])
+            net, x = perceptron(widths, nn.Tanh), torch.rand(points, widths[0])
             error = relative_error(ours(net, x, times), nested(net, x, times))
             assert error < 1e-3, f"{what}: off by {error:.1e}"
             steps: dict[str, Any] = {

@@ -36,24 +36,20 @@ class ByHand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, beta = ctx.saved_tensors
-        return _swish_backward(ctx.needs_input_grad, x, beta, grad)
+        by_x = by_beta = None
+        if ctx.needs_input_grad[0]:
+            s = torch.sigmoid(beta * x)
+            by_x = grad * (s * (1 + beta * x * (1 - s)))
+        if ctx.needs_input_grad[1]:
+            s = torch.sigmoid(beta * x)
+            by_beta = (grad * (x * (x * (s * (1 - s))))).sum_to_size(beta.shape)
+        return by_x, by_beta
 
     @staticmethod
     def jvp(ctx: Any, by_x: Tensor, by_beta: Tensor) -> Any:
         x, beta = ctx.saved_tensors
         s = torch.sigmoid(beta * x)
         return by_x * s * (1 + beta * x * (1 - s)) + by_beta * x * x * s * (1 - s)
-
-
-def _swish_backward(needed: Any, x: Tensor, beta: Tensor, grad: Tensor) -> Any:
-    by_x = by_beta = None
-    if needed[0]:
-        s = torch.sigmoid(beta * x)
-        by_x = grad * (s * (1 + beta * x * (1 - s)))
-    if needed[1]:
-        s = torch.sigmoid(beta * x)
-        by_beta = (grad * (x * (x * (s * (1 - s))))).sum_to_size(beta.shape)
-    return by_x, by_beta
 
 
 def _swish_composite(x: Tensor, beta: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The networks that the benchmarks differentiate, each with one batch and the vectors to multiply."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -95,10 +95,15 @@ class Encoder(nn.Module):
         return self.head(self.encoder(x).mean(1))
 
 
+def perceptron(widths: Sequence[int], act: Callable[[], nn.Module]) -> nn.Sequential:
+    """Linear layers, with an activation after each but the last."""
+    hidden = [m for a, b in pairwise(widths[:-1]) for m in (nn.Linear(a, b), act())]
+    return nn.Sequential(*hidden, nn.Linear(widths[-2], widths[-1]))
+
+
 def mlp(small: bool, width: int = 1024) -> tuple[nn.Module, Tensor]:
     a, b, rows = (12, 16, 8) if small else (784, width, 256)
-    model = nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b), nn.Tanh(), nn.Linear(b, 10))
-    return model, torch.randn(rows, a)
+    return perceptron([a, b, b, 10], nn.Tanh), torch.randn(rows, a)
 
 
 def cnn(small: bool) -> tuple[nn.Module, Tensor]:

@@ -35,7 +35,7 @@ import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
 from experiments.benchmarks.meta.tasks import Learner, classes, conv4
 from experiments.benchmarks.meta.with_hoglib import maml
-from experiments.benchmarks.problems import Encoder
+from experiments.benchmarks.problems import Encoder, perceptron
 from experiments.benchmarks.timing import interleaved, machine, relative_error
 
 Call = Callable[[], Any]
@@ -185,9 +185,7 @@ def sequences(small: bool) -> Learner:
 
 def wide(small: bool) -> Learner:
     width, shots, steps = (8, 2, 2) if small else (512, 200, 10)
-    sizes = [(64, width), (width, width), (width, width)]
-    layers: list[nn.Module] = [m for a, b in sizes for m in (nn.Linear(a, b), nn.GELU())]
-    model = nn.Sequential(*layers, nn.Linear(width, 5))
+    model = perceptron([64, width, width, width, 5], nn.GELU)
     return Learner(model, "mlp", F.cross_entropy, *classes(1, shots, (64,)), 0.05, steps)
 
 

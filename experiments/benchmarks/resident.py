@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated, peak_resident
+from experiments.benchmarks.problems import perceptron
 
 Run = Callable[[], Any]
 
@@ -62,8 +63,8 @@ def vocabulary(rows: int) -> Run:
 
 
 def maml(steps: int) -> Run:
-    layers = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 5)
-    learner = hog.MAML(nn.Sequential(*layers), F.cross_entropy, inner_steps=steps, memory="store")
+    model = perceptron([64, 256, 256, 5], nn.GELU)
+    learner = hog.MAML(model, F.cross_entropy, inner_steps=steps, memory="store")
     x, y = torch.randn(1, 200, 64), torch.randint(5, (1, 200))
     return lambda: torch.autograd.grad(
         learner.loss([((x[0], y[0]), (x[0], y[0]))]), list(learner.parameters())

@@ -68,8 +68,8 @@ def empirical_fisher(problem: Problem) -> Tensor:
 
 
 def quadratic_form(problem: Problem, product: Tensor) -> Tensor:
-    """v' A v, what is left to compare when A is drawn at random."""
-    return (problem.vectors[:, 0].double() @ product).reshape(1, 1)
+    """v' A v, what is left to compare when A is drawn at random; v [P], or of the first parameters."""
+    return (problem.vectors[: len(product), 0].double() @ product).reshape(1, 1)
 
 
 def sampling_error(problem: Problem) -> float:
@@ -124,9 +124,9 @@ TRUTHS = {
     "kronecker": Truth(kronecker.truth),
     "empirical kronecker": Truth(partial(kronecker.truth, kind="empirical")),
     "sampled kronecker": Truth(
-        lambda problem: kronecker.quadratic_form(problem, kronecker.truth(problem)),
+        lambda problem: quadratic_form(problem, kronecker.truth(problem)),
         sampling_error,
-        kronecker.quadratic_form,
+        quadratic_form,
     ),
     "eigenvalues": Truth(eigenvalues, lambda _: 1e-3),
     "eigenvalues by magnitude": Truth(partial(eigenvalues, which="LM"), lambda _: 1e-3),

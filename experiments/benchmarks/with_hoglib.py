@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import hoglib as hog
 from experiments.benchmarks.problems import Problem
@@ -32,17 +33,20 @@ def around(make: Callable[..., Call]) -> Callable[[Problem], Call]:
     return compiled
 
 
-def hvp(problem: Problem, **options: Any) -> Call:
+def product(of: Callable[..., Any], problem: Problem, vectors: Tensor, **options: Any) -> Call:
+    """A call of `hoglib.hvp`, `ggn_vp` or `fisher_vp`."""
     loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    v = problem.named(problem.vectors[:, 0])
-    return lambda: hog.hvp(loss, params, v, problem.batch, **options)[1]
+    v = problem.named(vectors)
+    return lambda: of(loss, params, v, problem.batch, **options)[1]
+
+
+def hvp(problem: Problem, **options: Any) -> Call:
+    return product(hog.hvp, problem, problem.vectors[:, 0], **options)
 
 
 def hvp_of_block(problem: Problem, **options: Any) -> Call:
     """All vectors in one call: leaves with a trailing dimension of columns."""
-    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    block = problem.named(problem.vectors)
-    return lambda: hog.hvp(loss, params, block, problem.batch, **options)[1]
+    return product(hog.hvp, problem, problem.vectors, **options)
 
 
 def operator(problem: Problem, kind: str = "HessianOperator", **options: Any) -> Callable[[], Any]:
@@ -88,17 +92,14 @@ def once_more(problem: Problem, **options: Any) -> Call:
 
 
 def gauss_newton(problem: Problem, **options: Any) -> Call:
-    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    v = problem.named(problem.vectors[:, 0])
-    return lambda: hog.ggn_vp(loss, params, v, problem.batch, **options)[1]
+    return product(hog.ggn_vp, problem, problem.vectors[:, 0], **options)
 
 
 def fisher(problem: Problem, kind: Literal["exact", "mc", "empirical"]) -> Call:
-    loss, params = hog.functional_loss(problem.model, F.cross_entropy), problem.params
-    v = problem.named(problem.vectors[:, 0])
     # Only what is drawn at random takes a generator.
     random = torch.Generator(problem.device).manual_seed(0) if kind == "mc" else None
-    return lambda: hog.fisher_vp(loss, params, v, problem.batch, kind=kind, generator=random)[1]
+    v = problem.vectors[:, 0]
+    return product(hog.fisher_vp, problem, v, kind=kind, generator=random)
 
 
 def top_five(problem: Problem, **options: Any) -> Call:

@@ -60,22 +60,19 @@ def eigenthings(problem: Problem, **options: Any) -> Callable[[], Any]:
 
 
 @with_plain_attention
-def eigenthings_product(problem: Problem) -> Call:
-    make, v = eigenthings(problem), problem.vectors[:, 0].contiguous()
+def eigenthings_product(problem: Problem, **options: Any) -> Call:
+    make, v = eigenthings(problem, **options), problem.vectors[:, 0].contiguous()
     return lambda: make().matvec(v)
+
+
+def eigenthings_micro_batches(problem: Problem) -> Call:
+    return eigenthings_product(problem, microbatch_size=quarters(problem))
 
 
 @with_plain_attention
 def eigenthings_products(problem: Problem) -> Call:
     make = eigenthings(problem)
     return each_vector(problem, lambda: make().matvec)
-
-
-@with_plain_attention
-def eigenthings_micro_batches(problem: Problem) -> Call:
-    make = eigenthings(problem, microbatch_size=quarters(problem))
-    v = problem.vectors[:, 0].contiguous()
-    return lambda: make().matvec(v)
 
 
 @with_plain_attention

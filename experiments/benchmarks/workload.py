@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -172,9 +173,6 @@ def columns(result: Any, vectors: int) -> Tensor:
         result = tuple(result.values())
     if isinstance(result, tuple):
         return torch.cat([columns(leaf, vectors) for leaf in result])
-    tensor = result if isinstance(result, Tensor) else torch.from_numpy(_writable(result))
+    # JAX's arrays are not writable, a copy is
+    tensor = result if isinstance(result, Tensor) else torch.from_numpy(np.array(result))
     return tensor.detach().double().reshape(-1, vectors)
-
-
-def _writable(array: Any) -> Any:
-    return importlib.import_module("numpy").array(array)

@@ -6,7 +6,6 @@ trains it again, in one minute on one core, and writes digit_classifier.npz, the
 digit_classifier.json: how they were trained, and their accuracy on held-out digits.
 """
 
-import argparse
 import json
 from functools import cache
 from pathlib import Path
@@ -72,13 +71,12 @@ def accuracy(network: nn.Module, images: Images) -> float:
         return (network(images.x).argmax(1) == images.label).float().mean().item()
 
 
-def train(images: Images, steps: int, progress: bool = False) -> Classifier:
+def train(images: Images, steps: int) -> Classifier:
     """Train a classifier by Adam, with a rate that falls to zero, on randomly shifted images.
 
     Args:
         images: Training images.
         steps: Number of steps.
-        progress: Whether to show a progress bar.
     Returns:
         The classifier.
     """
@@ -89,7 +87,7 @@ def train(images: Images, steps: int, progress: bool = False) -> Classifier:
     network = Classifier()
     optimizer = torch.optim.Adam(network.parameters(), LR)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    for _ in tqdm(range(steps), desc="digit classifier", disable=not progress):
+    for _ in tqdm(range(steps), desc="digit classifier", disable=None):
         picks = torch.randint(len(images.label), (BATCH,), generator=generator)
         scores = network(random_shift(images.x[picks], generator))
         optimizer.zero_grad()
@@ -109,18 +107,13 @@ def random_shift(x: Tensor, generator: torch.Generator) -> Tensor:
     return padded[torch.arange(n)[:, None, None], rows, columns].unsqueeze(1)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Train the classifier and save it with its accuracy."""
     from experiments.shared.mnist import SPLIT_SEED, split  # not needed to load the classifier
 
-    parser = argparse.ArgumentParser(
-        description="Trains the classifier that scores generated digits."
-    )
-    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
-    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     training, held_out = split()
-    network = train(training, STEPS, not options.no_progress)
+    network = train(training, STEPS)
     np.savez_compressed(FILE, **{k: v.numpy() for k, v in network.state_dict().items()})
     facts = {
         "held_out_accuracy": round(accuracy(network, held_out), 4),

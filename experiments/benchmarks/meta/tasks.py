@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import hoglib as hog
-from experiments.benchmarks.problems import Encoder
+from experiments.benchmarks.problems import Encoder, perceptron
 from experiments.benchmarks.workload import Point
+from experiments.shared import networks
 
 Batch = tuple[Tensor, Tensor]
 
@@ -45,13 +45,8 @@ class Learner(Point):
 def sinusoid(small: bool, fused: bool = False) -> Learner:
     """Waves a sin(x - b), as in experiments.few_shot."""
     tasks, shots, width = (3, 4, 8) if small else (25, 10, 40)
-    sizes = [(1, width), (width, width)]
-    if fused:
-        layers: list[nn.Module] = [hog.nn.LinearAct(a, b, act="tanh") for a, b in sizes]
-        model = nn.Sequential(*layers, hog.nn.Linear(width, 1))
-    else:
-        layers = [m for a, b in sizes for m in (nn.Linear(a, b), nn.Tanh())]
-        model = nn.Sequential(*layers, nn.Linear(width, 1))
+    widths = [1, width, width, 1]
+    model = networks.mlp(widths, "tanh") if fused else perceptron(widths, nn.Tanh)
     amplitude, phase = torch.rand(tasks, 1, 1) * 4.9 + 0.1, torch.rand(tasks, 1, 1) * math.pi
     support, query = torch.rand(2, tasks, shots, 1) * 10 - 5
     batches = [(x, amplitude * torch.sin(x - phase)) for x in (support, query)]
@@ -74,10 +69,7 @@ def conv4(small: bool, channels: int = 32, tasks: int = 4, steps: int = 5) -> Le
 
 def wide(small: bool) -> Learner:
     pixels, width, tasks = (16, 8, 2) if small else (784, 256, 4)
-    layers: list[nn.Module] = []
-    for a, b in ((pixels, width), (width, width)):
-        layers += [nn.Linear(a, b), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.Linear(width, 5))
+    model = perceptron([pixels, width, width, 5], nn.ReLU)
     batches = classes(tasks, 5, (pixels,))
     return Learner(model, "relu", F.cross_entropy, *batches, 0.05, 2 if small else 5)
 

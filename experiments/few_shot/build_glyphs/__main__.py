@@ -47,19 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="the folder that is written")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--no-progress", action="store_true", help="no progress bars")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    classes = build(options.fonts, options.jobs, not options.no_progress)
+    classes = build(options.fonts, options.jobs)
     write_files(classes, options.fonts, options.out)
     for split, of_split in classes.items():
         images = sum(len(one.images) for one in of_split)
         print(f"{split}: {len(of_split)} classes, {images} images")
 
 
-def build(folders: Sequence[Path], jobs: int, progress: bool = False) -> dict[str, list[Class]]:
+def build(folders: Sequence[Path], jobs: int) -> dict[str, list[Class]]:
     """The classes of each split, in the order of their scripts and characters."""
-    typefaces = find_typefaces(folders, jobs, progress)
+    typefaces = find_typefaces(folders, jobs)
     splits = assign_families(typefaces)
     classes: dict[str, list[Class]] = {}
     for split, names in SCRIPTS.items():
@@ -77,7 +76,7 @@ def build(folders: Sequence[Path], jobs: int, progress: bool = False) -> dict[st
         drawings: Drawings = {c: {} for c in scripts}
         with ProcessPoolExecutor(jobs, get_context("spawn")) as executor:
             rendered = executor.map(render_typeface, list(wanted.items()), chunksize=4)
-            bar = tqdm(rendered, f"typefaces of {split}", len(wanted), disable=not progress)
+            bar = tqdm(rendered, f"typefaces of {split}", len(wanted), disable=None)
             for face, images in zip(wanted, bar, strict=True):
                 for c, image in images.items():
                     drawings[c][face] = image

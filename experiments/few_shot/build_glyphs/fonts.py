@@ -63,13 +63,12 @@ class Typeface(NamedTuple):
     characters: frozenset[str]
 
 
-def find_typefaces(folders: Sequence[Path], jobs: int, progress: bool = False) -> list[Typeface]:
+def find_typefaces(folders: Sequence[Path], jobs: int) -> list[Typeface]:
     """All typefaces of unpacked packages and of matplotlib, once each, in a fixed order.
 
     Args:
         folders: Folders whose subfolders are packages.
         jobs: Number of processes.
-        progress: Whether to show a progress bar.
     Returns:
         The typefaces, by family and style.
     """
@@ -96,7 +95,7 @@ def find_typefaces(folders: Sequence[Path], jobs: int, progress: bool = False) -
     ]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as executor:
         read = executor.map(read_typefaces, places, chunksize=16)
-        bar = tqdm(read, "fonts", len(places), disable=not progress)
+        bar = tqdm(read, "fonts", len(places), disable=None)
         typefaces = [typeface for of_file in bar for typeface in of_file]
     # of several files with one typeface the first counts
     once = {(t.family, t.style): t for t in reversed(typefaces)}
