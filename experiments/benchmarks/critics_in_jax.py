@@ -1,6 +1,5 @@
 """The steps of a critic in JAX: one jitted function, a gradient inside of a gradient."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -8,33 +7,16 @@ from torch import nn
 
 from experiments.benchmarks.critic_steps import WEIGHT
 from experiments.benchmarks.critics import Critics
-from experiments.benchmarks.meta.with_jax import mlp
-from experiments.benchmarks.with_jax import to_jax
+from experiments.benchmarks.with_jax import Array, Leaves, Network, cnn, mlp, to_jax
 from experiments.benchmarks.workload import peer
 
-Array = Any
-Leaves = tuple[Array, ...]  # in torch's order
-Scores = Callable[[Leaves, Array], Array]
 
-
-def convolutions(act: Callable[[Array], Array]) -> Scores:
-    lax = importlib.import_module("jax.lax")
-
-    def run(leaves: Leaves, x: Array) -> Array:
-        *convs, weight, bias = leaves
-        for w, b in zip(convs[::2], convs[1::2], strict=True):
-            x = act(lax.conv_general_dilated(x, w, (1, 1), "SAME") + b[:, None, None])
-        return x.reshape(len(x), -1) @ weight.T + bias
-
-    return run
-
-
-def network(point: Critics) -> Scores:
+def network(point: Critics) -> Network:
     jax = peer("jax")
     acts = {nn.Tanh: jax.numpy.tanh, nn.SiLU: jax.nn.silu, nn.Softplus: jax.nn.softplus}
     layers = list(point.model.children())
     act = next(acts[type(layer)] for layer in layers if type(layer) in acts)
-    return convolutions(act) if isinstance(layers[0], nn.Conv2d) else mlp(act)
+    return cnn(act, mean=False) if isinstance(layers[0], nn.Conv2d) else mlp(act)
 
 
 def step(penalty: str) -> Callable[[Critics], Callable[[], Any]]:

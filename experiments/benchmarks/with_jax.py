@@ -4,13 +4,16 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from experiments.benchmarks.problems import Encoder, Network, Problem
+from experiments.benchmarks import problems
+from experiments.benchmarks.problems import Encoder, Problem
 from experiments.benchmarks.workload import peer
 
 Call = Callable[[], Any]
 Array = Any
+Leaves = tuple[Array, ...]  # in torch's order
+Network = Callable[[Leaves, Array], Array]
 Params = dict[str, Array]
 
 
@@ -18,23 +21,34 @@ def to_jax(tensor: Tensor) -> Array:
     return peer("jax.numpy").asarray(tensor.detach().numpy())
 
 
-def mlp(p: Params, x: Array) -> Array:
-    jnp = importlib.import_module("jax.numpy")
-    x = jnp.tanh(x @ p["0.weight"].T + p["0.bias"])
-    x = jnp.tanh(x @ p["2.weight"].T + p["2.bias"])
-    return x @ p["4.weight"].T + p["4.bias"]
+def mlp(act: Callable[[Array], Array]) -> Network:
+    def run(leaves: Leaves, x: Array) -> Array:
+        *hidden, weight, bias = leaves
+        for w, b in zip(hidden[::2], hidden[1::2], strict=True):
+            x = act(x @ w.T + b)
+        return x @ weight.T + bias
+
+    return run
 
 
-def cnn(p: Params, x: Array) -> Array:
-    jnp, lax = importlib.import_module("jax.numpy"), importlib.import_module("jax.lax")
-    for i in range(4):
-        x = lax.conv_general_dilated(x, p[f"convs.{i}.weight"], (1, 1), "SAME")
-        x = jnp.tanh(x + p[f"convs.{i}.bias"][:, None, None])
-    return x.mean((2, 3)) @ p["head.weight"].T + p["head.bias"]
+def cnn(act: Callable[[Array], Array], mean: bool) -> Network:
+    """Convolutions of 3x3, and a linear layer of all pixels, or of the mean over the image."""
+    lax = importlib.import_module("jax.lax")
+
+    def run(leaves: Leaves, x: Array) -> Array:
+        *convs, weight, bias = leaves
+        for w, b in zip(convs[::2], convs[1::2], strict=True):
+            x = act(lax.conv_general_dilated(x, w, (1, 1), "SAME") + b[:, None, None])
+        return (x.mean((2, 3)) if mean else x.reshape(len(x), -1)) @ weight.T + bias
+
+    return run
 
 
-def encoder(heads: int, layers: int = 4) -> Callable[[Params, Array], Array]:
+def encoder(model: Any) -> Network:
+    """The same as `problems.Encoder`."""
     jax, jnp = importlib.import_module("jax"), importlib.import_module("jax.numpy")
+    names, layers = [name for name, _ in model.named_parameters()], len(model.encoder.layers)
+    heads = model.encoder.layers[0].self_attn.num_heads
 
     def norm(p: Params, x: Array) -> Array:
         centred = x - x.mean(-1, keepdims=True)
@@ -57,7 +71,8 @@ def encoder(heads: int, layers: int = 4) -> Callable[[Params, Array], Array]:
         start = name + "."
         return {key.removeprefix(start): p[key] for key in p if key.startswith(start)}
 
-    def run(p: Params, x: Array) -> Array:
+    def run(leaves: Leaves, x: Array) -> Array:
+        p = dict(zip(names, leaves, strict=True))
         for i in range(layers):
             layer = below(p, f"encoder.layers.{i}")
             x = norm(below(layer, "norm1"), x + attention(below(layer, "self_attn"), x))
@@ -68,10 +83,11 @@ def encoder(heads: int, layers: int = 4) -> Callable[[Params, Array], Array]:
     return run
 
 
-def network(problem: Problem) -> Callable[[Params, Array], Array]:
-    if isinstance(problem.model, Encoder):
-        return encoder(problem.model.encoder.layers[0].self_attn.num_heads)
-    return cnn if isinstance(problem.model, Network) else mlp
+def network(model: nn.Module) -> Network:
+    if isinstance(model, Encoder):
+        return encoder(model)
+    tanh = importlib.import_module("jax.numpy").tanh
+    return cnn(tanh, mean=True) if isinstance(model, problems.Network) else mlp(tanh)
 
 
 class Translated:
@@ -79,23 +95,22 @@ class Translated:
 
     def __init__(self, problem: Problem) -> None:
         self.jax, self.jnp = peer("jax"), peer("jax.numpy")
-        self.names = list(problem.params)
         self.params = tuple(to_jax(p) for p in problem.params.values())
         self.x, self.y = to_jax(problem.x), to_jax(problem.y)
         self.vectors = [
             tuple(to_jax(part) for part in problem.vector(i))
             for i in range(problem.vectors.shape[1])
         ]
-        self.network = network(problem)
+        self.network = network(problem.model)
 
-    def outputs(self, params: tuple[Array, ...]) -> Array:
-        return self.network(dict(zip(self.names, params, strict=True)), self.x)
+    def outputs(self, params: Leaves) -> Array:
+        return self.network(params, self.x)
 
     def criterion(self, logits: Array) -> Array:
         chosen = self.jax.nn.log_softmax(logits)[self.jnp.arange(len(self.y)), self.y]
         return -chosen.mean()
 
-    def loss(self, params: tuple[Array, ...]) -> Array:
+    def loss(self, params: Leaves) -> Array:
         return self.criterion(self.outputs(params))
 
 
@@ -110,7 +125,7 @@ def linearized(problem: Problem) -> Call:
     start = t.jax.jit(lambda p: t.jax.linearize(t.jax.grad(t.loss), p)[1])
     apply = t.jax.jit(lambda product, v: product(v))
 
-    def run() -> Iterator[tuple[Array, ...]]:
+    def run() -> Iterator[Leaves]:
         product = start(t.params)
         for v in t.vectors:
             yield t.jax.block_until_ready(apply(product, v))

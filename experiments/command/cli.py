@@ -47,10 +47,8 @@ DESCRIPTION = (
     "takes; `python -m experiments fit --config configs/maml/sinusoid.yaml` trains one into runs/; "
     "`test` in place of `fit` tests it. `fit --help` lists the options."
 )
-FILLED_IN = {
-    "model",
-    "datamodule",
-}  # of verify and spectrum: by the CLI, not by options of their own
+# of verify and spectrum: by the CLI, not by options of their own
+FILLED_IN = {"model", "datamodule"}
 
 
 def main(args: list[str] | None = None) -> int:

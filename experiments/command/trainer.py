@@ -123,7 +123,7 @@ class Trainer(pl.Trainer):
         """What the model differentiates twice, at the parameters of a checkpoint if there is one."""
         batch = self._first_batch(model, datamodule)
         if ckpt_path is not None:
-            load_parameters(model, Path(ckpt_path))
+            model.load_state_dict(runs.load_checkpoint(Path(ckpt_path))["state_dict"])
         return list(second_order_problems(model, batch))
 
     def _first_batch(
@@ -157,11 +157,6 @@ class Trainer(pl.Trainer):
         raise ArgumentValueError(
             f"{type(owners[0]).__name__}: expected a training batch, got an empty loader; give it data."
         )
-
-
-def load_parameters(model: pl.LightningModule, checkpoint: Path) -> None:
-    """Load the parameters and buffers of a checkpoint of the same model."""
-    model.load_state_dict(runs.load_checkpoint(checkpoint)["state_dict"])
 
 
 @picture

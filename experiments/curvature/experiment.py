@@ -90,7 +90,8 @@ class Descent(Experiment):
         accuracies = dict(curves.get("val/accuracy", []))
         last = history[-1].batch
         accuracies[last] = float(accuracy)
-        losses[last] = float(self.loss(self._training_set()))
+        train = Images(*(part.to(self.device) for part in self.data.train))
+        losses[last] = float(self.loss(train))
         title = f"{self.options['loss'].replace('_', ' ')}, lr {self.lr:g}"
         table = spectrum_table(history, losses, accuracies, f"{title}: 2 / lr = {2 / self.lr:.4g}")
         picture = plot_spectrum_over_training(
@@ -106,10 +107,6 @@ class Descent(Experiment):
             "largest": float(history[-1].spectrum.largest[-1]), "edge": 2 / self.lr,
         }  # fmt: skip
         runs.write_summary(folder, summary)
-
-    def _training_set(self) -> Images:
-        images = self.data.train
-        return Images(*(part.to(self.device) for part in images))
 
 
 def squared_error(outputs: Tensor, label: Tensor) -> Tensor:

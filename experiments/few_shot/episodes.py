@@ -202,12 +202,8 @@ def draw_tasks(
 def episode(data: ImageClasses, picks: Picks, shots: int) -> tuple[Batch, Batch]:
     """(support, query), each x [tasks, ways * n, channels, height, width] from 0 to 1, and y."""
     tasks, ways = picks.classes.shape
-    numbers = torch.stack(
-        [
-            torch.stack([data.members[c][i] for c, i in zip(cs, images, strict=True)])
-            for cs, images in zip(picks.classes.tolist(), picks.images, strict=True)
-        ]
-    )
+    pairs = zip(picks.classes.flatten().tolist(), picks.images.flatten(0, 1), strict=True)
+    numbers = torch.stack([data.members[c][i] for c, i in pairs]).unflatten(0, (tasks, ways))
     x = data.images[numbers].float() / 255
     y = torch.arange(ways).expand(tasks, ways)
 
@@ -248,16 +244,12 @@ class HeldOutTasks:
 @cache
 def fixed_tasks() -> dict[tuple[int, int], Picks]:
     """The test tasks of the glyphs, by ways and shots."""
-    with np.load(TASKS) as arrays:
-        return {
-            (ways, shots): Picks(
-                *(
-                    torch.from_numpy(arrays[f"{part}_{ways}_{shots}"].astype(int))
-                    for part in Picks._fields
-                )
-            )
-            for ways, shots in KINDS
-        }
+    with np.load(TASKS) as file:
+        arrays = {name: torch.from_numpy(array.astype(int)) for name, array in file.items()}
+    return {
+        (ways, shots): Picks(arrays[f"classes_{ways}_{shots}"], arrays[f"images_{ways}_{shots}"])
+        for ways, shots in KINDS
+    }
 
 
 def write_fixed_tasks(counts: Tensor, file: Path) -> None:

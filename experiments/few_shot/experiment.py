@@ -115,8 +115,8 @@ class FewShotClassification(WithCompileChoice, Experiment):
         ((x, y), _), model = batch, self.learner.model
         if self.algorithm != PROTOTYPES:
             return self.learner.inner_objective, hog.trainable_params(model), (x[0], y[0])
-
-        loss = hog.functional_loss(self.learner, forward=_loss_of_tasks)
+        of_tasks: Any = Prototypes.loss
+        loss = hog.functional_loss(self.learner, forward=of_tasks)
         return loss, dict(self.learner.named_parameters()), batch
 
     def validation_step(self, batch: Tasks, batch_idx: int) -> None:
@@ -193,7 +193,3 @@ class FewShotClassification(WithCompileChoice, Experiment):
             params = self.learner.adapt(support, steps=self.test_steps)
             classes: Tensor = self.learner(x, params=params).argmax(1)
         return classes
-
-
-def _loss_of_tasks(learner: Any, tasks: Tasks) -> Any:
-    return learner.loss(tasks)

@@ -1,13 +1,13 @@
 """Tables of few-shot learners: regression of sinusoids, and classification of images."""
 
 from collections.abc import Sequence
-from math import nan, sqrt
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from experiments.shared.layout import newest_of_each, table
+from experiments.shared.layout import mean_and_interval, newest_of_each, table
 
 # A larger error is that of a diverged gradient descent: predicting zero costs at most 12.5 on average
 # (amplitude 5).
@@ -50,10 +50,8 @@ class ErrorSummary(NamedTuple):
 def summarize_errors(errors: Tensor) -> ErrorSummary:
     """mean ± 1.96 s / sqrt(n) over the errors that are finite and at most DIVERGED."""
     kept = errors[torch.isfinite(errors) & (errors <= DIVERGED)].double()
-    count = len(kept)
-    mean = kept.mean().item() if count else nan
-    interval = 1.96 * kept.std().item() / sqrt(count) if count > 1 else nan
-    return ErrorSummary(mean, interval, len(errors) - count)
+    mean, interval = mean_and_interval(kept) if len(kept) > 1 else (kept.mean().item(), nan)
+    return ErrorSummary(mean, interval, len(errors) - len(kept))
 
 
 class LearnerResult(NamedTuple):

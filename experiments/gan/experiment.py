@@ -11,7 +11,7 @@ from experiments.checks import at_least, hidden_widths, positive
 from experiments.gan.adversarial import Adversarial
 from experiments.gan.plots import plot_gan_curves, plot_points
 from experiments.gan.table import PointsResult, points_table
-from experiments.shared.mixture import PARTS, Target
+from experiments.shared.mixture import PARTS
 from experiments.shared.networks import mlp
 from experiments.shared.quality import PointQuality, score_points
 
@@ -58,19 +58,19 @@ class GAN(Adversarial):
     def validation_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, _ = batch
         fake, penalty = self.evaluate(real)
-        quality = score_points(fake, self.target, real)
+        quality = score_points(fake, self.data.target, real)
         self.log_dict({**logged("val", quality), "val/penalty": penalty}, batch_size=len(real))
 
     def test_step(self, batch: HeldOut, batch_idx: int) -> None:
         real, other = batch
         fake, _ = self.evaluate(real)
-        quality, options = score_points(fake, self.target, real), self.trained_with
+        quality, options = score_points(fake, self.data.target, real), self.trained_with
         how = options["penalty"], options["loss"], options["data.kind"]
         own = PointsResult(*how, int(self.average.n_averaged), *quality)  # type: ignore[arg-type]
-        scores = score_points(other, self.target, real)
+        scores = score_points(other, self.data.target, real)
         floor = PointsResult("real points", "", own.data, 0, *scores)
         self.log_dict(logged("test", quality), batch_size=len(real))
-        folder, parts = runs.run_folder(self.trainer), self.target.parts
+        folder, parts = runs.run_folder(self.trainer), self.data.target.parts
         table = points_table(own, runs.newest_results(folder, own), floor, parts, len(real))
         title = (
             f"{own.loss} loss, {own.penalty}: {own.covered} of {PARTS} {parts}, "
@@ -80,10 +80,6 @@ class GAN(Adversarial):
         if curves := logs.curves(folder):
             pictures.append(plot_gan_curves(folder / "training_curve.png", curves))
         runs.write_report(folder, table, *pictures)
-
-    @property
-    def target(self) -> Target:
-        return self.data.target
 
 
 def logged(stage: str, quality: PointQuality) -> dict[str, float]:

@@ -42,7 +42,7 @@ class Windows(StreamData):
         seed: int | None = None,
     ) -> None:
         super().__init__(iterations, seed)
-        self.length = window_length(length)
+        self.length = at_least("length", length, 2)  # a character, and the next
         self.batch = at_least("batch", batch, 1)
         self.held_out = at_least("held_out", held_out, 2)
         self.options = {"length": length}
@@ -91,7 +91,7 @@ class TopicTasks(StreamData):
         seed: int | None = None,
     ) -> None:
         super().__init__(iterations, seed)
-        self.length = window_length(length)
+        self.length = at_least("length", length, 2)  # a character, and the next
         self.shots, self.queries = at_least("shots", shots, 1), at_least("queries", queries, 1)
         self.tasks = at_least("tasks", tasks, 1)
         self.held_out = at_least("held_out", held_out, 2)
@@ -181,8 +181,3 @@ def encode(text: str) -> Tensor:
     """The numbers of characters in CHARACTERS; the last stands for all others."""
     known = {character: number for number, character in enumerate(CHARACTERS)}
     return torch.tensor([known.get(character, len(CHARACTERS) - 1) for character in text])
-
-
-def window_length(length: int) -> int:
-    """Return a length of windows, of which a character is predicted from those before it."""
-    return at_least("length", length, 2)

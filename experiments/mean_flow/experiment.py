@@ -13,7 +13,6 @@ from experiments.mean_flow.plots import plot_samples
 from experiments.mean_flow.table import flows_table
 from experiments.mean_flow.velocity import Velocity
 from experiments.shared.experiment import Experiment
-from experiments.shared.mixture import Target
 from experiments.shared.quality import score_points, wasserstein_distance
 from experiments.shared.second_order import SecondOrderProblem, sum_by_parameters_and_inputs
 from experiments.shared.terms import sum_of_terms
@@ -152,7 +151,7 @@ class MeanFlow(Experiment):
         real, other = batch
         noise, found = self.samples(len(real))
         rows = {
-            label: score_points(points, self.target, real)
+            label: score_points(points, self.data.target, real)
             for label, points in {**found, "real points": other}.items()
         }
         for label in found:
@@ -161,13 +160,9 @@ class MeanFlow(Experiment):
                 self.log(f"test/{name}/{label}", value, batch_size=len(real))
         folder = runs.run_folder(self.trainer)
         runs.write_summary(folder, {label: row._asdict() for label, row in rows.items()})
-        table = flows_table(rows, self.target.name, self.target.parts, len(real))
+        table = flows_table(rows, self.data.target.name, self.data.target.parts, len(real))
         picture = plot_samples(
             folder / "samples.png", real, noise, found,
             {label: row.distance for label, row in rows.items()},
         )  # fmt: skip
         runs.write_report(folder, table, picture)
-
-    @property
-    def target(self) -> Target:
-        return self.data.target

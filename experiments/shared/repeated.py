@@ -104,8 +104,8 @@ class RepeatedTraining(Experiment, ABC):
 
     def parts(self) -> Split:
         """The examples of the run, on the device of the network."""
-        data: Any = self.data
-        return Split(*(Examples(*(t.to(self.device) for t in part)) for part in data.split))
+        split = self.data.split
+        return Split(*(Examples(*(t.to(self.device) for t in part)) for part in split))
 
     def first_params(self) -> Params:
         """The parameters that every training starts from."""

@@ -1,27 +1,12 @@
 """The same in JAX: one jitted function, vmap(grad) over the tasks."""
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from experiments.benchmarks.meta.tasks import Learner
 from experiments.benchmarks.meta.with_torch import Call, Found
-from experiments.benchmarks.with_jax import encoder, to_jax
+from experiments.benchmarks.with_jax import Array, Leaves, Network, encoder, mlp, to_jax
 from experiments.benchmarks.workload import Missing, peer
-
-Array = Any
-Leaves = tuple[Array, ...]  # in torch's order
-Network = Callable[[Leaves, Array], Array]
-
-
-def mlp(act: Callable[[Array], Array]) -> Network:
-    def run(leaves: Leaves, x: Array) -> Array:
-        *hidden, weight, bias = leaves
-        for w, b in zip(hidden[::2], hidden[1::2], strict=True):
-            x = act(x @ w.T + b)
-        return x @ weight.T + bias
-
-    return run
 
 
 def conv4(leaves: Leaves, x: Array) -> Array:
@@ -46,10 +31,7 @@ def network(learner: Learner) -> Network:
     if learner.kind == "conv4":
         return conv4
     if learner.kind == "transformer":
-        names = [name for name, _ in learner.model.named_parameters()]
-        stack = learner.model.get_submodule("encoder.layers")
-        run = encoder(heads=4, layers=len(list(stack.children())))
-        return lambda leaves, x: run(dict(zip(names, leaves, strict=True)), x)
+        return encoder(learner.model)
     return mlp({"tanh": jax.numpy.tanh, "relu": jax.nn.relu}[learner.kind])
 
 
