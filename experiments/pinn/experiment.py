@@ -1,7 +1,8 @@
 """Physics-informed networks: Gauss-Newton steps on an equation's residual, beside Adam."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,11 +70,46 @@ class Residual(nn.Module):
 
 
 class Pinns(Raced):
-    """A race of networks for one equation; the first is the one that is drawn."""
+    """A race of networks for one equation; the first is the one that is drawn, Adam's is the last.
 
-    inputs: int
+    Args:
+        names: Their optimizers.
+        hidden: Widths of the hidden layers.
+        adam_batch: Points of a step of Adam.
+        adam_lr: Learning rate of Adam, which falls linearly to zero.
+        inputs: Of the network: 2, and 11 for the Allen-Cahn equation.
+    """
+
     residuals: dict[str, Residual]
     start = "after the same steps of Adam"
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        hidden: Sequence[int],
+        adam_batch: int = 512,
+        adam_lr: float = 5e-3,
+        inputs: int = 2,
+    ) -> None:
+        super().__init__()
+        self.adam_batch = at_least("adam_batch", adam_batch, 1)
+        self.adam_lr = learning_rate("adam_lr", adam_lr)
+        self.inputs = at_least("inputs", inputs, 1)
+        start = mlp([inputs, *hidden, 1], "tanh")
+        self.start_race({name: deepcopy(start) for name in names})
+        self.options = {
+            "hidden": hidden, "adam_batch": adam_batch, "adam_lr": adam_lr, "inputs": inputs,
+        }  # fmt: skip
+
+    def adam_step(self, loss: Callable[[Tensor], Tensor], batch: Tensor, batch_idx: int) -> float:
+        """A step of Adam on new points; returns its cost, in gradients of the whole batch."""
+        # not Lightning's wrapper: Adam's steps are not counted as steps of the run
+        *_, adam = self.optimizers(use_pl_optimizer=False)  # type: ignore[misc]
+        adam.param_groups[0]["lr"] = self.adam_lr * (1 - batch_idx / self.data.iterations)
+        adam.zero_grad()
+        loss(torch.rand(self.adam_batch, 2).to(self.device)).backward()
+        adam.step()
+        return self.adam_batch / len(batch)
 
     @property
     def first(self) -> str:
@@ -145,17 +181,15 @@ class Pinn(Pinns):
 
     Args:
         hidden: Widths of the hidden layers.
-        warm_up: Steps of Adam that both begin with.
+        warm_up: Steps of Adam that both begin with, at its first learning rate.
         solver: Of the Newton steps: "cg", or "dense" for networks of some thousand parameters, best
             with trainer.precision 64-true.
         dense_cost: What the Jacobian and the factors of a dense step cost, in gradients of the batch.
         damping: Initial damping of `hoglib.curvature.NewtonCG`.
         max_iter: Its largest number of iterations of conjugate gradients.
         stagnation_tol: Its relative progress below which conjugate gradients stop.
-        adam_batch: Points of a step of Adam.
-        adam_lr: Learning rate of Adam, which falls linearly to zero after the warm-up.
-        inputs: Of the network: 2, and 11 for the Allen-Cahn equation.
         compile: Compile the loss of Adam and the products of NewtonCG.
+        networks: Other options of `Pinns`.
     References:
         Müller and Zeinhofer, Achieving High Accuracy with PINNs via Energy Natural Gradient Descent,
         2023.
@@ -176,28 +210,19 @@ class Pinn(Pinns):
         damping: float = 1e-3,
         max_iter: int = 150,
         stagnation_tol: float = 1e-3,
-        adam_batch: int = 512,
-        adam_lr: float = 5e-3,
-        inputs: int = 2,
         compile: bool = False,
+        **networks: Any,
     ) -> None:
-        super().__init__()
-        widths = hidden_widths(hidden, [32, 32])
+        super().__init__((NEWTON, ADAM), hidden_widths(hidden, [32, 32]), **networks)
         self.warm_up = at_least("warm_up", warm_up, 0)
-        self.adam_batch = at_least("adam_batch", adam_batch, 1)
-        self.adam_lr = learning_rate("adam_lr", adam_lr)
         self.solver = one_of("solver", solver, (CG, DENSE))
         self.dense_cost = not_negative("dense_cost", dense_cost)
         self.newton: dict[str, Any] = {
             "damping": damping, "max_iter": max_iter, "stagnation_tol": stagnation_tol,
             "compile": compile,
         }  # fmt: skip
-        self.inputs = at_least("inputs", inputs, 1)
-        start = mlp([inputs, *widths, 1], "tanh")
-        self.start_race({NEWTON: deepcopy(start), ADAM: start})
-        self.options = {
-            "hidden": widths, "warm_up": warm_up, "solver": solver, "dense_cost": dense_cost,
-            **self.newton, "adam_batch": adam_batch, "adam_lr": adam_lr, "inputs": inputs,
+        self.options |= {
+            "warm_up": warm_up, "solver": solver, "dense_cost": dense_cost, **self.newton,
         }  # fmt: skip
         self.register_buffer("warm", torch.zeros((), dtype=torch.bool))
 
@@ -214,21 +239,11 @@ class Pinn(Pinns):
         return [hog.curvature.NewtonCG(weighted_loss(trained), **options), adam]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        # Adam's steps are not counted as steps of the run, as those of Lightning's wrapper are
-        adam: Any = self.optimizers(use_pl_optimizer=False)[1]  # type: ignore[index]
-
-        def adam_step() -> float:
-            adam.zero_grad()
-            self.adam_loss(torch.rand(self.adam_batch, 2).to(self.device)).backward()
-            adam.step()
-            return self.adam_batch / len(batch)
-
+        adam_step = partial(self.adam_step, self.adam_loss, batch, batch_idx)
         if not self.warm:
             self.evaluations += sum(adam_step() for _ in range(self.warm_up))
             self.networks[NEWTON].load_state_dict(self.networks[ADAM].state_dict())
             self.warm = torch.ones_like(self.warm)
-        for group in adam.param_groups:
-            group["lr"] = self.adam_lr * (1 - batch_idx / self.data.iterations)
         self.race(batch, grid(), {NEWTON: lambda: self._newton_step(batch), ADAM: adam_step})
 
     def _newton_step(self, batch: Tensor) -> float:

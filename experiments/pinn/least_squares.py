@@ -1,16 +1,15 @@
 """Physics-informed networks by Levenberg and Marquardt's method, beside Adam and L-BFGS."""
 
-from copy import deepcopy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import hoglib as hog
-from experiments.checks import at_least, hidden_widths, learning_rate, not_negative
+from experiments.checks import at_least, hidden_widths, not_negative
 from experiments.pinn.experiment import Pinns
 from experiments.pinn.squares import grid
-from experiments.shared.networks import mlp
 from experiments.shared.race import ADAM, LBFGS, LEVENBERG_MARQUARDT, LOSS_COST
 
 SCALED = 1e8  # torch.optim.LBFGS ignores changes of gradients with y^T s below 1e-10
@@ -31,9 +30,7 @@ class LeastSquares(Pinns):
         geodesic: Whether steps are accelerated.
         jacobian_cost: What the Jacobian and the factor of a step cost, in gradients of the batch.
         history: Pairs of vectors that L-BFGS keeps.
-        adam_batch: Points of a step of Adam.
-        adam_lr: Learning rate of Adam, which falls linearly to zero.
-        inputs: Of the network.
+        networks: Other options of `Pinns`.
     References:
         Müller and Zeinhofer, Achieving High Accuracy with PINNs via Energy Natural Gradient Descent,
         2023.
@@ -49,25 +46,14 @@ class LeastSquares(Pinns):
         geodesic: bool = True,
         jacobian_cost: float = 10.0,
         history: int = 100,
-        adam_batch: int = 512,
-        adam_lr: float = 5e-3,
-        inputs: int = 2,
+        **networks: Any,
     ) -> None:
-        super().__init__()
-        widths = hidden_widths(hidden, [20, 20])
+        names = LEVENBERG_MARQUARDT, LBFGS, ADAM
+        super().__init__(names, hidden_widths(hidden, [20, 20]), **networks)
         self.marquardt: dict[str, Any] = {"damping": damping, "geodesic": geodesic}
         self.jacobian_cost = not_negative("jacobian_cost", jacobian_cost)
         self.history = at_least("history", history, 1)
-        self.adam_batch = at_least("adam_batch", adam_batch, 1)
-        self.adam_lr = learning_rate("adam_lr", adam_lr)
-        self.inputs = at_least("inputs", inputs, 1)
-        start = mlp([inputs, *widths, 1], "tanh")
-        names = LEVENBERG_MARQUARDT, LBFGS, ADAM
-        self.start_race({name: deepcopy(start) for name in names})
-        self.options = {
-            "hidden": widths, **self.marquardt, "jacobian_cost": jacobian_cost, "history": history,
-            "adam_batch": adam_batch, "adam_lr": adam_lr, "inputs": inputs,
-        }  # fmt: skip
+        self.options |= {**self.marquardt, "jacobian_cost": jacobian_cost, "history": history}
 
     def configure_optimizers(self) -> Any:
         # in a dict, so that they are no modules of this one
@@ -82,10 +68,8 @@ class LeastSquares(Pinns):
         return [hog.curvature.LevenbergMarquardt(first, **self.marquardt), lbfgs, adam]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        # The steps of the others are not counted as steps of the run.
-        _, lbfgs, adam = self.optimizers(use_pl_optimizer=False)  # type: ignore[misc]
-        for group in adam.param_groups:
-            group["lr"] = self.adam_lr * (1 - batch_idx / self.data.iterations)
+        # the steps of the others are not counted as steps of the run
+        _, lbfgs, _ = self.optimizers(use_pl_optimizer=False)  # type: ignore[misc]
 
         def lbfgs_step() -> float:
             evaluations = 0
@@ -101,16 +85,14 @@ class LeastSquares(Pinns):
             lbfgs.step(closure)
             return evaluations
 
-        def adam_step() -> float:
-            adam.zero_grad()
-            points = torch.rand(self.adam_batch, 2).to(self.device)
-            self.residuals[ADAM](points).square().mean().backward()
-            adam.step()
-            return self.adam_batch / len(batch)
+        def adam_loss(points: Tensor) -> Tensor:
+            return self.residuals[ADAM](points).square().mean()
 
-        steps = {
-            LEVENBERG_MARQUARDT: lambda: self._step(batch), LBFGS: lbfgs_step, ADAM: adam_step,
-        }  # fmt: skip
+        steps: dict[str, Callable[[], float]] = {
+            LEVENBERG_MARQUARDT: lambda: self._step(batch),
+            LBFGS: lbfgs_step,
+            ADAM: lambda: self.adam_step(adam_loss, batch, batch_idx),
+        }
         self.race(batch, grid(), steps)
 
     def _step(self, batch: Tensor) -> float:
