@@ -56,8 +56,7 @@ class Cached(torch.autograd.Function):
 
 class Sine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Cached.apply(x)
-        return y
+        return Cached.apply(x)
 
 
 def labelled(x: Tensor) -> tuple[Tensor, Tensor]:

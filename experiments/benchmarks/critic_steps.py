@@ -41,15 +41,13 @@ def with_r1_by_hand(critic: Critic, real: Tensor, fake: Tensor, e: Tensor | None
 
 def with_r1(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
     penalty, scores = hog.penalties.r1(critic, real, return_outputs=True)
-    loss: Tensor = F.softplus(critic(fake) - scores).mean() + WEIGHT * penalty
-    return loss
+    return F.softplus(critic(fake) - scores).mean() + WEIGHT * penalty
 
 
 def with_r1_in_pieces(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
     """R1 of four micro-batches, which keep no graph for one another."""
     penalty = hog.penalties.r1(critic, real, micro_batch=-(-len(real) // 4))
-    loss: Tensor = F.softplus(critic(fake) - critic(real)).mean() + WEIGHT * penalty
-    return loss
+    return F.softplus(critic(fake) - critic(real)).mean() + WEIGHT * penalty
 
 
 def with_wgan_gp_by_hand(
@@ -63,8 +61,7 @@ def with_wgan_gp_by_hand(
 
 def with_wgan_gp(critic: Critic, real: Tensor, fake: Tensor) -> Tensor:
     penalty = hog.penalties.wgan_gp(critic, real, fake)
-    loss: Tensor = critic(fake).mean() - critic(real).mean() + WEIGHT * penalty
-    return loss
+    return critic(fake).mean() - critic(real).mean() + WEIGHT * penalty
 
 
 def step(loss: Loss, point: Critics) -> tuple[Any, ...]:
@@ -78,16 +75,8 @@ def step(loss: Loss, point: Critics) -> tuple[Any, ...]:
     return taken(value.detach(), point.model)
 
 
-def by_hand(loss: Loss) -> Callable[[Critics], Call]:
-    def made(point: Critics) -> Call:
-        point = point.apart()
-        return partial(step, partial(loss, point.model), point)
-
-    return made
-
-
-def by_hoglib(loss: Loss, compile: Callable[..., Any] | None = None) -> Callable[[Critics], Call]:
-    """compile: `hog.compiled_loss`, or torch.compile around the loss."""
+def steps(loss: Loss, compile: Callable[..., Any] | None = None) -> Callable[[Critics], Call]:
+    """Steps on a loss; compile: `hog.compiled_loss`, or torch.compile around the loss."""
 
     def made(point: Critics) -> Call:
         point = point.apart()

@@ -27,9 +27,8 @@ graph = partial(compiled, column="compiled")
 curvlinops = partial(Method, column="other", called="curvlinops")
 eigenthings = partial(Method, column="other", called="eigenthings")
 pyhessian = partial(Method, column="other", called="PyHessian")
-functional = partial(
-    Method, column="other", called="torch.func"
-)  # torch's own, the other way round
+# torch's own, the other way round
+functional = partial(Method, column="other", called="torch.func")
 jax = partial(Method, compiled=True, library="jax", column="jax", called="JAX")
 ggn = partial(Method, truth="gauss-newton")
 empirical = partial(Method, truth="empirical fisher")

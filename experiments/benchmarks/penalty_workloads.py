@@ -9,8 +9,7 @@ from torch import Tensor
 import hoglib as hog
 from experiments.benchmarks import critics_in_jax
 from experiments.benchmarks.critic_steps import (
-    by_hand,
-    by_hoglib,
+    steps,
     with_r1,
     with_r1_by_hand,
     with_r1_in_pieces,
@@ -27,10 +26,10 @@ BY_HAND = "double backward by hand"
 def ways(penalty: str, hand: Loss, ours: Loss) -> dict[str, Method]:
     step = partial(Method, truth=penalty)
     return {
-        BY_HAND: step(by_hand(hand)),
-        f"hoglib.penalties.{penalty}": step(by_hoglib(ours), ours=True, column="hoglib"),
+        BY_HAND: step(steps(hand)),
+        f"hoglib.penalties.{penalty}": step(steps(ours), ours=True, column="hoglib"),
         f"hoglib.penalties.{penalty}, hoglib.compiled_loss": step(
-            by_hoglib(ours, hog.compiled_loss), ours=True, compiled=True, column="compiled"
+            steps(ours, hog.compiled_loss), ours=True, compiled=True, column="compiled"
         ),
         "JAX jit(value_and_grad)": step(
             critics_in_jax.step(penalty), compiled=True, library="jax", column="jax", called="JAX"
@@ -53,11 +52,11 @@ WORKLOADS = {
         methods=ways("r1", with_r1_by_hand, with_r1)
         | {
             "hoglib.penalties.r1, micro_batch": Method(
-                by_hoglib(with_r1_in_pieces), ours=True, truth="r1"
+                steps(with_r1_in_pieces), ours=True, truth="r1"
             ),
             # not of a penalty that draws points: inductor draws other ones
             "torch.compile of hoglib.penalties.r1": Method(
-                by_hoglib(with_r1, partial(torch.compile, fullgraph=True)),
+                steps(with_r1, partial(torch.compile, fullgraph=True)),
                 ours=True,
                 truth="r1",
                 compiled=True,

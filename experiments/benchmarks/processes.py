@@ -61,8 +61,7 @@ def _one(
     if done.returncode:
         said = "\n".join(done.stderr.strip().splitlines()[-5:])
         return f"{name}, {problem}: the process ended with {done.returncode}\n{said}"
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    return json.loads(file.read_text())
 
 
 def cores() -> list[int]:

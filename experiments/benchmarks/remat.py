@@ -55,8 +55,7 @@ class Layer(nn.Module):
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        out: Tensor = h + self.outer(F.gelu(self.inner(h)))
-        return out
+        return h + self.outer(F.gelu(self.inner(h)))
 
 
 def encoder(width: int) -> nn.Module:

@@ -1,16 +1,13 @@
-"""Peak memory that the operating system sees, beside that of tensors, and how both grow.
+"""Peak memory that the operating system sees, beside that of tensors.
 
-    python -m experiments.benchmarks.resident [CASE ...] [--smoke]
+    python -m experiments.benchmarks.resident CASE [--size N]
 
-Each case runs at one size and at twice that size, each time in a child process: once at half the size,
-as a warm-up, then for the peak of the process (VmHWM) beyond its memory before, for CPU time, and for
-the peak of what torch's allocator gave. Growth is the ratio of the peaks of the process. One thread.
+A case runs once at half the size, as a warm-up, then for the peak of the process (VmHWM) beyond its
+memory before, for CPU time, and for the peak of what torch's allocator gave. One thread.
 """
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,8 +38,7 @@ class Block(nn.Module):
         self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, h: Tensor) -> Tensor:
-        out: Tensor = self.outer(F.gelu(self.inner(h)))
-        return out
+        return self.outer(F.gelu(self.inner(h)))
 
 
 def blocks(batch: int) -> Run:
@@ -97,26 +93,11 @@ def measure(name: str, size: int) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("cases", nargs="*", help=f"some of: {'; '.join(CASES)}")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, in seconds")
-    parser.add_argument("--size", type=int, help="one case at this size, in this process, as JSON")
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--size", type=int, help="of its sequences, rows or steps")
     options = parser.parse_args(arguments)
-    if options.size:
-        print(json.dumps(measure(options.cases[0], options.size)))
-        return
-    print(f"{'MiB':28}{'size':>6}{'held':>8}{'resident':>10}{'growth':>8}{'CPU s':>8}")
-    for name in options.cases or CASES:
-        first = 2 if options.smoke else CASES[name][1]
-        before = None
-        for size in (first, 2 * first):
-            command = [sys.executable, "-m", "experiments.benchmarks.resident", name]
-            out = subprocess.check_output([*command, "--size", str(size)])
-            held, resident, seconds = json.loads(out).values()
-            growth = f"{resident / before:.2f}" if before else ""
-            before = resident
-            line = f"{name:28}{size:6}{held:8.1f}{resident:10.1f}{growth:>8}{seconds:8.2f}"
-            print(line, flush=True)
+    print(json.dumps(measure(options.case, options.size or CASES[options.case][1])))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

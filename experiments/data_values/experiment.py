@@ -58,16 +58,15 @@ class DataValues(RepeatedTraining):
     def report(self, batch: Examples) -> None:
         """Compute the values and what they are compared with; batch: the test examples."""
         folder = runs.run_folder(self.trainer)
-        data: Any = self.data
         parts = self.parts()
         files = folder / "replay"  # an interrupted test goes on from there
-        training = {"rule": self.rule(), "steps": data.iterations}
+        training = {"rule": self.rule(), "steps": self.data.iterations}
         problem = self.problem(parts)
         found = hog.meta.hypergradient(*problem, memory="disk", directory=files, **training)
         self.check_trained(found.params)
         check = hog.meta.leave_k_out(
             found, *problem, k=min(self.leave_out, len(parts.train.x) - 1), subsets=self.subsets,
-            generator=seeded(data.seed), **training,
+            generator=seeded(self.data.seed), **training,
         )  # fmt: skip
         harm = self.harm(found, parts)
         wrong = parts.train.label != parts.train.truth
@@ -76,8 +75,8 @@ class DataValues(RepeatedTraining):
         }
         every = self.correct(found.params, batch)
         scored = Scored(harm, wrong, check, every, tested)
-        table = data_values_table(scored, data.noise)
-        picture = plot_data_values(folder / "values.png", parts.train, scored, data.noise)
+        table = data_values_table(scored, self.data.noise)
+        picture = plot_data_values(folder / "values.png", parts.train, scored, self.data.noise)
         runs.write_report(folder, table, picture)
         shutil.rmtree(files)
         self.log("test/accuracy", every.float().mean(), batch_size=len(batch.x))
@@ -96,18 +95,14 @@ class DataValues(RepeatedTraining):
 
     def check_trained(self, params: Params) -> None:
         """Raise unless the replayed training is that of torch.optim, to rounding."""
-        own = hog.trainable_params(self.network)
-        for name, p in own.items():
-            torch.testing.assert_close(params[name], p.detach(), rtol=1e-2, atol=1e-3)
+        own = {name: p.detach() for name, p in hog.trainable_params(self.network).items()}
+        torch.testing.assert_close(params, own, rtol=1e-2, atol=1e-3)
 
     def harm(self, found: hog.meta.Hypergradient, parts: Split) -> dict[str, Tensor]:
         """By each method a number for each training example [n]: the larger, the more harmful."""
         train, params = parts.train, found.params
         objective = hog.functional_loss(self.network, hog.ops.softmax_cross_entropy)
-        own = {name: p.detach().clone().requires_grad_() for name, p in params.items()}
-        with torch.enable_grad():
-            loss = objective(own, (parts.val.x, parts.val.label))
-            grads = dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True))
+        grads = torch.func.grad(objective)(params, (parts.val.x, parts.val.label))
         batch = train.x, train.label
         step = hog.GGNOperator(objective, params, batch).solve(grads, damping=self.damping)
 

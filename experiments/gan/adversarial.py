@@ -187,8 +187,7 @@ class Adversarial(Experiment):
         """The weighted penalty; 0 without one."""
         if self.penalty is None:
             return real.new_zeros(())
-        value: Tensor = self.penalty(self.critic, real, fake)
-        return value
+        return self.penalty(self.critic, real, fake)
 
     def sample_latents(self, count: int) -> Tensor:
         return torch.randn(count, self.latent, device=self.device)

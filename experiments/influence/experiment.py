@@ -55,17 +55,16 @@ class Influence(RepeatedTraining):
     def report(self, batch: Examples) -> None:
         """Explain errors, and train again without what is said to have caused them."""
         folder = runs.run_folder(self.trainer)
-        data: Any = self.data
         train, own = self.parts().train, hog.trainable_params(self.network)
         predicted = self.logits(own, batch).argmax(1)
         wrong = (predicted != batch.truth).nonzero()[: self.errors, 0]
         queries = Examples(*(part[wrong] for part in batch))
-        harm = self.harm(train, queries, seeded(data.seed))
+        harm = self.harm(train, queries, seeded(self.data.seed))
         checks = {name: self.check(train, queries, scores) for name, scores in harm.items()}
         errors = Errors(train, queries, predicted[wrong], harm, checks, self.leave_out)
         accuracy = (predicted == batch.truth).float().mean()
-        title = f"{len(wrong)} of {int((predicted != batch.truth).sum())} errors; {data.noise}"
-        picture = plot_influence(folder / "influence.png", errors, data.noise)
+        title = f"{len(wrong)} of {int((predicted != batch.truth).sum())} errors; {self.data.noise}"
+        picture = plot_influence(folder / "influence.png", errors, self.data.noise)
         runs.write_report(folder, influence_table(errors, title), picture)
         self.log("test/accuracy", accuracy, batch_size=len(batch.x))
         for name, check in checks.items():

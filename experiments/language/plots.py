@@ -1,7 +1,6 @@
 """Pictures of language models: curvature by layer over training, and the loss along directions."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -9,15 +8,13 @@ from torch import Tensor
 from experiments.language.table import Direction
 from experiments.logs import Points
 from experiments.shared.style import SERIES, decimal_ticks, new_figure, picture
+from hoglib.lightning import Measurement
 from hoglib.plotting import BLACK, GREY
-
-if TYPE_CHECKING:  # imports Lightning
-    from hoglib.lightning import Measurement
 
 
 @picture
 def plot_directions(
-    history: "Sequence[Measurement]", directions: Sequence[Direction], curve: Points
+    history: Sequence[Measurement], directions: Sequence[Direction], curve: Points
 ) -> Figure:
     """The largest eigenvalue of each layer over training, and the loss along the sharpest directions.
 

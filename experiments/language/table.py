@@ -44,9 +44,8 @@ def directions_table(directions: Sequence[Direction]) -> str:
     """The curvature along each direction, and where in the network it lies."""
     rows = [["direction", "curvature", *directions[0].shares]]
     for one in directions:
-        rows.append(
-            [one.name, f"{one.curvature:.3g}", *(f"{share:.0%}" for share in one.shares.values())]
-        )
+        shares = [f"{share:.0%}" for share in one.shares.values()]
+        rows.append([one.name, f"{one.curvature:.3g}", *shares])
     title = (
         "Sharpest directions: curvature of the loss, and each layer's share of the squared length"
     )

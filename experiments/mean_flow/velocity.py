@@ -45,5 +45,4 @@ class Velocity(nn.Module):
         angles = numbers * self.frequency
         features = torch.cat([numbers, angles.sin(), angles.cos()], -1)
         tokens = torch.einsum("ntf,tfw->ntw", features, self.embedding) + self.position
-        velocity: Tensor = self.head(self.norm(self.blocks(tokens))[:, :2]).squeeze(-1)
-        return velocity
+        return self.head(self.norm(self.blocks(tokens))[:, :2]).squeeze(-1)

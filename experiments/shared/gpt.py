@@ -38,8 +38,7 @@ class CharacterGPT(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [..., T, vocabulary] of the characters after ids [..., T]."""
         h = self.embedding(ids) + self.position[: ids.shape[-1]]
-        logits: Tensor = self.head(self.norm(self.blocks(h)))
-        return logits
+        return self.head(self.norm(self.blocks(h)))
 
 
 class Block(nn.Module):

@@ -89,10 +89,8 @@ class RepeatedTraining(Experiment, ABC):
         return by_parameters_and_weights(self.objective, batch)
 
     def validation_step(self, batch: Examples, batch_idx: int) -> None:
-        self.log("val/accuracy", self.accuracy(self.network, batch), batch_size=len(batch.x))
-
-    def accuracy(self, network: Any, examples: Examples) -> Tensor:
-        return (network(examples.x).argmax(1) == examples.truth).float().mean()
+        correct = self(batch.x).argmax(1) == batch.truth
+        self.log("val/accuracy", correct.float().mean(), batch_size=len(batch.x))
 
     def test_step(self, batch: Examples, batch_idx: int) -> None:
         with torch.inference_mode(False), torch.no_grad():  # Lightning's mode has no derivatives

@@ -29,8 +29,7 @@ def step(learner: Learner, params: Params, batch: Batch) -> Params:
 
 def checkpointed(learner: Learner, params: Params, batch: Batch) -> Params:
     """A step whose graph is made again in backward."""
-    moved: Params = checkpoint(partial(step, learner), params, batch, use_reentrant=False)
-    return moved
+    return checkpoint(partial(step, learner), params, batch, use_reentrant=False)
 
 
 def unrolled(step: Callable[[Learner, Params, Batch], Params]) -> Callable[[Learner], Call]:
