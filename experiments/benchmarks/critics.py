@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmarks.problems import backend, perceptron
+from experiments.benchmarks.problems import backend, perceptron, seeded
 from experiments.benchmarks.workload import Point
 
 SEED = 0  # of the points between real and generated ones, which every method draws anew
@@ -61,8 +61,7 @@ CRITICS: dict[str, Callable[[bool], tuple[nn.Module, Tensor]]] = {
 
 def critics(name: str, vectors: int = 1, tiny: bool = False) -> Critics:
     """The critic of that name with its batch, the same on every call; there are no vectors."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         model, real = CRITICS[name](tiny)
         return Critics(model, real, torch.randn_like(real), backend(tiny))
 

@@ -98,15 +98,9 @@ def product_by_hand(
     problem: Problem, factors: list[tuple[Tensor, Tensor]], vector: Tensor
 ) -> Tensor:
     """K v."""
-    parts, at = [], 0
-    for module, (A, G) in zip(layers(problem).values(), factors, strict=True):
-        weight: Any = module.weight
-        out, into = len(weight), weight[0].numel()
-        V = vector[at : at + out * into].view(out, into)
-        at += out * into
-        v = vector[at : at + out]
-        at += out
-        found = G @ torch.cat([V, v[:, None]], 1) @ A
+    v, parts = vector.split([p.numel() for p in params_of_layers(problem).values()]), []
+    for (A, G), weight, bias in zip(factors, v[::2], v[1::2], strict=True):
+        found = G @ torch.cat([weight.view(len(G), -1), bias[:, None]], 1) @ A
         parts += [found[:, :-1].reshape(-1), found[:, -1]]
     return torch.cat(parts)
 

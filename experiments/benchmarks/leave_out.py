@@ -56,10 +56,8 @@ def rows(small: bool) -> list[str]:
     model = CharacterGPT(128, LENGTH + 1, width=16, layers=1, heads=2)
     every = torch.ones(count)
     model.load_state_dict(trained(model, dict(model.named_parameters()), train, every, 6 * steps))
-    loss, params = (
-        hog.language_model_loss(model, head="head", shift=True),
-        hog.trainable_params(model),
-    )
+    loss = hog.language_model_loss(model, head="head", shift=True)
+    params = hog.trainable_params(model)
 
     scores: dict[str, Tensor] = {}
     for solver in SOLVERS:

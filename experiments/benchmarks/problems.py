@@ -57,6 +57,14 @@ def backend(small: bool) -> str:
 
 
 @contextmanager
+def seeded() -> Iterator[None]:
+    """The same random numbers on every call, and the state of before afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
 def plain_attention() -> Iterator[None]:
     """Attention by the formula: torch's fused kernels have no second derivative."""
     with sdpa_kernel(SDPBackend.MATH):
@@ -126,8 +134,7 @@ MODELS: dict[str, Callable[[bool], tuple[nn.Module, Tensor]]] = {
 
 def problem(name: str, vectors: int, small: bool = False) -> Problem:
     """The network of that name with its batch and k random vectors, the same on every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         model, x = MODELS[name](small)
         y = torch.randint(10, (len(x),))
         size = sum(p.numel() for p in model.parameters())

@@ -116,13 +116,8 @@ def machine() -> str:
 
 def versions(packages: list[str]) -> dict[str, str | None]:
     """What is installed of each distribution, None where it is not."""
-    found: dict[str, str | None] = dict.fromkeys(packages)
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: metadata.distributions(name=package) for package in packages}
+    return {name: next((one.version for one in those), None) for name, those in found.items()}
 
 
 def environment(peers: list[str]) -> dict[str, Any]:

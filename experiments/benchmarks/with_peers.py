@@ -78,12 +78,9 @@ def eigenthings_products(problem: Problem) -> Call:
 @with_plain_attention
 def eigenthings_gauss_newton(problem: Problem) -> Call:
     library, v = peer("hessian_eigenthings"), problem.vectors[:, 0].contiguous()
-    return lambda: library.GGNOperator(
-        problem.model,
-        [problem.batch],
-        library.supervised_forward,
-        library.supervised_loss_of_output(F.cross_entropy),
-    ).matvec(v)
+    loss = library.supervised_loss_of_output(F.cross_entropy)
+    given = problem.model, [problem.batch], library.supervised_forward, loss
+    return lambda: library.GGNOperator(*given).matvec(v)
 
 
 @with_plain_attention

@@ -133,8 +133,7 @@ class Episodes(pl.LightningDataModule):
                 f"(shots and queries) or more, got {self.ways}; {few} have fewer. Lower "
                 "ways or queries."
             )
-        names, members = ([part[n] for n in kept] for part in (data.names, data.members))
-        return ImageClasses(data.images, tuple(names), tuple(members))  # type: ignore[arg-type]
+        return data.only(kept)
 
     def _queries(self, split: str) -> int:
         return self.queries if split == "train" else self.test_queries

@@ -2,7 +2,7 @@
 
 import csv
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from hoglib.errors import ArgumentValueError
 GLYPHS = Path(__file__).parent / "glyphs"
 CACHE = Path("runs") / "images"
 SPLITS = ("train", "val", "test")
-SHARES = (0.64, 0.16, 0.2)  # of the classes or groups of a folder, as in miniImageNet
+SHARES = (0.16, 0.2)  # val and test, of the classes or groups of a folder, as in miniImageNet
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 MODES = {1: "L", 3: "RGB"}
 
@@ -35,6 +35,11 @@ class ImageClasses(NamedTuple):
     images: Tensor
     names: tuple[str, ...]
     members: tuple[Tensor, ...]
+
+    def only(self, classes: Iterable[int]) -> "ImageClasses":
+        """Those of these numbers."""
+        kept = [(self.names[n], self.members[n]) for n in classes]
+        return self._replace(names=tuple(n for n, _ in kept), members=tuple(m for _, m in kept))
 
 
 def by_class(images: Tensor, label: Tensor, names: Sequence[str]) -> ImageClasses:
@@ -60,14 +65,8 @@ def glyphs(split: str) -> ImageClasses:
     """The characters of a split, white on black."""
     one_of("split", split, SPLITS)
     images, label, rows = _glyphs()
-    names = [row["character"] for row in rows]
-    mine = torch.tensor([row["split"] == split for row in rows]).nonzero().squeeze(1)
-    every = by_class(images, label, names)
-    return ImageClasses(
-        images,
-        tuple(names[n] for n in mine.tolist()),
-        tuple(every.members[n] for n in mine.tolist()),
-    )
+    every = by_class(images, label, [row["character"] for row in rows])
+    return every.only(n for n, row in enumerate(rows) if row["split"] == split)
 
 
 def folder_classes(root: Path) -> dict[str, list[Path]]:
@@ -114,21 +113,14 @@ def folder_splits(root: Path, seed: int) -> dict[str, dict[str, list[Path]]]:
             f"source: expected three folders or more in {str(root)!r}, one for each of train, val and "
             f"test, got {len(groups)}; add some."
         )
-    order = torch.randperm(len(groups), generator=seeded(seed)).tolist()
     # of few groups, one each for validation and test all the same
-    held = [max(1, round(share * len(groups))) for share in SHARES[1:]]
-    ends = (len(groups) - sum(held), len(groups) - held[1], len(groups))
-    begins = (0, *ends[:2])
-    drawn = {
-        split: {groups[n] for n in order[begin:end]}
-        for split, begin, end in zip(SPLITS, begins, ends, strict=True)
-    }
-    return {
-        split: {
-            name: files for name, files in classes.items() if name.split("/")[0] in drawn[split]
-        }
-        for split in SPLITS
-    }
+    held = [max(1, round(share * len(groups))) for share in SHARES]
+    order = torch.randperm(len(groups), generator=seeded(seed))
+    splits: dict[str, dict[str, list[Path]]] = {}
+    for split, picks in zip(SPLITS, order.split([len(groups) - sum(held), *held]), strict=True):
+        drawn = {groups[n] for n in picks.tolist()}
+        splits[split] = {n: files for n, files in classes.items() if n.split("/")[0] in drawn}
+    return splits
 
 
 def read_image(path: Path, size: int, channels: int) -> np.ndarray:

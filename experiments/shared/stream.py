@@ -26,11 +26,6 @@ def run_seed(seed: int | None) -> int:
     return torch.initial_seed() % 2**20 if seed is None else seed
 
 
-def random_subset(data: Data, count: int, generator: torch.Generator) -> Data:
-    """Some examples of a NamedTuple of tensors [n, ...], without repetition."""
-    return select(data, torch.randperm(len(data[0]), generator=generator)[:count])
-
-
 def select(data: Data, picks: torch.Tensor) -> Data:
     """The examples with these numbers, or where a mask is true, of a NamedTuple of tensors."""
     return type(data)(*(part[picks] for part in data))
@@ -122,4 +117,6 @@ class StreamData(pl.LightningDataModule, ABC):
 
 def subset(data: Data, count: int | None, seed: int) -> Data:
     """A random subset that belongs to a seed, without repetition; all of it for None."""
-    return data if count is None else random_subset(data, count, seeded(seed))
+    if count is None:
+        return data
+    return select(data, torch.randperm(len(data[0]), generator=seeded(seed))[:count])

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.benchmarks.problems import Encoder, perceptron
+from experiments.benchmarks.problems import Encoder, perceptron, seeded
 from experiments.benchmarks.workload import Point
 from experiments.shared import networks
 
@@ -121,10 +120,3 @@ def checked(steps: str, small: bool = False) -> Learner:
     with seeded():
         count = min(int(steps), 2) if small else int(steps)
         return conv4(False, channels=4, tasks=1, steps=count).double()
-
-
-@contextmanager
-def seeded() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.cluster.hierarchy import DisjointSet
 
 from experiments.few_shot.build_glyphs.drawing import SIZE
 from experiments.few_shot.build_glyphs.fonts import LEAST, Typeface
@@ -84,7 +85,7 @@ def join_twins(drawings: Drawings) -> list[Class]:
     ambiguous = ambiguous_images(drawings, groups, comparison.copies)
     members_of: dict[str, list[str]] = defaultdict(list)
     for c in drawings:
-        members_of[groups.first_of(c)].append(c)
+        members_of[groups[c]].append(c)
     classes = []
     for members in members_of.values():
         if len(members) > 1:
@@ -140,24 +141,24 @@ def compare_characters(drawings: Drawings) -> Comparison:
     return Comparison(both, alike, copies, cases)
 
 
-def group_twins(letters: Sequence[str], comparison: Comparison) -> "Groups":
+def group_twins(letters: Sequence[str], comparison: Comparison) -> DisjointSet:
     """Groups of characters that look alike."""
-    groups = Groups(letters)
+    groups = DisjointSet(letters)
     both, alike, _, cases = comparison
     for i, j in np.argwhere(np.triu((both >= 3) & (alike >= TWINS * both), 1)):
-        groups.join(letters[i], letters[j])
+        groups.merge(letters[i], letters[j])
     for (small, large), cosines in cases.items():
         if np.median(cosines) > CASES:
-            groups.join(small, large)
+            groups.merge(small, large)
     # whatever the fonts say: these differ by context alone
     for a, b in map(tuple, BY_HAND.split()):
         if a in letters and b in letters:
-            groups.join(a, b)
+            groups.merge(a, b)
     return groups
 
 
 def ambiguous_images(
-    drawings: Drawings, groups: "Groups", copies: dict[Typeface, list[tuple[str, str]]]
+    drawings: Drawings, groups: DisjointSet, copies: dict[Typeface, list[tuple[str, str]]]
 ) -> set[tuple[Typeface, str]]:
     """Images of one typeface that stand for two classes, such as small letters drawn as capitals.
 
@@ -167,29 +168,10 @@ def ambiguous_images(
     ambiguous = set()
     for face, pairs in copies.items():
         for pair in pairs:
-            if groups.first_of(pair[0]) != groups.first_of(pair[1]):
+            if not groups.connected(*pair):
                 cosine = {c: float(blur(drawings[c][face][None])[0] @ mean[c]) for c in pair}
                 ambiguous.add((face, min(pair, key=cosine.__getitem__)))
     return ambiguous
-
-
-class Groups:
-    """A partition of characters, built by joining pairs (union-find)."""
-
-    def __init__(self, letters: Sequence[str]) -> None:
-        self.number = {c: n for n, c in enumerate(letters)}
-        self.parent = {c: c for c in letters}
-
-    def join(self, a: str, b: str) -> None:
-        a, b = sorted((self.first_of(a), self.first_of(b)), key=lambda c: self.number[c])
-        # the first character of a group is its root, and names the class
-        self.parent[b] = a
-
-    def first_of(self, c: str) -> str:
-        """The first character of the group of c."""
-        while self.parent[c] != c:
-            c = self.parent[c]
-        return c
 
 
 def thin(full: Class, order: dict[Typeface, int]) -> Class:

@@ -4,6 +4,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,9 @@ def read_licence(folder: Path) -> str:
 
 def package_version(folder: Path | None) -> str:
     """A package's version, from the name of the .deb file beside its folder; None is matplotlib."""
-    files = sorted(folder.parent.glob(f"{folder.name}_*.deb")) if folder else []
     if folder is None:
-        import matplotlib
-
-        return matplotlib.__version__
+        return metadata.version("matplotlib")
+    files = sorted(folder.parent.glob(f"{folder.name}_*.deb"))
     return files[0].name.split("_")[1].replace("%3a", ":") if files else ""
 
 
