@@ -12,15 +12,9 @@ EDITABLE := --config-settings editable_mode=compat --editable
 XDIST := --numprocesses 2 --dist worksteal
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
-# config, or config:picture of its run:name in docs/images; a run may need those before it
-RESULTS ?= curvature/digits:spectrum_over_training:spectrum_over_training curvature/influence:influence:influence \
-	curvature/kfac:race:kfac curvature/newton_cg:race:race curvature/lm:directions:language_model maml/lm_adapt \
-	flow/meanflow:samples:mean_flow gan/mixture:points:mixture gan/mnist:digits:mnist \
-	maml/sinusoid_joint maml/sinusoid:tasks:sinusoid maml/sinusoid_paper maml/glyphs_5w1s:episode:episode maml/glyphs_20w5s \
-	meta/data_values:values:data_values meta/reweight_digits:weights:reweight \
-	penalty/digits_robust:robust:robust penalty/forces:forces:forces \
-	pinn/allen_cahn:pinn:allen_cahn pinn/heat pinn/helium:helium:helium \
-	pinn/least_squares:pinn:least_squares pinn/plate:pinn:plate pinn/poisson:pinn:poisson
+CONFIGS := $(patsubst configs/%.yaml,%,$(sort $(wildcard configs/*/*.yaml)))
+# a run may need those before: sinusoid compares with sinusoid_joint
+RESULTS ?= maml/sinusoid_joint $(filter-out maml/sinusoid_joint,$(CONFIGS))
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume
 MUTANTS ?= # options of python -m tests.mutants: --only curvature meta/tasks.py, --number 200, --seed 1, --resume
@@ -75,11 +69,10 @@ gan: $(READY)
 
 results: $(READY)
 	@set -e; for result in $(RESULTS); do \
-		set -- $$(echo $$result | tr : ' '); start=$$(date +%s); \
-		$(PY) -m experiments fit --config configs/$$1.yaml; \
-		run=$$(ls -td runs/$$1/version_* | head -1); \
-		{ echo "== $$1, $$(( $$(date +%s) - start )) s"; cat $$run/table.txt || true; } >> runs/results.txt 2> /dev/null; \
-		if [ "$$3" ]; then cp $$run/$$2.png docs/images/$$3.png; fi; done
+		start=$$(date +%s); $(PY) -m experiments fit --config configs/$$result.yaml; \
+		run=$$(ls -td runs/$$result/version_* | head -1); \
+		{ echo "== $$result, $$(( $$(date +%s) - start )) s"; cat $$run/table.txt || true; } >> runs/results.txt 2> /dev/null; \
+		sed -n "s|^# \(docs/images/.*\) is its \(.*\)|$$run/\2 \1|p" configs/$$result.yaml | xargs -r cp; done
 
 smoke: $(READY)
 	@set -e; for config in $$(find configs/smoke -name '*.yaml' | sort); do \
