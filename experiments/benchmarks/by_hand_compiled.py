@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 from experiments.benchmarks.problems import Problem, plain_attention
 from experiments.benchmarks.with_torch import detached
+from experiments.benchmarks.workload import Call
 
-Call = Callable[[], Any]
 Loss = Callable[..., Tensor]  # of the leaves
 Leaves = Sequence[Tensor]
 _pushed: Any = torch.func.jvp

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 import hoglib as hog
 from experiments.benchmarks.critics import SEED, Critics, taken
+from experiments.benchmarks.workload import Call
 
 WEIGHT = 10.0  # of the penalty
 
-Call = Callable[[], Any]
 Critic = Callable[[Tensor], Tensor]
 Loss = Callable[..., Tensor]
 

@@ -69,6 +69,5 @@ def critics(name: str, vectors: int = 1, tiny: bool = False) -> Critics:
 def taken(value: Tensor, model: nn.Module) -> tuple[Any, ...]:
     """The value and the gradients that lie in `.grad`, which is empty afterwards."""
     grads = [p.grad for p in model.parameters()]
-    for p in model.parameters():
-        p.grad = None
+    model.zero_grad()
     return value, *grads

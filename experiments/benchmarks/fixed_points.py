@@ -21,9 +21,9 @@ from torch import Tensor
 
 import hoglib as hog
 from experiments.benchmarks.timing import once, program, relative_error
+from experiments.benchmarks.workload import Call
 
 TIGHT, MOST = 1e-13, 400
-Call = Callable[[], Any]
 SOLVERS: tuple[Literal["anderson", "iteration"], ...] = ("anderson", "iteration")
 
 

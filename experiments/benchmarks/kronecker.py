@@ -16,9 +16,7 @@ from torch import Tensor, nn
 import hoglib as hog
 from experiments.benchmarks.problems import Problem, plain_attention
 from experiments.benchmarks.with_torch import with_plain_attention
-from experiments.benchmarks.workload import peer
-
-Call = Callable[[], Any]
+from experiments.benchmarks.workload import Call, peer
 
 
 def layers(problem: Problem) -> dict[str, nn.Module]:

@@ -8,12 +8,16 @@ from typing import Any
 
 import torch
 
-from experiments.benchmarks.method_check import References, check_method, run_through, vectors_of
+from experiments.benchmarks.method_check import (
+    References,
+    Row,
+    check_method,
+    run_through,
+    vectors_of,
+)
 from experiments.benchmarks.timing import beside, quartiles, single_threaded
 from experiments.benchmarks.workload import Call, Workload
 from experiments.benchmarks.workloads import WORKLOADS
-
-Row = dict[str, Any]
 
 
 def measure(

@@ -3,12 +3,11 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from experiments.benchmarks import pictures, report, summary
 from experiments.benchmarks.meta import report as meta
+from experiments.benchmarks.report import Results
 
-Results = dict[str, Any]
 PICTURE, MEMORY = "benchmarks.png", "meta-memory.png"
 SUMMARY = f"![Times relative to torch by hand, and memory against inner steps](images/{PICTURE})"
 

@@ -1,14 +1,13 @@
 """The steps of a critic with a gradient penalty that are compared."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 import hoglib as hog
 from experiments.benchmarks import critics_in_jax
 from experiments.benchmarks.critic_steps import (
+    Loss,
     steps,
     with_r1,
     with_r1_by_hand,
@@ -19,7 +18,6 @@ from experiments.benchmarks.critic_steps import (
 from experiments.benchmarks.critics import CRITICS, critics
 from experiments.benchmarks.workload import Method, Workload
 
-Loss = Callable[..., Tensor]
 BY_HAND = "double backward by hand"
 
 

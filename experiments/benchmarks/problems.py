@@ -31,6 +31,10 @@ class Problem(Point):
     def params(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters())
 
+    @cached_property
+    def leaves(self) -> list[Tensor]:
+        return list(self.params.values())
+
     @property
     def batch(self) -> tuple[Tensor, Tensor]:
         return self.x, self.y

@@ -37,8 +37,8 @@ from experiments.benchmarks.meta.tasks import Learner, classes, conv4
 from experiments.benchmarks.meta.with_hoglib import maml
 from experiments.benchmarks.problems import Encoder, perceptron
 from experiments.benchmarks.timing import interleaved, machine, relative_error
+from experiments.benchmarks.workload import Call
 
-Call = Callable[[], Any]
 MIB = 2**20
 NAME = "experiments.benchmarks.remat"
 

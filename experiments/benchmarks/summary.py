@@ -1,10 +1,9 @@
 """The short table: for each workload and network the time by hand, and all others beside it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from experiments.benchmarks.report import cell, markdown, milliseconds, short
+from experiments.benchmarks.report import Row, cell, markdown, milliseconds, short
 
-Row = dict[str, Any]
 SLOWER = 1.1  # than somebody, by this and more: who that is stands in bold
 HEAD = ["torch by hand", "hoglib", "hoglib compiled (first call)", "other libraries"]
 HEAD += ["JAX jit (first call)"]

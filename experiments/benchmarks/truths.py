@@ -1,6 +1,7 @@
 """Products by hand in float64, reverse-over-reverse, against which every method is held."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,44 +28,40 @@ def leaves_of(found: tuple[Any, ...]) -> Tensor:
 def hessian(problem: Problem) -> Tensor:
     """H v for each vector."""
     exact = problem.double()
-    leaves = list(exact.params.values())
     with plain_attention():
-        grads = torch.autograd.grad(exact.loss(), leaves, create_graph=True)
+        grads = torch.autograd.grad(exact.loss(), exact.leaves, create_graph=True)
         products = [
-            flat(torch.autograd.grad(grads, leaves, exact.vector(i), retain_graph=True))
+            flat(torch.autograd.grad(grads, exact.leaves, exact.vector(i), retain_graph=True))
             for i in range(exact.vectors.shape[1])
         ]
     return torch.stack(products, 1)
 
 
-def _jacobian_product(exact: Problem) -> tuple[Tensor, Tensor]:
-    """The logits f [N, C] with their graph, and J v, by differentiating u -> u'J twice."""
-    leaves = list(exact.params.values())
-    logits = exact.model(exact.x)
-    u = torch.zeros_like(logits, requires_grad=True)
-    back = torch.autograd.grad(logits, leaves, u, create_graph=True)
-    (product,) = torch.autograd.grad(back, u, exact.vector())
-    return logits, product
+def _through_logits(problem: Problem, M: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """J' M(p, J v) / N, with p the softmax of the logits; J v by differentiating u -> u'J twice."""
+    exact = problem.double()
+    with plain_attention():
+        logits = exact.model(exact.x)
+        u = torch.zeros_like(logits, requires_grad=True)
+        back = torch.autograd.grad(logits, exact.leaves, u, create_graph=True)
+        (jv,) = torch.autograd.grad(back, u, exact.vector())
+        h = M(logits.detach().softmax(1), jv) / len(jv)
+        return flat(torch.autograd.grad(logits, exact.leaves, h))[:, None]
 
 
 def gauss_newton(problem: Problem) -> Tensor:
     """G v = J' (diag(p) - p p') J v / N, with p the softmax of the logits."""
-    exact = problem.double()
-    with plain_attention():
-        logits, jv = _jacobian_product(exact)
-        p = logits.detach().softmax(1)
-        h = (p * jv - p * (p * jv).sum(1, keepdim=True)) / len(p)
-        return flat(torch.autograd.grad(logits, list(exact.params.values()), h))[:, None]
+    return _through_logits(problem, lambda p, jv: p * jv - p * (p * jv).sum(1, keepdim=True))
 
 
 def empirical_fisher(problem: Problem) -> Tensor:
     """E v = sum_n g_n (g_n' v) / N, with g_n = J_n' (p_n - onehot(y_n)) the gradient of one sample."""
-    exact = problem.double()
-    with plain_attention():
-        logits, jv = _jacobian_product(exact)
-        r = logits.detach().softmax(1) - F.one_hot(exact.y, logits.shape[1])
-        h = r * (r * jv).sum(1, keepdim=True) / len(r)
-        return flat(torch.autograd.grad(logits, list(exact.params.values()), h))[:, None]
+
+    def M(p: Tensor, jv: Tensor) -> Tensor:
+        r = p - F.one_hot(problem.y, p.shape[1])
+        return r * (r * jv).sum(1, keepdim=True)
+
+    return _through_logits(problem, M)
 
 
 def quadratic_form(problem: Problem, product: Tensor) -> Tensor:
@@ -82,14 +79,14 @@ def eigenvalues(problem: Problem, which: str = "LA") -> Tensor:
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     exact = problem.double()
-    leaves = list(exact.params.values())
     with plain_attention():
-        grads = torch.autograd.grad(exact.loss(), leaves, create_graph=True)
+        grads = torch.autograd.grad(exact.loss(), exact.leaves, create_graph=True)
     size = len(exact.vectors)
 
     def product(v: Any) -> Any:
         parts = exact.split(torch.as_tensor(v, device=exact.device).reshape(-1))
-        return flat(torch.autograd.grad(grads, leaves, parts, retain_graph=True)).cpu().numpy()
+        found = torch.autograd.grad(grads, exact.leaves, parts, retain_graph=True)
+        return flat(found).cpu().numpy()
 
     start = exact.vectors[:, 0].cpu().numpy()
     operator = LinearOperator((size, size), matvec=product, dtype=start.dtype)

@@ -11,9 +11,7 @@ from torch import Tensor
 import hoglib as hog
 from experiments.benchmarks.problems import Problem
 from experiments.benchmarks.with_torch import each_vector, quarters
-from experiments.benchmarks.workload import Eigenvalues
-
-Call = Callable[[], Any]
+from experiments.benchmarks.workload import Call, Eigenvalues
 
 
 def compiled(make: Callable[..., Call], **options: Any) -> Callable[[Problem], Call]:

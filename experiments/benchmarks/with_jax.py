@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from experiments.benchmarks import problems
 from experiments.benchmarks.problems import Encoder, Problem
-from experiments.benchmarks.workload import peer
+from experiments.benchmarks.workload import Call, peer
 
-Call = Callable[[], Any]
 Array = Any
 Leaves = tuple[Array, ...]  # in torch's order
 Network = Callable[[Leaves, Array], Array]

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from experiments.benchmarks import with_torch
 from experiments.benchmarks.problems import Problem
 from experiments.benchmarks.with_torch import each_vector, quarters, with_plain_attention
-from experiments.benchmarks.workload import Eigenvalues, peer
-
-Call = Callable[[], Any]
+from experiments.benchmarks.workload import Call, Eigenvalues, peer
 
 
 def curvlinops(problem: Problem, kind: str = "HessianLinearOperator") -> Callable[[], Any]:
     operator = getattr(peer("curvlinops"), kind)
-    leaves, criterion = list(problem.params.values()), nn.CrossEntropyLoss()
+    leaves, criterion = problem.leaves, nn.CrossEntropyLoss()
     options = {"check_deterministic": False, "num_data": len(problem.x)}
     return lambda: operator(problem.model, criterion, leaves, [problem.batch], **options)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from experiments.benchmarks.problems import Problem, plain_attention
-from experiments.benchmarks.workload import Eigenvalues
+from experiments.benchmarks.workload import Call, Eigenvalues
 
-Call = Callable[[], Any]
 Params = dict[str, Tensor]
 
 
@@ -59,13 +58,12 @@ def detached(problem: Problem) -> Params:
 
 @with_plain_attention
 def gradient(problem: Problem) -> Call:
-    leaves = list(problem.params.values())
-    return lambda: torch.autograd.grad(problem.loss(), leaves)
+    return lambda: torch.autograd.grad(problem.loss(), problem.leaves)
 
 
 @with_plain_attention
 def double_backward(problem: Problem) -> Call:
-    leaves, v = list(problem.params.values()), problem.vector()
+    leaves, v = problem.leaves, problem.vector()
 
     def run() -> tuple[Tensor, ...]:
         grads = torch.autograd.grad(problem.loss(), leaves, create_graph=True)
@@ -95,7 +93,7 @@ def autograd_functional(problem: Problem) -> Call:
 @with_plain_attention
 def rebuilt(problem: Problem) -> Call:
     """The graph of the gradient again for each vector."""
-    leaves = list(problem.params.values())
+    leaves = problem.leaves
     vectors = [problem.vector(i) for i in range(problem.vectors.shape[1])]
 
     def run() -> Iterator[tuple[Tensor, ...]]:
@@ -109,7 +107,7 @@ def rebuilt(problem: Problem) -> Call:
 @with_plain_attention
 def graph_kept(problem: Problem) -> Call:
     """The graph of the gradient once, and one backward pass through it for each vector."""
-    leaves = list(problem.params.values())
+    leaves = problem.leaves
     vectors = [problem.vector(i) for i in range(problem.vectors.shape[1])]
 
     def run() -> Iterator[tuple[Tensor, ...]]:
@@ -162,7 +160,7 @@ def quarters(problem: Problem) -> int:
 
 @with_plain_attention
 def micro_batches(problem: Problem) -> Call:
-    leaves, v, rows = list(problem.params.values()), problem.vector(), quarters(problem)
+    leaves, v, rows = problem.leaves, problem.vector(), quarters(problem)
 
     def run() -> tuple[Tensor, ...]:
         total = [torch.zeros_like(leaf) for leaf in leaves]
@@ -215,7 +213,7 @@ def empirical_fisher(problem: Problem) -> Call:
 @with_plain_attention
 def arpack(problem: Problem) -> Call:
     """SciPy's eigsh on products through a graph that is kept."""
-    leaves = list(problem.params.values())
+    leaves = problem.leaves
     size = len(problem.vectors)
 
     def run() -> Eigenvalues:

@@ -8,6 +8,7 @@ from torch import Tensor
 import hoglib as hog
 from experiments import logs, runs
 from experiments.checks import at_least, learning_rate, one_of
+from experiments.few_shot.episodes import Batch
 from experiments.few_shot.plots import plot_curves, plot_episode
 from experiments.few_shot.prototypes import Prototypes, nearest_centroid
 from experiments.few_shot.table import LearnerResult, classification_table, describe_learner
@@ -19,7 +20,6 @@ from experiments.shared.networks import conv4
 from experiments.shared.second_order import SecondOrderProblem
 from hoglib.errors import ArgumentValueError
 
-Batch = tuple[Tensor, Tensor]
 Tasks = tuple[Batch, Batch]
 PROTOTYPES = "prototypes"
 
@@ -88,8 +88,6 @@ class FewShotClassification(WithCompileChoice, Experiment):
         self.compile_choice = CompileChoice(compile, maml, f"{algorithm}, whose loss is not MAML's")
         self.label = describe_learner(algorithm, inner)
         self.options = {"algorithm": algorithm, "channels": channels, "ways": ways, **inner}
-        self._accuracies: list[Tensor] = []  # of test tasks, by this model and by pixels
-        self._first_batch: Tasks | None = None
         self._steps_before = 0  # steps of the checkpoint that was loaded
 
     def setup(self, stage: str) -> None:
@@ -125,12 +123,12 @@ class FewShotClassification(WithCompileChoice, Experiment):
         self.log("val/accuracy", accuracies.mean(), prog_bar=True, batch_size=len(accuracies))
 
     def on_test_start(self) -> None:
-        self._accuracies, self._first_batch = [], None
+        self._accuracies: list[Tensor] = []  # of test tasks, by this model and by pixels
 
     def test_step(self, batch: Tasks, batch_idx: int) -> None:
-        self._accuracies.append(self.accuracies(batch).cpu())
-        if self._first_batch is None:
+        if not self._accuracies:
             self._first_batch = batch
+        self._accuracies.append(self.accuracies(batch).cpu())
         own = self._accuracies[-1][:, 0]
         self.log("test/accuracy", own.mean(), batch_size=len(own))
 
@@ -165,7 +163,6 @@ class FewShotClassification(WithCompileChoice, Experiment):
         runs.write_report(folder, table, *pictures)
 
     def _plot_first_episode(self, file: Any, title: str) -> Any:
-        assert self._first_batch is not None
         (x, y), (query_x, query_y) = ((part[0] for part in batch) for batch in self._first_batch)
         classes = self.predict_classes((x, y), query_x)
         return plot_episode(

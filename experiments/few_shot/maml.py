@@ -110,11 +110,8 @@ class FewShotRegression(WithCompileChoice):
             self.log(f"test/mse_after_{count}", summarize_errors(row).mean, batch_size=len(row))
         table = sinusoid_table(columns, self.eval_steps)
         folder = runs.run_folder(self.trainer)
-        pictures = []
-        waves = getattr(self.data, "test_waves", None)
-        if waves is not None:
-            file = folder / "tasks.png"
-            pictures.append(plot_adaptation(file, self.maml, waves(), self.label))
+        waves = self.data.test_waves()
+        pictures = [plot_adaptation(folder / "tasks.png", self.maml, waves, self.label)]
         if curves := logs.curves(folder):
             file = folder / "training_curve.png"
             pictures.append(plot_curves(file, curves, "mean squared error", yscale="log"))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Batch = tuple[Tensor, Tensor]
+from experiments.few_shot.episodes import Batch
 
 
 class Prototypes(nn.Module):

@@ -111,8 +111,9 @@ class Helium(Experiment):
             "train/energy": energy,
             "train/error": error,
             "train/variance": E.var(),
+            "accepted": accepted,
         }
-        self.log_dict({**values, "accepted": accepted}, prog_bar=True, batch_size=len(x))
+        self.log_dict(values, prog_bar=True, batch_size=len(x))
         return energy_loss(self.log_psi, x, E.clamp(middle - spread, middle + spread))
 
     def second_order_problem(self, batch: torch.Generator) -> SecondOrderProblem:

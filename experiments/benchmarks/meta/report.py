@@ -1,12 +1,10 @@
 """The two tables of meta-gradients, and what the picture of memory shows."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from experiments.benchmarks.meta.workloads import CHOSEN
-from experiments.benchmarks.report import cell, markdown, short, time_of
+from experiments.benchmarks.report import Row, cell, markdown, short, time_of
 
-Row = dict[str, Any]
 PICTURE = "![Peak memory and time against inner steps, hoglib solid](images/meta-memory.png)"
 
 

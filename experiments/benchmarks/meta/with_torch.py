@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from experiments.benchmarks.critics import taken
 from experiments.benchmarks.meta.tasks import Batch, Learner
-from experiments.benchmarks.with_torch import with_plain_attention
+from experiments.benchmarks.with_torch import Params, with_plain_attention
 
-Params = dict[str, Tensor]
 # The meta-loss, and its gradient by each parameter in torch's order.
 Found = tuple[Any, ...]
 Call = Callable[[], Found]
