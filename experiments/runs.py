@@ -127,14 +127,10 @@ def find_checkpoint(path: str | Path, option: str = "checkpoint", ended: bool = 
     versions = [p for p in path.glob(f"version_*/{LAST}") if _version(p.parent) is not None]
     if not versions:
         config = Path("configs", *path.parts[1:]).with_suffix(".yaml")
+        advice = f", or train it first: {command('fit', '--config', config)}"
         raise ArgumentValueError(
             f"{option}: expected a file, or a run folder with version_*/{LAST} in it, got "
-            f"{str(path)!r}, where there is none; give another one"
-            + (
-                f", or train it first: {command('fit', '--config', config)}"
-                if config.exists()
-                else "."
-            )
+            f"{str(path)!r}, where there is none; give another one{advice if config.exists() else '.'}"
         )
     if ended:
         versions = [p for p in versions if p.with_name(TABLE).exists()] or versions

@@ -87,8 +87,8 @@ def milliseconds(seconds: float) -> str:
 
 
 def _extras(row: Row) -> Iterator[str]:
-    if beside := row.get("beside"):
-        yield f"{short(beside['median'])} of {_kind(beside['name'])}"
+    if row.get("beside"):
+        yield beside(row["beside"])
     if row["peak_bytes"]:
         yield f"{row['peak_bytes'] / 2**20:.0f} MiB"
     if row.get("first_seconds"):
@@ -97,10 +97,11 @@ def _extras(row: Row) -> Iterator[str]:
         yield f"{row['products']} products, {row['seconds']['median']:.2g} s"
 
 
-def _kind(name: str) -> str:
-    if name.startswith("curvlinops"):
-        return "curvlinops"
-    return name.rpartition(", ")[2]
+def beside(other: Row) -> str:
+    """The ratio to another method, by its library or its kind."""
+    name = other["name"]
+    kind = "curvlinops" if name.startswith("curvlinops") else name.rpartition(", ")[2]
+    return f"{short(other['median'])} of {kind}"
 
 
 def short(value: float) -> str:

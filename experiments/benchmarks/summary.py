@@ -71,12 +71,13 @@ def table(results: Row) -> str:
     head = ["", *HEAD, *(GPU if on_gpu else [])]
     rows = []
     for name in dict.fromkeys([*on_cpu, *on_gpu]):
-        cells = [name, *_on_cpu(on_cpu.get(name))]
-        rows.append(cells + (_on_gpu(on_gpu.get(name)) if on_gpu else []))
+        there = _cells(on_gpu.get(name))[: len(GPU)] if on_gpu else []
+        rows.append([name, *_cells(on_cpu.get(name)), *there])
     return markdown(head, rows)
 
 
-def _on_cpu(line: Line | None) -> list[str]:
+def _cells(line: Line | None) -> list[str]:
+    """The cells of HEAD, of which the first are those of GPU."""
     if line is None:
         return [""] * len(HEAD)
     others = line.entries.get("other", [])
@@ -87,12 +88,6 @@ def _on_cpu(line: Line | None) -> list[str]:
         ", ".join(_other(line, entry) for entry in others),
         _jax(line),
     ]
-
-
-def _on_gpu(line: Line | None) -> list[str]:
-    if line is None:
-        return [""] * len(GPU)
-    return [_by_hand(line), _ratio(line.best("hoglib")), _ratio(line.best("compiled"))]
 
 
 def _by_hand(line: Line) -> str:

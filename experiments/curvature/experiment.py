@@ -94,13 +94,9 @@ class Descent(Experiment):
         losses[last] = float(self.loss(train))
         title = f"{self.options['loss'].replace('_', ' ')}, lr {self.lr:g}"
         table = spectrum_table(history, losses, accuracies, f"{title}: 2 / lr = {2 / self.lr:.4g}")
-        picture = plot_spectrum_over_training(
-            folder / "spectrum_over_training.png",
-            history,
-            losses,
-            self.lr,
-            f"Gradient descent on {title}, {history[-1].spectrum.size:,} parameters",
-        )
+        file = folder / "spectrum_over_training.png"
+        shown = f"Gradient descent on {title}, {history[-1].spectrum.size:,} parameters"
+        picture = plot_spectrum_over_training(file, history, losses, self.lr, shown)
         runs.write_report(folder, table, picture)
         summary = {
             **self.options, "steps": last, "loss_train": losses[last], "accuracy": float(accuracy),

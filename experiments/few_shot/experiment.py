@@ -171,17 +171,13 @@ class FewShotClassification(WithCompileChoice, Experiment):
 
     def accuracies(self, batch: Tasks) -> Tensor:
         """Query accuracy in each task [tasks, 2]: of this model, and of the nearest mean image."""
-        (x, y), (query_x, query_y) = batch
         rows = []
         # task by task: without running statistics batch norm normalises by all images of a batch,
         # and the prediction for a task must not depend on the others
-        for i in range(len(x)):
-            support = x[i], y[i]
-            predictions = (
-                self.predict_classes(support, query_x[i]),
-                nearest_centroid(support, query_x[i]),
-            )
-            rows.append(torch.stack([(p == query_y[i]).double().mean() for p in predictions]))
+        for support_x, support_y, x, y in zip(*batch[0], *batch[1], strict=True):
+            support = support_x, support_y
+            predictions = self.predict_classes(support, x), nearest_centroid(support, x)
+            rows.append(torch.stack([(p == y).double().mean() for p in predictions]))
         return torch.stack(rows)
 
     def predict_classes(self, support: Batch, x: Tensor) -> Tensor:

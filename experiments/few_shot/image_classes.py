@@ -53,12 +53,10 @@ def by_class(images: Tensor, label: Tensor, names: Sequence[str]) -> ImageClasse
 @cache
 def _glyphs() -> tuple[Tensor, Tensor, list[dict[str, str]]]:
     with np.load(GLYPHS / "glyphs.npz") as file:
-        images, label = (
-            torch.from_numpy(file["images"]),
-            torch.from_numpy(file["label"].astype(int)),
-        )
+        images = torch.from_numpy(file["images"]).unsqueeze(1)
+        label = torch.from_numpy(file["label"].astype(int))
     with (GLYPHS / "classes.csv").open(encoding="utf-8", newline="") as rows:
-        return images.unsqueeze(1), label, list(csv.DictReader(rows))
+        return images, label, list(csv.DictReader(rows))
 
 
 def glyphs(split: str) -> ImageClasses:

@@ -107,9 +107,8 @@ class Potentials(Experiment):
         rows[UNTRAINED] = errors_of(batch, mean_energy, torch.zeros_like(batch.forces))
         table = forces_table(rows, batch.x.shape[1], len(train.x))
         forces = {LABELS[name]: self.predict(name, batch.x)[1].cpu() for name in self.potentials}
-        picture = plot_forces(
-            folder / "forces.png", batch.forces.cpu(), forces, self._cut(batch, train)
-        )
+        cut = self._cut(batch, train)
+        picture = plot_forces(folder / "forces.png", batch.forces.cpu(), forces, cut)
         runs.write_report(folder, table, picture)
         for name, of in errors.items():
             values = {f"test/{part}/{name}": e.mean() for part, e in of._asdict().items()}
@@ -129,10 +128,8 @@ class Potentials(Experiment):
         distances = outermost(train.x)[1]
         grid = torch.linspace(0.8 * start, float(distances.max()), CUT_POINTS)
         path = move_atom(lowest, int(atom), grid)
-        energies = {
-            LABELS[name]: self.potentials[name](path.to(self.device)).cpu()
-            for name in self.potentials
-        }
+        found = {name: E(path.to(self.device)).cpu() for name, E in self.potentials.items()}
+        energies = {LABELS[name]: energy for name, energy in found.items()}
         truth = energies_and_forces(path.double())[0]
         return Cut(grid, truth, energies, start, distances)
 

@@ -81,14 +81,11 @@ class ImageGAN(Adversarial):
         others = runs.newest_results(folder, own)
         table = digits_table(own, others, truth, quality.shares, len(real))
         save_grid(self.grid_file(), self.grid(), ACROSS)
+        grids = {step: file for step, file in saved_grids(folder).items() if step <= self.steps}
+        frechet = logs.curves(folder).get("val/frechet", [])
+        title = f"A generator trained on {own.data}: {own.loss} loss, {own.penalty}"
         picture = plot_generated_digits(
-            folder / "digits.png",
-            {step: file for step, file in saved_grids(folder).items() if step <= self.steps},
-            ACROSS,
-            logs.curves(folder).get("val/frechet", []),
-            floor.frechet,
-            quality.shares,
-            f"A generator trained on {own.data}: {own.loss} loss, {own.penalty}",
+            folder / "digits.png", grids, ACROSS, frechet, floor.frechet, quality.shares, title
         )
         runs.write_report(folder, table, picture)
         if runs.is_rank_zero():

@@ -88,15 +88,11 @@ class LanguageModel(Experiment):
             *([layers_table(history)] if history else []),
             *([directions_table(found)] if found else []),
         ]
-        pictures = [plot_directions(folder / "directions.png", history, found, curve)]
-        runs.write_report(folder, "\n\n".join(tables), *pictures)
-        runs.write_summary(
-            folder,
-            {
-                **self.options, "steps": self.trainer.global_step, "perplexity": exp(loss),
-                "largest": [one.curvature for one in found[: self.directions]],
-            },
-        )  # fmt: skip
+        picture = plot_directions(folder / "directions.png", history, found, curve)
+        runs.write_report(folder, "\n\n".join(tables), picture)
+        largest = [one.curvature for one in found[: self.directions]]
+        summary = {"steps": self.trainer.global_step, "perplexity": exp(loss), "largest": largest}
+        runs.write_summary(folder, {**self.options, **summary})
 
     def sharpest(self, batch: Tensor) -> list[Direction]:
         """The loss along the eigenvectors of the largest eigenvalues, and along a random direction.
@@ -124,12 +120,8 @@ class LanguageModel(Experiment):
             found = []
             for name, (value, vector) in named.items():
                 direction = H.unravel(vector)
-                losses = [
-                    float(
-                        self.objective({k: p + t * direction[k] for k, p in params.items()}, batch)
-                    )
-                    for t in steps
-                ]
+                moved = ({k: p + t * direction[k] for k, p in params.items()} for t in steps)
+                losses = [float(self.objective(there, batch)) for there in moved]
                 found.append(Direction(name, value, _shares(direction), steps.tolist(), losses))
         return found
 

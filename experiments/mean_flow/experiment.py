@@ -161,8 +161,6 @@ class MeanFlow(Experiment):
         folder = runs.run_folder(self.trainer)
         runs.write_summary(folder, {label: row._asdict() for label, row in rows.items()})
         table = flows_table(rows, self.data.target.name, self.data.target.parts, len(real))
-        picture = plot_samples(
-            folder / "samples.png", real, noise, found,
-            {label: row.distance for label, row in rows.items()},
-        )  # fmt: skip
+        distances = {label: row.distance for label, row in rows.items()}
+        picture = plot_samples(folder / "samples.png", real, noise, found, distances)
         runs.write_report(folder, table, picture)

@@ -113,10 +113,7 @@ class Robustness(Experiment):
             losses = _losses(logits, batch.label)
         else:
             penalty, losses = hog.penalties.input_gradient(
-                lambda x, label: _losses(network(x), label),
-                batch.x,
-                batch.label,
-                return_outputs=True,
+                lambda x, label: _losses(network(x), label), *batch, return_outputs=True
             )
         return losses.mean() + weight * penalty
 
@@ -166,12 +163,8 @@ class Robustness(Experiment):
     def correct(self, name: str, images: Images, attack: str) -> Tensor:
         """Which images a network classifies correctly under an attack, [epsilons, n]."""
         network, label = _frozen(self.networks[name]), images.label.cpu()
-        return torch.stack(
-            [
-                attacks.is_correct(network, self.attacked(name, images, attack, epsilon), label)
-                for epsilon in self.epsilons
-            ]
-        )
+        attacked = (self.attacked(name, images, attack, epsilon) for epsilon in self.epsilons)
+        return torch.stack([attacks.is_correct(network, x, label) for x in attacked])
 
     def attacked(self, name: str, images: Images, attack: str, epsilon: float) -> Tensor:
         """The images [n, 64] that an attack makes, on the CPU in float64.

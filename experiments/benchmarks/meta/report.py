@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from experiments.benchmarks.meta.workloads import CHOSEN
-from experiments.benchmarks.report import Row, cell, markdown, short, time_of
+from experiments.benchmarks.report import Row, beside, cell, markdown, time_of
 
 PICTURE = "![Peak memory and time against inner steps, hoglib solid](images/meta-memory.png)"
 
@@ -35,7 +35,8 @@ def meta_gradients(learners: Mapping[str, dict[str, Row]]) -> str:
     ]
     choices = [methods.get(CHOSEN, {}).get("beside") for methods in learners.values()]
     if any(choices):
-        rows.append([f"{CHOSEN}, to the faster of loop and vmap", *map(_choice, choices)])
+        cells = [beside(choice) if choice else "" for choice in choices]
+        rows.append([f"{CHOSEN}, to the faster of loop and vmap", *cells])
     return markdown(head, _bold(rows))
 
 
@@ -57,12 +58,6 @@ def _time(row: Row) -> str:
 
 def _peak(row: Row) -> str:
     return f"{row['peak_bytes'] / 2**20:.1f} MiB"
-
-
-def _choice(choice: Row | None) -> str:
-    if choice is None:
-        return ""
-    return f"{short(choice['median'])} of {choice['name'].rpartition(', ')[2]}"
 
 
 def _names(problems: Mapping[str, dict[str, Row]]) -> list[str]:
