@@ -67,12 +67,10 @@ def table(folder: Path = FOLDER) -> str:
     lines = [f"{'config':{width}}  minutes  shows"]
     lines += [f"{config.path!s:{width}}  {config.minutes:7g}  {config.shows}" for config in found]
     smoke = f"{folder.name}/{SMOKE}/..."
-    return "\n".join(
-        [
-            *lines,
-            f"{smoke:{width}}  seconds  The same runs in seconds, too short to learn; make smoke",
-            "",
-            "Minutes are those of one core. The first lines of a config name variants. To run one:",
-            f"  python -m experiments fit --config {min(found, key=lambda one: one.minutes).path}",
-        ]
-    )
+    lines += [
+        f"{smoke:{width}}  seconds  The same runs in seconds, too short to learn; make smoke",
+        "",
+        "Minutes are those of one core. The first lines of a config name variants. To run one:",
+        f"  python -m experiments fit --config {min(found, key=lambda one: one.minutes).path}",
+    ]
+    return "\n".join(lines)

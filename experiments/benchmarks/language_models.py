@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hoglib as hog
 from experiments.benchmarks.memory import peak_allocated
-from experiments.benchmarks.timing import interleaved, program
+from experiments.benchmarks.timing import interleaved, program, relative_error
 from experiments.shared.gpt import CharacterGPT
 
 Product = Callable[..., Any]
@@ -34,13 +34,11 @@ HALVES = (torch.float32, torch.float16, torch.bfloat16)
 
 def all_logits(model: nn.Module) -> Any:
     """The loss of the logits of all positions, which are compared with the next token."""
-    return hog.functional_loss(
-        model,
-        lambda logits, ids: F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
-        ),
-        forward=lambda model, ids: model(ids),
-    )
+
+    def criterion(logits: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    return hog.functional_loss(model, criterion, forward=lambda model, ids: model(ids))
 
 
 def in_chunks(model: nn.Module, size: int | None = None) -> Any:
@@ -102,10 +100,7 @@ def error_rows(small: bool) -> list[str]:
     for name, (product, modes) in MODES.items():
         exact = applied(product, "auto", torch.float64)
         worst = [
-            max(
-                float((applied(product, mode, dtype) - exact).norm() / exact.norm())
-                for mode in modes
-            )
+            max(relative_error(applied(product, mode, dtype), exact) for mode in modes)
             for dtype in HALVES
         ]
         lines.append(f"| {name} | {' | '.join(f'{error:.0e}' for error in worst)} |")

@@ -37,10 +37,8 @@ def run(
         ThreadPoolExecutor(len(cores)) as pool,
     ):
         outcomes = list(pool.map(partial(_one, Path(folder), options, free, bar), jobs[::-1]))[::-1]
-    return (
-        [outcome for outcome in outcomes if isinstance(outcome, dict)],
-        [outcome for outcome in outcomes if isinstance(outcome, str)],
-    )
+    found = [outcome for outcome in outcomes if isinstance(outcome, dict)]
+    return found, [outcome for outcome in outcomes if isinstance(outcome, str)]
 
 
 def _one(

@@ -204,12 +204,10 @@ def loops(small: bool, device: torch.device) -> Iterator[str]:
         if make is sequences:
             options += [{"memory": memory, "remat": True} for memory in ("remat", "mixed")]
         learner = make(small).to(device)
-        runs = {
-            ", ".join(f"{key}={value}" for key, value in given.items()): (
-                maml(over_tasks="loop", **given)(learner)
-            )
-            for given in options
-        }
+        runs = {}
+        for given in options:
+            what = ", ".join(f"{key}={value}" for key, value in given.items())
+            runs[what] = maml(over_tasks="loop", **given)(learner)
         yield from rows(name, runs, device, small)
 
 

@@ -96,10 +96,8 @@ class Translated:
         self.jax, self.jnp = peer("jax"), peer("jax.numpy")
         self.params = tuple(to_jax(p) for p in problem.params.values())
         self.x, self.y = to_jax(problem.x), to_jax(problem.y)
-        self.vectors = [
-            tuple(to_jax(part) for part in problem.vector(i))
-            for i in range(problem.vectors.shape[1])
-        ]
+        columns = map(problem.vector, range(problem.vectors.shape[1]))
+        self.vectors = [tuple(map(to_jax, parts)) for parts in columns]
         self.network = network(problem.model)
 
     def outputs(self, params: Leaves) -> Array:

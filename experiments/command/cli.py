@@ -233,9 +233,8 @@ class ExperimentCLI(LightningCLI):
         options["weights_only"] = True
         if self.subcommand == "test":
             options["verbose"] = False  # the experiment prints its own table
-        path = options.get("ckpt_path") or (
-            None if self.subcommand in ("fit", "verify") else "last"
-        )
+        newest = None if self.subcommand in ("fit", "verify") else "last"
+        path = options.get("ckpt_path") or newest
         logger = self.trainer.logger if isinstance(self.trainer.logger, RunLogger) else None
         folder = None
         if path is not None:

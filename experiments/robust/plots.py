@@ -68,9 +68,8 @@ def plot_robustness(
     rows = examined.rows
     axis = tiles(left, {label: row.x for label, row in rows.items()}, {})
     for i, row in enumerate(rows.values()):
-        for j, (guess, label) in enumerate(
-            zip(row.predicted.tolist(), row.label.tolist(), strict=True)
-        ):
+        pairs = zip(row.predicted.tolist(), row.label.tolist(), strict=True)
+        for j, (guess, label) in enumerate(pairs):
             weight, colour = ("normal", BLUE) if guess == label else ("bold", VERMILLION)
             axis.text(
                 *above_tile(i, j), guess, color=colour, weight=weight, ha="center", va="bottom"

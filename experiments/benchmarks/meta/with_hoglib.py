@@ -12,13 +12,8 @@ from experiments.benchmarks.meta.with_torch import Call, Found
 def maml(**options: Any) -> Callable[[Learner], Call]:
     def made(learner: Learner) -> Call:
         learner = learner.apart()
-        maml = hog.MAML(
-            learner.model,
-            learner.criterion,
-            inner_lr=learner.inner_lr,
-            inner_steps=learner.inner_steps,
-            **options,
-        )
+        inner: Any = {"inner_lr": learner.inner_lr, "inner_steps": learner.inner_steps}
+        maml = hog.MAML(learner.model, learner.criterion, **inner, **options)
 
         def run() -> Found:
             value = maml.loss((learner.support, learner.query))

@@ -59,16 +59,14 @@ def write_files(classes: dict[str, list[Class]], folders: Sequence[Path], out: P
     )
     roots = {path.name: path for folder in folders for path in folder.iterdir()}
     families: dict[tuple[str, str], int] = Counter((t.package, t.family) for t in numbers)
-    licences = {
-        package: read_licence(roots[package]) for package, _ in families if package in roots
-    }
+    licences = {name: read_licence(roots[name]) for name, _ in families if name in roots}
     licences["matplotlib"] = "Bitstream Vera, OFL (STIX), BaKoMa (Computer Modern)"
     write_csv(
         out / "FONTS.csv",
         ["package", "version", "family", "typefaces", "licence"],
         [
-            [package, package_version(roots.get(package)), family, count, licences[package]]
-            for (package, family), count in sorted(families.items())
+            [name, package_version(roots.get(name)), family, count, licences[name]]
+            for (name, family), count in sorted(families.items())
         ],
     )
 
