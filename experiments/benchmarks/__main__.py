@@ -38,8 +38,7 @@ def devices(asked: str) -> list[str]:
 def measured(given: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """The results, and what went wrong in processes that gave none."""
     quick = not (given.full or given.smoke or given.workload or given.problem)
-    seconds = given.seconds or (QUICK_SECONDS if quick else None)
-    repeats = given.repeats or (1 if given.smoke else 20)
+    seconds, repeats = QUICK_SECONDS if quick else None, 1 if given.smoke else 20
     options = {"repeats": repeats, "budget": seconds, "small": given.smoke}
     jobs = chosen(given.workload, given.problem, given.full)
     if not jobs:
@@ -75,8 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--problem", nargs="+", choices=PROBLEMS, help="on these only")
     choices = ["cpu", "cuda", "auto"]
     add("--device", choices=choices, default="cpu", help="auto: both, if there (cpu)")
-    add("--repeats", type=int, help="at most this many rounds (20)")
-    add("--seconds", type=float, help="no new round beyond this, a process")
     add("--jobs", type=int, default=1, help="processes at a time, a core each (1)")
     add("--output", type=Path, default=Path("runs/benchmarks"))
     given = parser.parse_args(arguments)

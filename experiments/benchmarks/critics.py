@@ -44,9 +44,8 @@ def mlp(tiny: bool) -> tuple[nn.Module, Tensor]:
 
 def cnn(tiny: bool, act: Callable[[], nn.Module] = nn.SiLU) -> tuple[nn.Module, Tensor]:
     channels, pixels, rows = (4, 8, 2) if tiny else (32, 32, 64)
-    layers: list[nn.Module] = []
-    for i, o in itertools.pairwise([3, *[channels] * 4]):
-        layers += [nn.Conv2d(i, o, 3, padding=1), act()]
+    pairs = itertools.pairwise([3, *[channels] * 4])
+    layers = [m for i, o in pairs for m in (nn.Conv2d(i, o, 3, padding=1), act())]
     end = nn.Linear(channels * pixels**2, 1)
     return nn.Sequential(*layers, nn.Flatten(), end), torch.randn(rows, 3, pixels, pixels)
 

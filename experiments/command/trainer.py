@@ -103,10 +103,8 @@ class Trainer(pl.Trainer):
                 loss, params, batch, k=k, num_samples=num_samples, steps=steps, stand_ins=stand_ins,
                 progress=self.progress_bar_callback is not None,
             )  # fmt: skip
-            print(
-                f"\nHessian of {name}, {spectrum.size:,} parameters, {spectrum.products} products"
-            )
-            print(spectrum.summary())
+            sizes = f"{spectrum.size:,} parameters, {spectrum.products} products"
+            print(f"\nHessian of {name}, {sizes}\n{spectrum.summary()}")
             spectra[name] = spectrum
         folder = runs.run_folder(self)  # not before: a refused call leaves none
         numbers = {name: spectrum.to_dict() for name, spectrum in spectra.items()}

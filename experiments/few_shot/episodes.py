@@ -79,9 +79,8 @@ class Episodes(pl.LightningDataModule):
         self.ways = at_least("ways", ways, 2)
         self.shots = at_least("shots", shots, 1)
         self.queries = at_least("queries", queries, 1)
-        self.test_queries = at_least(
-            "test_queries", queries if test_queries is None else test_queries, 1
-        )
+        test_queries = queries if test_queries is None else test_queries
+        self.test_queries = at_least("test_queries", test_queries, 1)
         self.tasks = at_least("tasks", tasks, 1)
         self.iterations = at_least("iterations", iterations, 1)
         self.val_tasks = at_least("val_tasks", val_tasks, 1)
@@ -109,9 +108,8 @@ class Episodes(pl.LightningDataModule):
             if (few := len(data.members) - len(kept[split].members))
         ]
         if left_out:
-            least = " or ".join(
-                str(n) for n in dict.fromkeys((shots + queries, shots + self.test_queries))
-            )
+            sizes = dict.fromkeys((shots + queries, shots + test_queries))
+            least = " or ".join(map(str, sizes))
             warnings.warn(
                 f"classes of fewer than {least} images (shots and queries) are left out: "
                 f"{', '.join(left_out)}.",
@@ -155,11 +153,8 @@ class Episodes(pl.LightningDataModule):
 
     def _test_picks(self) -> "Picks":
         kind = self.ways, self.shots
-        if (
-            self.source is not None
-            or self.test_queries > KINDS.get(kind, 0)
-            or self.test_tasks > FIXED
-        ):
+        in_file = self.test_queries <= KINDS.get(kind, 0) and self.test_tasks <= FIXED
+        if self.source is not None or not in_file:
             return self.test.picks(self.test_tasks, TEST_SEED)
         # from a file, so that they do not depend on a version of torch and its random numbers
         classes, images = fixed_tasks()[kind]

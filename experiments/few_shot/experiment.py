@@ -64,9 +64,8 @@ class FewShotClassification(WithCompileChoice, Experiment):
         at_least("channels", channels, 1)
         self.ways = at_least("ways", ways, 2)
         self.lr = learning_rate("lr", lr)
-        self.test_steps = at_least(
-            "test_steps", inner_steps if test_steps is None else test_steps, 0
-        )
+        test_steps = inner_steps if test_steps is None else test_steps
+        self.test_steps = at_least("test_steps", test_steps, 0)
         self.algorithm = algorithm
         inner: dict[str, Any] = {}
         self.learner: Any

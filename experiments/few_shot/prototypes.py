@@ -40,9 +40,7 @@ class Prototypes(nn.Module):
         # in one batch, so that batch norm normalises over all tasks
         features = self.model(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         support, query = features.split([x.shape[1], query_x.shape[1]], 1)
-        prototypes = torch.stack(
-            [class_means(f, label) for f, label in zip(support, y, strict=True)]
-        )
+        prototypes = torch.stack([*map(class_means, support, y)])
         logits = -torch.cdist(query, prototypes).square()
         return F.cross_entropy(logits.flatten(0, 1), query_y.flatten())
 

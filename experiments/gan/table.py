@@ -38,7 +38,7 @@ def points_table(
     rows = [["penalty", "loss", "steps", parts, "rarest", "within 3s", "distance", ""]]
     for r in [*sorted(_on_same_data(own, others), key=lambda r: r.distance), real]:
         scores = str(r.covered), f"{r.rarest:.2f}", f"{r.high:.1%}", f"{r.distance:.3f}"
-        rows.append([*_training(r), *scores, "<-" if r is own else ""])
+        rows.append([r.penalty, r.loss, str(r.steps or ""), *scores, "<-" if r is own else ""])
     return table(
         f"{points} generated points beside as many real ones: {own.data}",
         rows,
@@ -83,7 +83,7 @@ def digits_table(
     rows = [["penalty", "loss", "steps", "Frechet", "confident", "classes", "entropy", ""]]
     for r in [*sorted(_on_same_data(own, others), key=lambda r: r.frechet), real]:
         scores = f"{r.frechet:.3f}", f"{r.confident:.1%}", str(r.classes), f"{r.entropy:.3f}"
-        rows.append([*_training(r), *scores, "<-" if r is own else ""])
+        rows.append([r.penalty, r.loss, str(r.steps or ""), *scores, "<-" if r is own else ""])
     listed = ", ".join(f"{digit}: {share:.1%}" for digit, share in enumerate(shares.tolist()))
     return table(
         f"{images} generated digits beside as many held-out real ones: {own.data}",
@@ -95,10 +95,6 @@ def digits_table(
         "frequent.",
         left=2,
     )
-
-
-def _training(row: PointsResult | DigitsResult) -> list[str]:
-    return [row.penalty, row.loss, str(row.steps or "")]
 
 
 def _on_same_data(own: Any, others: Sequence[Any]) -> list[Any]:

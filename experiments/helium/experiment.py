@@ -138,9 +138,8 @@ class Helium(Experiment):
         folder = runs.run_folder(self.trainer)
         curves = logs.curves(folder)
         table = helium_table(energy, error, E.var().item(), E.numel(), accepted)
-        picture = plot_helium(
-            folder / "helium.png", curves, E.mean(1).cpu(), (energy, error), self.coulomb_hole()
-        )
+        means, hole = E.mean(1).cpu(), self.coulomb_hole()
+        picture = plot_helium(folder / "helium.png", curves, means, (energy, error), hole)
         runs.write_report(folder, table, picture)
 
     @torch.no_grad()

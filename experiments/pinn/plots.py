@@ -33,9 +33,8 @@ def plot_pinn(
     figure = new_figure(15.0, 3.7)
     axes = figure.subplots(1, 4, width_ratios=(1, 1, 1, 1.15))
     names = ("solution u", "u - exact", "residual")
-    for axis, field, name, colours in zip(
-        axes, fields, names, ("viridis", "RdBu_r", "PuOr"), strict=False
-    ):
+    maps = ("viridis", "RdBu_r", "PuOr")
+    for axis, field, name, colours in zip(axes, fields, names, maps, strict=False):
         _field(figure, axis, field, name, colours)
         axis.set(xlabel=coordinates[0], ylabel=coordinates[1])
     axes[0].set_title(f"{title}: {names[0]}")

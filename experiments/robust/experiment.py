@@ -146,9 +146,8 @@ class Robustness(Experiment):
             if penalty.kind != PLAIN
         ]
         table = robustness_table(self.epsilons, correct, tried, len(held_out.x))
-        picture = plot_robustness(
-            folder / "robust.png", self.epsilons, correct, self._examine(chosen, batch)
-        )
+        examined = self._examine(chosen, batch)
+        picture = plot_robustness(folder / "robust.png", self.epsilons, correct, examined)
         runs.write_report(folder, table, picture)
         for label, by_attack in correct.items():
             for attack, flags in by_attack.items():

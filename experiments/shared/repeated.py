@@ -102,8 +102,8 @@ class RepeatedTraining(Experiment, ABC):
 
     def parts(self) -> Split:
         """The examples of the run, on the device of the network."""
-        split = self.data.split
-        return Split(*(Examples(*(t.to(self.device) for t in part)) for part in split))
+        parts = (Examples(*(t.to(self.device) for t in part)) for part in self.data.split)
+        return Split(*parts)
 
     def first_params(self) -> Params:
         """The parameters that every training starts from."""
