@@ -13,7 +13,7 @@ XDIST := --numprocesses 2 --dist worksteal
 GAN := $(PY) -m experiments fit --config configs/gan/mixture.yaml
 WASSERSTEIN := --model.loss wasserstein --model.penalty.weight 1
 CONFIGS := $(patsubst configs/%.yaml,%,$(sort $(wildcard configs/*/*.yaml)))
-# a run may need those before: sinusoid compares with sinusoid_joint
+# sinusoid compares with sinusoid_joint, which runs first
 RESULTS ?= maml/sinusoid_joint $(filter-out maml/sinusoid_joint,$(CONFIGS))
 BENCH ?= --jobs 2 # options of python -m experiments.benchmarks
 OPINFO ?= # options of python -m tests.test_opinfo: --only sin atan2, --samples 6 of each, --resume

@@ -62,7 +62,7 @@ def backend(small: bool) -> str:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """The same random numbers on every call, and the state of before afterwards."""
+    """Draw the same random numbers on every call, and restore the generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

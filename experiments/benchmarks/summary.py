@@ -77,7 +77,7 @@ def table(results: Row) -> str:
 
 
 def _cells(line: Line | None) -> list[str]:
-    """The cells of HEAD, of which the first are those of GPU."""
+    """The cells below HEAD; the first ones stand below GPU, too."""
     if line is None:
         return [""] * len(HEAD)
     others = line.entries.get("other", [])

@@ -43,7 +43,7 @@ def _refuse_null(part: str, given: Any) -> None:
     if isinstance(given, dict) and "class_path" in given:
         module, _, name = given["class_path"].rpartition(".")
         kind = getattr(import_module(module), name)
-        # those of a base are options of a class that has **options
+        # a class that takes **options passes them to its bases
         hints = ChainMap(*(get_type_hints(base.__init__) for base in kind.__mro__))
         for name, value in given.get("init_args", {}).items():
             hint = hints.get(name, Any)

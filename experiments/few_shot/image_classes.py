@@ -37,7 +37,7 @@ class ImageClasses(NamedTuple):
     members: tuple[Tensor, ...]
 
     def only(self, classes: Iterable[int]) -> "ImageClasses":
-        """Those of these numbers."""
+        """The classes with these numbers."""
         kept = [(self.names[n], self.members[n]) for n in classes]
         return self._replace(names=tuple(n for n, _ in kept), members=tuple(m for _, m in kept))
 

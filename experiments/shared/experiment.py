@@ -28,7 +28,7 @@ class Experiment(InProcesses):
     def configure_optimizers(self) -> Any:
         """Adam with a learning rate that falls linearly to zero over the run.
 
-        One serves all networks: its steps are elementwise, so each has those of its own loss.
+        One serves all networks: Adam is elementwise, so each network takes the steps of its own loss.
         """
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         return [optimizer], [{"scheduler": linear_decay(self, optimizer), "interval": "step"}]
