@@ -525,5 +525,5 @@ def _verification_result(function: type[Function], args: tuple[Any, ...]) -> str
         report = verify(function, detached_copy(args))
         culprits = [row for row in report.failed if is_culprit(row)] or list(report.failed)
         words = " ".join(dict.fromkeys(row.text for row in culprits[:2]))
-        return words.replace("pass surrogate=True", "set `surrogate = True` on the Function")
+        return words.replace("pass surrogate=True, or ", "")
     return ""

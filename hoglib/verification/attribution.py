@@ -504,17 +504,18 @@ ONCE = (
 )
 
 FIXES = {
-    "alias": "Use the tensor itself: without a second derivative, backward runs without a graph "
-    "anyway, and the tensor costs nothing more.",
+    "alias": "Use the tensor itself, or, where torch.autograd.grad differentiates by it in backward, a "
+    "view, `t.view_as(t)`, at which that stops. Without a second derivative, backward runs without a "
+    "graph anyway, except inside torch.enable_grad().",
     "escape": "A number or an array outside of torch has no graph. Stay in torch operations; or, for "
     "NumPy, SciPy or C++ code, give it derivatives of its own with hog.ops.external.",
     "off": "Leave gradients enabled in backward: autograd disables them itself if no second derivative "
     "is asked for.",
-    "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), and the tensors "
-    "themselves, not detached copies of them.",
+    "inner": "Give torch.autograd.grad create_graph=torch.is_grad_enabled(), read outside of "
+    "torch.enable_grad(), and views of the tensors, `t.view_as(t)`, not detached copies.",
     "backward": "It accumulates into .grad, which has no graph. Return the results of "
-    "torch.autograd.grad(..., create_graph=torch.is_grad_enabled()), by the tensors themselves, not "
-    "detached copies of them.",
+    "torch.autograd.grad(..., create_graph=torch.is_grad_enabled()), by views of the tensors, "
+    "`t.view_as(t)`, not detached copies.",
     "write": "What is written there has no graph. Return a new tensor, computed by torch operations.",
     "kernel": "Write it in differentiable torch operations, or wrap it in a Function of its own, whose "
     "backward is its derivative.",
@@ -624,6 +625,11 @@ class _RuleReport(NamedTuple):
             advice = FIXES["escape"]
         elif "not implemented" in message or "formula" in message:
             advice = FIXES["kernel"]
+        elif "tuple index" in message:
+            advice = (
+                "ctx.needs_input_grad has one entry for each argument that was passed: pass arguments "
+                "with defaults, too."
+            )
         return self.row(name, f"{text} {advice}")
 
     def _saved(self, slots: Sequence[Slot]) -> Row:

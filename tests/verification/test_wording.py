@@ -101,6 +101,17 @@ def test_nothing_is_saved():
     assert not any("detached" in row.name for row in report.failed)
 
 
+def test_an_argument_with_a_default_that_is_not_passed():
+    class Scaled(Sine):
+        forward = staticmethod(lambda ctx, a, scale=1.0: Sine.forward(ctx, scale * a))
+
+        backward = staticmethod(
+            lambda ctx, g: (Sine.backward(ctx, g), g if ctx.needs_input_grad[1] else None)
+        )
+
+    wrong(Scaled, says=["culprit: backward", "pass arguments with defaults, too"])
+
+
 def test_a_write_through_data():
     class Writes(Sine):
         @staticmethod

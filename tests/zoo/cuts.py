@@ -257,5 +257,5 @@ EXHIBITS = [
     Exhibit("a torch kernel without a derivative in backward", wrong=MishAten, right=Mish, inputs=normal((3, 4)), says=("mish_backward",)),
     Exhibit("kernels called below autograd in backward", wrong=CubeBelowAutograd, right=Cube, inputs=normal((3, 4)), says=("autograd",)),
     Exhibit("a cut for large values only", wrong=Branch, right=SineProduct, inputs=normal((3, 4)), says=("other values", ".detach()")),
-    Exhibit("recomputation from detached copies", wrong=RecomputeDetached, right=Recompute, inputs=normal((3, 4), (4, 2)), says=(".detach()",)),
+    Exhibit("recomputation from detached copies", wrong=RecomputeDetached, right=Recompute, inputs=normal((3, 4), (4, 2)), says=(".detach()", "view, `t.view_as(t)`")),
 ]  # fmt: skip
