@@ -128,12 +128,13 @@ def hypergradient(
 
     Returns:
         A `Hypergradient`: ``value``, ``gradient`` in the structure of hyper, ``params`` (theta*) and,
-        for an implicit method, ``residual``.
+        for an implicit method, ``residual``. Without create_graph all are constants, whose derivatives
+        `hoglib.hessian` and others refuse.
 
     Raises:
         NoSecondDerivative: for functions that do not depend on hyper as given.
-        ArgumentValueError: for a missing rule, and for a rule of an implicit method without steps or
-            batches.
+        ArgumentValueError: for a missing rule, for a rule of an implicit method without steps or
+            batches, and for create_graph=True without a tensor of hyper that requires grad.
         NonFiniteError: for an infinite or NaN inner or outer loss, naming the step.
         NotPositiveDefiniteError: for "cg" if theta* is no strict minimum of inner.
         NondeterministicError: for a training that differs when a step runs again.
@@ -157,7 +158,8 @@ def hypergradient(
         >>> found.value, found.gradient
         (tensor(0.2500), {'target': tensor(0.5000)})
     """
-    validation.choice("method", method, get_args(Method))
+    hint = " Implicit differentiation is cg or neumann."
+    validation.choice("method", method, get_args(Method), hint)
     validation.choice("memory", memory, get_args(TrainingMemory))
     validation.choice("schedule", schedule, get_args(Schedule))
     where = check_directory(memory, directory)
@@ -170,6 +172,11 @@ def hypergradient(
             "order use method='cg' at a minimum, or take outer at `hoglib.meta.adapt(...)`."
         )
     training = Training.of("hypergradient", outer, inner, params, hyper, options, method, truncate)
+    if create_graph and not any(x.requires_grad for x in pytree.leaves(hyper)):
+        raise ArgumentValueError(
+            "create_graph: expected a tensor of hyper that requires grad, got none, so that there is "
+            "no graph; call `.requires_grad_()` on those to differentiate by, or leave it out."
+        )
     _check_together(memory, schedule, method, training)
     solver = None
     if method != "unrolled":
@@ -284,7 +291,7 @@ def _implicit(training: Training, hyper: Tree, solver: Solver, graph: bool) -> H
     params, batch = detach_all(params), training.batches.last(training.count)
     inner = partial(training.value, batch=batch)
     given = training.outer_value, inner, params, hyper, solver
-    if graph and any(x.requires_grad for x in pytree.leaves(hyper)):
+    if graph:
         value, grads, residual, params = implicit_graph(*given, training.policy)
     else:
         value, grads, residual = implicit_gradient(*given)

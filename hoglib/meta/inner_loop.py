@@ -28,6 +28,7 @@ from hoglib._core.torch_api.torch_modes import without_stand_ins
 from hoglib.errors import ArgumentValueError, NonFiniteError, NoSecondDerivative
 from hoglib.functional import FunctionalLoss
 from hoglib.meta.gradient_transformation import GradientTransformation
+from hoglib.meta.optimizers import check_rule
 from hoglib.ring import ring
 
 Loss = Callable[[Params, Any], Tensor]  # (params, batch)
@@ -38,6 +39,12 @@ RECOMPUTES = (
     "torch.utils.checkpoint has: a later backward would recompute it with the model's own "
     "parameters instead of the adapted ones. Use memory='remat', which recomputes whole steps."
 )
+# A rerun would read what a name holds then: in a loop over tasks, the data of the last one.
+IN_THE_BATCH = (
+    "Pass tensors in `batch`, the second argument of the loss, and make the loss of a module by "
+    "`hoglib.functional_loss`."
+)
+RATE = "Take memory='store', or `hoglib.meta.hypergradient`, where a rule may depend on hyper."
 UNUSED = (
     "the {which} loss: expected a value that depends on the parameters{whom}, got one that does not; "
     "look for .detach(), .item(), .data or torch.no_grad() in the model or the loss, and for "
@@ -78,6 +85,7 @@ def inner_step(
         >>> params["w"].detach()
         tensor(0.2000)
     """
+    check_rule(rule)
     steps = InnerSteps(_value_of(loss), lambda i, _: rule)
     with _ring("inner_step"):
         params, batch = autograd.clone_inference_tensors((params, batch))
@@ -141,6 +149,7 @@ def adapt(
         >>> torch.autograd.grad(adapted["w"], w)  # of w (1 - 0.8)^2
         (tensor(0.0400),)
     """
+    check_rule(rule)
     validation.at_least("steps", steps, 0)
     validation.none_or_at_least("truncate", truncate, 0)
     validation.choice("memory", memory, get_args(Memory))
@@ -426,9 +435,9 @@ def _lift_tensors(run: Callable[..., Any], constants: Any) -> tuple[Callable[...
 def _lift_inputs(loss: Loss, rule: Any, params: Params) -> tuple[Params, Any, Any, Any]:
     """Inputs for a recomputation of a loss: the model's other parameters, and a criterion module; also
     all modules with a mode, and the generators that loss and rule draw from."""
-    drawn_from = closures.refuse("adapt(rule=...)", rule.update)
+    drawn_from = closures.refuse("adapt(rule=...)", rule.update, RATE)
     if not isinstance(loss, FunctionalLoss):
-        return {}, [], [], [*drawn_from, *closures.refuse("adapt", loss)]
+        return {}, [], [], [*drawn_from, *closures.refuse("adapt", loss, IN_THE_BATCH)]
     # a recomputation gives gradients to its inputs only
     own = loss.model.named_parameters()
     rest: Params = {n: p for n, p in own if p.requires_grad and n not in params}

@@ -683,7 +683,7 @@ def resolve_rule(rule: Any, lr: object, options: dict[str, Any]) -> GradientTran
             f"rule: expected {EXPECTED}, got {rule.__name__} of torch.optim, which changes parameters "
             "in place; name the rule."
         )
-    found = validation.function("rule", rule)(lr)
+    found = rule(lr) if callable(rule) else check_rule(rule)
     if not is_transformation(found):
         got = validation.describe(found)
         raise ArgumentTypeError(f"rule: expected {EXPECTED}, got {got} from it.")
@@ -693,6 +693,16 @@ def resolve_rule(rule: Any, lr: object, options: dict[str, Any]) -> GradientTran
 def is_transformation(rule: object) -> bool:
     """Whether the object is an update rule, and not a function that makes one."""
     return callable(getattr(rule, "init", None)) and callable(getattr(rule, "update", None))
+
+
+def check_rule(rule: Any) -> Any:
+    """Checks for an update rule."""
+    if not is_transformation(rule):
+        raise ArgumentTypeError(
+            f"rule: expected a rule with its rate, got {validation.describe(rule)}; for instance "
+            "`rule=hoglib.meta.sgd(0.1)`."
+        )
+    return rule
 
 
 def rule_name(rule: object) -> str:

@@ -46,7 +46,7 @@ from hoglib.errors import ArgumentTypeError, ArgumentValueError, Nondeterministi
 from hoglib.meta import inner_loop
 from hoglib.meta.checkpoints import BACKWARD, InMemory, OnDisk, State
 from hoglib.meta.gradient_transformation import GradientTransformation
-from hoglib.meta.optimizers import is_transformation, resolve_rule
+from hoglib.meta.optimizers import check_rule, resolve_rule
 
 Get = Callable[[int], Any]  # step -> batch
 
@@ -288,13 +288,8 @@ def _check_rule(rule: object, steps: int | None, count: int) -> None:
             "steps: expected a number of inner steps with this rule, got None; pass steps=, or leave "
             "out the rule if params are the end of a training."
         )
-    if isinstance(rule, str | torch.optim.Optimizer):
-        raise ArgumentTypeError(
-            f"rule: expected a rule with its rate, got {validation.describe(rule)}; for instance "
-            "`rule=hoglib.meta.sgd(0.1)`."
-        )
-    if rule is not None and not is_transformation(rule):
-        validation.function("rule", rule)
+    if rule is not None and not callable(rule):
+        check_rule(rule)
 
 
 def make_batches(source: Any, steps: int | None) -> Batches:

@@ -141,8 +141,8 @@ def check_linearity(app: Application) -> Rows:
     )
     text = (
         "backward is not linear in grad_output: twice the incoming gradient is not twice the result. "
-        "Is grad_output ignored, or used twice? If it is clipped on purpose, pass surrogate=True, or set "
-        "`surrogate = True` on the class."
+        "Is grad_output ignored, or used twice? If it is clipped on purpose, pass surrogate=True, or "
+        "set `surrogate = True` on the class."
     )
     yield finding("gradients: linear", "" if is_linear else text)
 

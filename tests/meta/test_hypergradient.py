@@ -244,6 +244,12 @@ def diverging(**options):
 
 ERRORS = {
     "an unknown method": (lambda: hypergradient(method="exact"), ValueError, "unrolled, cg, neumann"),
+    "an implicit method": (lambda: hypergradient(method="implicit"), ValueError, "got 'implicit'. Implicit differentiation is cg or neumann"),
+    "a graph to nothing": (lambda: hypergradient(method="cg", create_graph=True), ValueError, "create_graph: expected a tensor of hyper that requires grad, got none"),
+    "a rate for a rule": (lambda: hypergradient(rule=0.1), TypeError, r"rule: expected a rule with its rate, got float 0\.1; for instance `rule=hoglib\.meta\.sgd"),
+    "a rate for a rule of adapt": (lambda: hog.meta.adapt(inner, {"w": HYPER["start"]}, HYPER, 0.1, steps=1), TypeError, r"a rule with its rate, got float 0\.1"),
+    "a rule of adapt without its rate": (lambda: hog.meta.adapt(inner, {"w": HYPER["start"]}, HYPER, hog.meta.sgd, steps=1), TypeError, "a rule with its rate, got function <function sgd"),
+    "a rate for a rule of one step": (lambda: hog.meta.inner_step(inner, {"w": HYPER["start"]}, HYPER, 0.1, {}), TypeError, r"a rule with its rate, got float 0\.1"),
     "an unknown memory": (lambda: hypergradient(memory="none"), ValueError, "store, remat, checkpoint"),
     "no rule": (lambda: hypergradient(rule=None), ValueError, "rule: expected an update rule for the inner steps, got None.* steps=6`"),
     "a rule without steps": (lambda: from_outside(steps=None, method="cg"), ValueError, "steps: expected a number of inner steps with this rule"),

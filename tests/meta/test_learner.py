@@ -471,6 +471,7 @@ ERRORS = {
     "unknown rule": (make(rule="lion"), ValueError, "sgd, momentum, adam, adamw, rmsprop"),
     "rule that is none": (make(rule=lambda lr: lr), TypeError, "hoglib.meta.GradientTransformation"),
     "options of no name": (make(rule=hog.meta.adam, rule_options={"eps": 1}), ValueError, "functools.partial"),
+    "a rate for a rule": (make(rule=0.1), TypeError, r"a rule with its rate, got float 0\.1; for instance `rule=hoglib\.meta\.sgd"),
     "an optimizer of torch": (make(rule=torch.optim.SGD), TypeError, "SGD of torch.optim"),
     "no such option": (make(rule="adam", rule_options={"ep": 1}), ValueError, "betas, eps.*got 'ep'"),
     "half a rule": (make(rule=hog.meta.GradientTransformation(None, None)), TypeError, "rule: expected"),

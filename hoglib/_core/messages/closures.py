@@ -171,7 +171,7 @@ def generators(*values: Any) -> list[torch.Generator]:
     return [value for value in found if isinstance(value, torch.Generator)]
 
 
-def refuse(what: str, fn: Callable[..., Any]) -> list[torch.Generator]:
+def refuse(what: str, fn: Callable[..., Any], advice: str = "") -> list[torch.Generator]:
     """Raises if ``fn`` reaches a tensor or a module; otherwise returns the generators in reach."""
     is_object = not isinstance(fn, FunctionType | MethodType | partial)
     found = []
@@ -181,8 +181,8 @@ def refuse(what: str, fn: Callable[..., Any]) -> list[torch.Generator]:
             continue
         raise ArgumentValueError(
             f"{what}: expected a function that is given every tensor and module as an argument, got "
-            f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}); it would get no gradient, "
-            f"without an error. {_advise(what, fn, capture)}"
+            f"`{name_of(fn)}`, which {capture} ({_short(capture.value)}); backward would read it "
+            f"again, changed or not, and give it no gradient. {advice or _advise(what, fn, capture)}"
         )
     return found
 

@@ -201,10 +201,10 @@ def backend(name: str, value: object) -> str:
     return "inductor" if boolean(name, value) else ""
 
 
-def choice(what: str, value: object, options: Iterable[str]) -> str:
+def choice(what: str, value: object, options: Iterable[str], hint: str = "") -> str:
     known = list(options)
     if value not in known:
-        text = f"{what}: expected one of {', '.join(known)}; got {value!r}."
+        text = f"{what}: expected one of {', '.join(known)}; got {value!r}.{hint}"
         raise errors.ArgumentValueError(text)
     return str(value)
 
