@@ -129,14 +129,16 @@ class Policy(NamedTuple):
             find_blocks(self.remat, func)
 
 
-def check_option_names(caller: str, options: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_option_names(
+    caller: str, options: Mapping[str, Any], names: Sequence[str], advice: str = ""
+) -> None:
     """Raise for a keyword that is not among the names."""
     for key in options:
         if key not in names:
             known = dict.fromkeys((*entry_keywords(), *names))
             raise ArgumentTypeError(
                 f"{caller}: expected options among {', '.join(known)}, got {key!r}"
-                f"{validation.did_you_mean(key, known)}"
+                f"{validation.did_you_mean(key, known)}{advice}"
             )
 
 

@@ -90,7 +90,8 @@ def check_options(
     if not options:
         policy = Policy.of(name, options, torch.is_grad_enabled())
         return CheckedOptions(name, policy, validation.generator(generator))
-    check_option_names(name, options, OPTION_NAMES)
+    advice = " Pass further inputs of the function by position, after the points."
+    check_option_names(name, options, OPTION_NAMES, advice)
     of_function = {key: options[key] for key in options if key in problem.OPTION_NAMES}
     own = {key: options[key] for key in options if key not in of_function}
     # derivatives get a graph if the caller has gradients enabled

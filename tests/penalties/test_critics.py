@@ -219,6 +219,7 @@ REFUSED = {
     "a position that is not there": (lambda: penalties.r1(lambda x: (x.sum(1),) * 3, X, output=7), ValueError, "got 7, which a tuple of 3 does not have"),
     "an output of another kind": (lambda: penalties.r1(CRITIC, X, output=1.5), TypeError, "output: expected a position"),
     "an unknown option": (lambda: penalties.r1(CRITIC, X, reducton="sum"), TypeError, "did you mean 'reduction'"),
+    "a label by name": (lambda: penalties.r1(CRITIC, X, y=X), TypeError, "got 'y'. Pass further inputs of the function by position, after the points"),
     "an unknown keyword": (lambda: penalties.wgan_gp(CRITIC, X, X, onesided=True), TypeError, "did you mean 'one_sided'"),
     "an unknown reduction": (lambda: penalties.r1(CRITIC, X, reduction="max"), ValueError, "one of mean, sum, none"),
     "autocast as a word": (lambda: penalties.r1(CRITIC, X, autocast="off"), TypeError, "True or False"),

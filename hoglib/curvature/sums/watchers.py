@@ -442,7 +442,8 @@ class IgnoredLabels(Watcher):
                     f"got {min(ratios):.3g} to {max(ratios):.3g} elements of {name} that are not "
                     f"{IGNORED}. A mean over these labels, as cross_entropy's, is not that over the "
                     "data, because batches are weighted by their examples. Pass `batch_size=lambda "
-                    f"batch: ({name} != {IGNORED}).sum()`, or use `hoglib.language_model_loss`, which "
+                    f"batch: ({name}[:, 1:] != {IGNORED}).sum()` if the model shifts its labels "
+                    "(causal), without `[:, 1:]` if not, or use `hoglib.language_model_loss`, which "
                     "counts them; for a mean over examples pass `batch_size=` with their number."
                 )
                 return
@@ -538,8 +539,8 @@ class Splits(Watcher):
             f"{'processes' if parts.shared else 'micro_batch'}: expected a loss that is the "
             f"{'mean' if self._mean else 'sum'} over examples, got {whole:.8g} for a batch and "
             f"{pieces:.8g} from its pieces. BatchNorm in train mode mixes examples (call "
-            "model.eval()), a criterion may weight them (give the weight of a batch by "
-            "batch_size=), or its reduction is not that of the operator."
+            "model.eval()), a criterion may weight them (give the weight of a batch by batch_size=), "
+            "or couple them, as a ranking loss does, or its reduction is not that of the operator."
         )
 
 
