@@ -9,27 +9,31 @@ import contextlib
 import io
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
-from threading import Thread
+from threading import Thread, Timer, get_ident
 from typing import Any, NamedTuple
 
 import torch
 
-from hoglib._core.runtime.source_location import error_text
+from hoglib._core.runtime.source_location import error_text, user_line
 from hoglib.verification.report import Report
 
 START = 300.0  # seconds for a child to import torch and the user's file
+LATE = 0.9  # share of the time limit, after which the child says where it is
 
 
 class News(NamedTuple):
-    """News of one check: its report, or why there is none; if it has neither, the check has begun."""
+    """News of one check: its report, or why there is none; if it has neither, the check has begun, or
+    is late."""
 
     place: int  # index of the target
     label: str  # name of the check
     report: Report | None = None
     why: str = ""
+    late: str = ""  # the line that it is at, ", at file:line"
 
 
 Check = tuple[str, Callable[[], Report]]  # label, function that runs the check
@@ -91,7 +95,9 @@ def _of_child(make: Make, seed: int, at: News, limit: float) -> Iterator[News]:
     # not fork: a copy of this process would inherit locks held by threads that it does not have
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_run_child, args=(theirs, make, seed, at.place), daemon=True)
+    child = context.Process(
+        target=_run_child, args=(theirs, make, seed, at.place, limit), daemon=True
+    )
     child.start()
     # otherwise the pipe would stay open after the child's end
     theirs.close()
@@ -99,7 +105,8 @@ def _of_child(make: Make, seed: int, at: News, limit: float) -> Iterator[News]:
     try:
         while True:
             if not ours.poll(allowed):
-                yield at._replace(report=None, why=f"it did not return within {limit:g} seconds.")
+                why = f"it did not return within {limit:g} seconds{at.late}."
+                yield at._replace(report=None, why=why)
                 return
             try:
                 found: News | None = ours.recv()
@@ -110,8 +117,9 @@ def _of_child(make: Make, seed: int, at: News, limit: float) -> Iterator[News]:
             if found is None:
                 return
             # the child announces each check, so that the limit holds for a single check
-            at, allowed = found, limit
-            yield found
+            at, allowed = found, limit * (1 - LATE if found.late else 1)
+            if not found.late:
+                yield found
     finally:  # also at Ctrl-C
         assert child.pid is not None
         with contextlib.suppress(ProcessLookupError):  # no group yet, or no process left in it
@@ -129,7 +137,7 @@ def _describe_exit(code: int | None) -> str:
     return f"it ended the process with exit status {code}."
 
 
-def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
+def _run_child(to: Connection, make: Make, seed: int, start: int, limit: float) -> None:
     """The child: sends its results, and None at the end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent reports an interrupt
     generation = 0  # 1 in a process forked by a Function, 2 in a fork of that process
@@ -154,8 +162,17 @@ def _run_child(to: Connection, make: Make, seed: int, start: int) -> None:
             os._exit(0)
         to.send(found)
 
+    def tell_line(at: News, own: int = get_ident()) -> None:
+        to.send(at._replace(late=f", at {user_line(sys._current_frames()[own])}"))
+
+    late = Timer(limit, send)
     for found in run_here(make(), seed, start):
+        late.cancel()
         send(found)
+        late = Timer(LATE * limit, tell_line, [found])
+        late.daemon = True
+        late.start()
+    late.cancel()
     send(None)
 
 

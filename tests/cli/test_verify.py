@@ -321,7 +321,8 @@ def test_one_that_kills_or_never_returns_does_not_stop_the_others(write, capfd):
     out, err = capfd.readouterr()
     assert status == 1
     assert "Kills: it ended the process by SIG" in err
-    assert "Sleeps: it did not return within 5 seconds" in err
+    assert "Sleeps: it did not return within 5 seconds, at mine.py:" in err
+    assert "`time.sleep(1000)`." in err
     assert "Recurses.backward raised RecursionError" in out
     assert "Interrupts: KeyboardInterrupt" in err
     assert "Ends: BaseException: the end" in err
