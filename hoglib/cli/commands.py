@@ -126,15 +126,16 @@ def _problems(name: str, factory: Callable[[], Any], options: dict[str, Any]) ->
         yield label, partial(audit_loss, *one[1:], **options)
 
 
-def ops(*, markdown: bool) -> int:
+def ops(name: str, *, markdown: bool) -> int:
     """List the ops of hoglib.ops: the equation of each, and the orders of its derivatives.
 
       hoglib ops
+      hoglib ops softmax
       hoglib ops --markdown > ops.md
 
-    The second is the table of docs/ops.md: the names by their orders.
+    The last is the table of docs/ops.md: the names by their orders.
     """
-    print((op_markdown if markdown else op_text)(op_rows()))
+    print((op_markdown if markdown else op_text)([row for row in op_rows() if name in row[0]]))
     return RIGHT
 
 

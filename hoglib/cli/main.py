@@ -30,19 +30,29 @@ from hoglib.errors import HoglibError
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status: 0 all right, 1 something is wrong, 2 something did not
     run."""
-    parser, options_of = _make_parser()
+    parser, own = _make_parser()
     words = sys.argv[1:] if args is None else list(args)
     if not words:
         parser.print_help()
         return 2
+    if words[0] not in own and words[0][:1] != "-":
+        file = ".py" in words[0] or ":" in words[0]
+        hint = f"; did you mean `hoglib verify {words[0]}` or `hoglib audit {words[0]}`?"
+        parser.error(
+            f"expected one of the commands {', '.join(own)}, got {words[0]!r}"
+            f"{hint if file else did_you_mean(words[0], own)}"
+        )
     # parse_args would raise before the hint on how to name a Function of a file
     given, rest = parser.parse_known_args(words)
     if rest:
         target = getattr(given, "target", ":")
         hint = f"; name a Function of a file as {target}:{rest[0]}" if ":" not in target else ""
-        if rest[0][0] == "-":
-            hint = did_you_mean(rest[0], options_of[given.command]).rstrip(".")
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        if getattr(given, "inputs", ()):
+            hint = "; give one --input for each argument"
+        if rest[0][:1] == "-":
+            options = re.findall(r"--[a-z][-a-z]*", own[given.command].format_usage())
+            hint = did_you_mean(rest[0], options).rstrip(".")
+        own[given.command].error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
     options, leave = vars(given), os._exit
@@ -86,8 +96,8 @@ def _discard_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, list[str]]]:
-    """The parser, and the option names of each command."""
+def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and that of each command."""
     raw = argparse.RawDescriptionHelpFormatter
     description, _, examples = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -147,13 +157,14 @@ def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, list[str]]]:
         help="check what hoglib runs, inside of hoglib.second_order(), or torch as it is",
     )
     _add_common_arguments(audit, "a problem is")
-    _add_switch(command("ops", "list the ops"), "as the table of docs/ops.md", "--markdown")
+    ops = command("ops", "list the ops")
+    ops.add_argument("name", nargs="?", default="", help="only ops with this in their names")
+    _add_switch(ops, "as the table of docs/ops.md", "--markdown")
     env = command("env", "list versions, devices, and the torch calls that have stand-ins")
     check = command("check", "is this installation fine? in seconds; a minute at first")
     for one in (env, check):
         _add_switch(one, "print JSON", "--json")
-    usages = {name: one.format_usage() for name, one in subparsers.choices.items()}
-    return parser, {n: re.findall(r"--[a-z][-a-z]*", text) for n, text in usages.items()}
+    return parser, subparsers.choices
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser, made: str) -> None:

@@ -11,9 +11,11 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd import Function
 
 from hoglib._core.messages import validation
+from hoglib._core.messages.call_errors import binding_error
 from hoglib._core.runtime.source_location import error_text
 from hoglib.auditing.problem import PROBLEM
 from hoglib.errors import ArgumentTypeError, ArgumentValueError
@@ -43,7 +45,8 @@ def functions(target: str, inputs: Sequence[str]) -> tuple[list[Target], list[st
         if not inputs and not hasattr(fn, SAMPLES):
             raise ArgumentValueError(
                 f"{target}: expected inputs, got none; pass one --input for each argument, such as "
-                f'--input "randn(3, 4)", or give the Function a static method {SAMPLES}().'
+                f'--input "randn(3, 4)", or give the Function a static method {SAMPLES}(); for a '
+                "factory of a loss: `hoglib audit`."
             )
         own = (lambda: tuple(map(_evaluate, inputs))) if inputs else getattr(fn, SAMPLES)
         return [Target(name, fn, own)], []
@@ -102,10 +105,11 @@ def factories(target: str) -> dict[str, Callable[[], Any]]:
     path, _, name = target.partition(":")
     if name:
         factory = object_of(target, "target")
-        if not callable(factory):
+        call = factory.forward if isinstance(factory, nn.Module) else factory
+        if not callable(call) or isinstance(call, type) or binding_error(call, ()):
             raise ArgumentTypeError(
                 f"{target}: expected a function without arguments that returns {PROBLEM}, got "
-                f"{validation.describe(factory)}."
+                f"{validation.describe(factory)}; for a custom Function: `hoglib verify`."
             )
         return {name: factory}
     if not path.endswith(".py"):
@@ -121,7 +125,8 @@ def factories(target: str) -> dict[str, Callable[[], Any]]:
     if not found:
         raise ArgumentValueError(
             f"{path}: expected a function {FACTORY}() that returns {PROBLEM}, or several whose names "
-            f"start with {FACTORY}, got none; write one, or name another factory: {path}:name."
+            f"start with {FACTORY}, got none; write one, or name another factory: {path}:name; "
+            "for custom Functions: `hoglib verify`."
         )
     return found
 

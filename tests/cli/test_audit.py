@@ -90,6 +90,7 @@ def takes(x):
 
 
 number = 3
+model = nn.Tanh()
 """
 
 
@@ -202,9 +203,11 @@ def test_what_a_factory_prints_is_not_in_the_json_and_a_loss_not_repeated(write,
 NOT_RUN = {
     "a directory": ((".",), "second_order_problem . | xargs -n 1 hoglib audit"),
     "a bare module": (("mine",), "expected package.module:factory or path/to/file.py, got 'mine'"),
-    "a file without problems": (("mine.py",), "expected a function second_order_problem()"),
-    "no function": (("mine:number",), "expected a function without arguments that returns (loss, params, batch), got int 3"),
-    "a function with arguments": (("mine:takes",), "missing 1 required positional argument: 'x'"),
+    "a file without problems": (("mine.py",), "expected a function second_order_problem() that returns (loss, params, batch), or several whose names start with second_order_problem, got none; write one, or name another factory: mine.py:name; for custom Functions: `hoglib verify`"),
+    "no function": (("mine:number",), "expected a function without arguments that returns (loss, params, batch), got int 3; for a custom Function: `hoglib verify`"),
+    "a function with arguments": (("mine:takes",), "expected a function without arguments that returns (loss, params, batch), got function"),
+    "a module": (("mine:model",), "expected a function without arguments that returns (loss, params, batch), got Tanh"),
+    "a Function": (("mine:Detached",), "for a custom Function: `hoglib verify`"),
     "a function that exits": (("mine:exits",), "SystemExit"),
     "no problem": (("mine:nothing",), "nothing(): expected (loss, params, batch)"),
     "an unknown route": (("mine:loud", "--routes", "sideways"), "routes: expected some of"),

@@ -220,6 +220,7 @@ NOT_RUN = {
     "an input that exits": (("mine:Good", "--input", "exit(0)"), "SystemExit"),
     "a class": (("mine.py:Thing",), "name an instance of it"),
     "no inputs": (("torch:sin",), "expected inputs, got none"),
+    "a factory": (("mine.py:second_order_problem",), "for a factory of a loss: `hoglib audit`"),
     "a file without Functions": (("empty.py",), "expected at least one Function"),
     "a file that does not parse": (("broken.py",), "the import failed: SyntaxError"),
     "an unknown mode": (("mine:Good", "--modes", "xy"), "modes: expected some of"),
@@ -230,7 +231,7 @@ NOT_RUN = {
 
 @pytest.mark.parametrize("case", NOT_RUN)
 def test_not_run(write, capsys, case):
-    write(GOOD, "\n\nclass Thing:\n    pass\n")
+    write(GOOD, "\n\nclass Thing:\n    pass\n\n\ndef second_order_problem():\n    pass\n")
     write("x = 1\n", name="empty.py")
     write("import sys\n\nsys.exit(0)\n", name="exits.py")
     write("def (\n", name="broken.py")
@@ -249,6 +250,18 @@ def test_a_bad_option(capsys):
     with pytest.raises(SystemExit):
         main(["verify", "mine.py", "Good"])
     assert "name a Function of a file as mine.py:Good" in capsys.readouterr().err
+    for words, said in (
+        (("verify", "mine:F", "--input", "randn(3)", "randn(4)"), ("usage: hoglib verify", "randn(4); give one --input for each argument")),
+        (("verfy", "mine.py"), ("usage: hoglib [-h]", "got 'verfy'; did you mean 'verify'?")),
+        (("mine.py",), ("did you mean `hoglib verify mine.py` or `hoglib audit mine.py`?",)),
+        (("mine:F",), ("did you mean `hoglib verify mine:F` or",)),
+        (("ops", "--markdwn"), ("usage: hoglib ops", "did you mean '--markdown'?")),
+        (("",), ("got ''",)),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(words)
+        err = capsys.readouterr().err
+        assert all(one in err for one in said), err
     assert main(["verify", "mine.py", "--time-limit", "-1"]) == 2
     with pytest.raises(SystemExit):
         main(["verify", "mine.py", "--seed", "9" * 30])

@@ -47,6 +47,8 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert [line[start:] for line in lines] == [orders for _, orders in ROWS.values()]
     assert main(["ops", "--markdown"]) == 0
     assert capsys.readouterr().out == op_markdown(op_rows()) + "\n"
+    assert main(["ops", "cdist"]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["cdist"]
     with pytest.raises(SystemExit) as stopped:
         main(["opps"])
     assert stopped.value.code == 2
