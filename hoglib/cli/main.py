@@ -50,8 +50,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if getattr(given, "inputs", ()):
             hint = "; give one --input for each argument"
         if rest[0][:1] == "-":
-            options = re.findall(r"--[a-z][-a-z]*", own[given.command].format_usage())
-            hint = did_you_mean(rest[0], options).rstrip(".")
+            known = re.findall(r"--[a-z][-a-z]*", own[given.command].format_usage())
+            hint = did_you_mean(rest[0], known).rstrip(".")
         own[given.command].error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode
