@@ -508,9 +508,7 @@ def _compare_derivatives(
     if wrong_first and not _stops_gradient(subject):
         row = wrong_first[0]
         which = row.name.removeprefix("layout: ") if row.name.startswith("layout") else ""
-        text = row.text.replace(
-            "pass surrogate=True, or ", ""
-        )  # that is an option of `verify` alone
+        text = row.text.replace("pass surrogate=True, or ", "")  # an option of `verify` alone
         text = f"the first derivative of {name} is wrong{which and f' for {which}'}: {text}"
         return Verdict("wrong", text)
     unclear = [row.text.split(". ")[0] for row in second if row.status == "warn"]
