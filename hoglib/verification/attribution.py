@@ -625,7 +625,7 @@ class _RuleReport(NamedTuple):
             advice = FIXES["escape"]
         elif "not implemented" in message or "formula" in message:
             advice = FIXES["kernel"]
-        elif "tuple index" in message:
+        elif "tuple index" in message and "needs_input_grad[" in text:
             advice = (
                 "ctx.needs_input_grad has one entry for each argument that was passed: pass arguments "
                 "with defaults, too."
