@@ -53,9 +53,16 @@ def distances(rows: int) -> Run:
     return lambda: hog.hvp(lambda x: torch.cdist(x, x).square().sum(), x, x)
 
 
-def vocabulary(rows: int) -> Run:
-    h, W, t = torch.randn(rows, 64), torch.randn(8192, 64), torch.randint(8192, (rows,))
-    return lambda: hog.hvp(lambda p: hog.ops.linear_cross_entropy(p[0], p[1], t), (h, W), (h, W))
+def training(steps: int) -> Run:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    x, call = torch.randn(512, 64), torch.func.functional_call
+
+    def inner(params: Any, weights: Tensor) -> Tensor:
+        return weights @ (call(model, params, (x,)) - x.flip(0)).square().mean(1) / 512
+
+    given = inner, inner, hog.trainable_params(model), torch.ones(512)
+    options: Any = {"rule": hog.meta.adam(1e-3), "steps": steps, "memory": "remat"}
+    return lambda: hog.meta.hypergradient(*given, **options)
 
 
 def maml(steps: int) -> Run:
@@ -71,7 +78,7 @@ CASES: dict[str, tuple[Callable[[int], Run], int]] = {
     "attention": (attention, 4096),
     "remat, 32 blocks": (blocks, 512),
     "cdist": (distances, 1024),
-    "vocabulary": (vocabulary, 512),
+    "hypergradient, remat": (training, 50),
     "MAML, store": (maml, 5),
 }
 
