@@ -1,10 +1,12 @@
 """Where one process ends inside a call that several make together, the others raise, and none waits for
 the timeout of their group."""
 
+import contextlib
 import functools
 import json
 import os
 import signal
+import threading
 import time
 from functools import partial
 
@@ -146,7 +148,7 @@ def test_the_others_end_where_one_is_killed_in_a_backward(tmp_path):
     found, _ = found_by_each(one_is_killed, tmp_path, 2)
     kind, words = found["one"]
     assert kind == "DistributedError"
-    assert "got one that ended" in words
+    assert "no answer from process 1: it ended" in words
     assert TIMED_OUT not in words
 
 
@@ -187,6 +189,12 @@ def taken(rows):
     return tuple(x[rows] for x in data())
 
 
+def no_call(*_, **__):
+    """As code that fails before the call."""
+    time.sleep(2 * SECONDS)
+    raise_error()
+
+
 def plain():
     torch.manual_seed(0)
     return nn.Sequential(Layer(5), Layer(5)).double()
@@ -200,14 +208,16 @@ ENDS = {
         "no batches": (scores_of, {"train": []}, NONE),
         "another option": (product_with, {"reduction": "all"}, "in process 1: ArgumentValueError: reduction"),
         "an interrupt": (product_with, {"act": sends(signal.SIGINT)}, "in process 1: KeyboardInterrupt"),
-        "late": (product_with, {"act": lambda: time.sleep(2 * SECONDS)}, "timeout of the"),
-        "killed": (product_with, {"act": sends(signal.SIGKILL)}, "expected all 3 processes to make the same calls"),
+        "late": (product_with, {"act": lambda: time.sleep(2 * SECONDS)}, "no answer from process 1 within the timeout"),
+        "no call": (product_with, {"instead": no_call}, "no answer from process 1 within the timeout"),
+        "killed": (product_with, {"act": sends(signal.SIGKILL)}, "to make the same calls, got no answer from process 1: it ended"),
     },
     PARAMETERS: {
         "no batches": (scores_of, {"train": []}, NONE),
+        "no call": (product_with, {"instead": no_call}, "no answer from process 1 within the timeout"),
         "an error": (product_with, {"act": raise_time_out}, "in process 1: RuntimeError: DataLoader timed out"),
         "an interrupt": (product_with, {"act": sends(signal.SIGINT)}, "in process 1: KeyboardInterrupt"),
-        "killed": (product_with, {"act": sends(signal.SIGKILL)}, "expected all 3 processes to make the same calls"),
+        "killed": (product_with, {"act": sends(signal.SIGKILL)}, "to make the same calls, got no answer from process 1: it ended"),
     },
 }  # fmt: skip
 
@@ -236,7 +246,7 @@ def goes_on(shared, rank, folder, found):
         new_group(folder, name, SECONDS)
         net = plain() if shared == DATA else fully_shard(plain())
         mine = options | (otherwise if rank == 1 else {})
-        first = ended(call, net, slice(rank, 6, 3), **mine)
+        first = ended(mine.pop("instead", call), net, slice(rank, 6, 3), **mine)
         then = [ended(call, net, slice(6 + rank, None, 3), **options) for _ in range(2)]
         of_all = call(plain(), slice(6, None))
         found[name] = first, then, of_all[rank::3] if call is scores_of else of_all
@@ -265,3 +275,40 @@ def test_no_process_goes_on_with_a_call_that_ended_otherwise_in_another(shared, 
                 assert later[0] == "DistributedError" or torch.allclose(
                     torch.tensor(later), torch.tensor(of_all), rtol=1e-6
                 ), (name, rank, later, of_all)
+
+
+def in_threads(shared, rank, folder, found):
+    """Two threads of a process make calls of the same kind on other data, in another order in each."""
+    from torch.distributed.fsdp import fully_shard
+
+    new_group(folder, "threads", SECONDS)
+    options = {"processes": "sharded"} if shared == DATA else {}
+    nets = [plain() if shared == DATA else fully_shard(plain()) for _ in range(2)]
+    calls, both = {}, threading.Barrier(2)
+
+    def work(i):
+        act = partial(both.wait, SECONDS)  # the second never gets there, and the first goes on
+        rows = slice(6 * i + rank, 6 * i + 6, 2)
+        calls[i] = ended(product_with, nets[i], rows, functools.partial(suppressed, act), **options)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in ((0, 1), (1, 0))[rank]]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    (folder / f"{rank}.json").write_text(json.dumps([calls[0], calls[1]]))
+    end()
+
+
+def suppressed(act):
+    with contextlib.suppress(threading.BrokenBarrierError):
+        act()
+
+
+@pytest.mark.parametrize("shared", ENDS)
+def test_two_threads_make_no_calls_together(shared, tmp_path):
+    for found in found_by_those_left(partial(in_threads, shared), tmp_path, 2):
+        for (kind, text), _ in found:
+            assert kind == "DistributedError", found
+            assert "one call at a time that processes make together, got HessianOperator" in text

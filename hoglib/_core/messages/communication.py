@@ -9,19 +9,24 @@ If an exception leaves such a call in one process, all other processes still wai
   the text when their own message fails.
 - At its next call, the failed process waits until every process has ended the failed call. After the
   group's timeout it raises instead, so messages of different calls are never paired.
-- An error of the backend (gloo, NCCL) becomes a DistributedError; this process then sends no message.
+- An error of the backend (gloo, NCCL) becomes a DistributedError, which names the processes that have
+  not ended the call as well; this process then sends no message.
+- Messages pair by their order, so a call in a second thread raises, and the running one at its end.
 """
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from hoglib._core.runtime.ambient import logical_thread
 from hoglib._core.torch_api import pytree
 from hoglib._core.torch_api.pytree import Tree
 from hoglib.errors import DistributedError, HoglibError
@@ -29,6 +34,8 @@ from hoglib.errors import DistributedError, HoglibError
 LONGEST = 500  # characters of an error that other processes quote
 ANEW = "start all of them again, or destroy_process_group() and init_process_group() in each"
 LOST = "!"  # prefix of an error text: the writer sends no further message
+ALONE = "!!"  # and it has no error of another process to quote
+GRACE = timedelta(seconds=1)  # for other processes to notice that a call failed
 
 Ranks = tuple[int, ...]  # the processes that make a call together
 
@@ -50,8 +57,19 @@ _FAILURES: WeakKeyDictionary[Any, _Failures] = WeakKeyDictionary()  # default gr
 # Ranks -> number of failed calls in this process. A new group does not reset the number: torchrun's
 # store outlives a group.
 _FAILED: Counter[Ranks] = Counter()
-# The running call, for all threads: collectives pair by order, so two threads must not call at once.
-_RUNNING: list[str] = []
+
+
+@final
+@dataclass
+class _Call:
+    """A running call. other: A call that another thread began meanwhile."""
+
+    caller: str
+    thread: int
+    other: str = ""
+
+
+_RUNNING: WeakKeyDictionary[Any, _Call] = WeakKeyDictionary()  # default group -> the running call
 
 
 def _store() -> Any:
@@ -70,9 +88,11 @@ def _check(caller: str) -> None:
     while failures.open and not failures.lost:
         failures.lost = _wait(failures.open.pop())
     if failures.lost:
-        raise DistributedError(
-            f"{caller}: expected processes that make the same calls, got an earlier call that "
-            f"failed: {failures.lost.rstrip('.')}; {ANEW}."
+        raise _told(
+            DistributedError(
+                f"{caller}: expected processes that make the same calls, got an earlier call that "
+                f"failed: {failures.lost.rstrip('.')}; {ANEW}."
+            )
         )
 
 
@@ -84,33 +104,59 @@ def _wait(ranks: Ranks) -> str:
         ended = [_store().get(key).decode() for key in keys]
     except RuntimeError:
         return "the others did not end the call that ended here by an error"
-    return next((words.removeprefix(LOST) for words in ended if words.startswith(LOST)), "")
+    return next((words.lstrip(LOST) for words in ended if words.startswith(LOST)), "")
 
 
 def _end(error: BaseException, ranks: Ranks, words: str) -> None:
     """Write into the store that this process ended the call, and the error's text."""
-    error.__hoglib_told__ = True  # type: ignore[attr-defined]
+    _told(error)
     failures = _FAILURES.setdefault(dist.group.WORLD, _Failures())
     failures.open.add(ranks)
     if words.startswith(LOST):
-        failures.lost = words.removeprefix(LOST)
+        failures.lost = words.lstrip(LOST)
     _FAILED[ranks] += 1
     with suppress(Exception):  # the process that holds the store may have ended
         _store().set(_key(ranks, _FAILED[ranks], dist.get_rank()), words)
 
 
+def _told(error: BaseException) -> BaseException:
+    """Mark an error that `tell` leaves out: it is told, or its call sends no message."""
+    error.__hoglib_told__ = True  # type: ignore[attr-defined]
+    return error
+
+
+def _ended(ranks: Ranks, number: int) -> dict[int, str]:
+    """What each other process that ended call `number` has written; raises if the store is lost."""
+    keys = {rank: _key(ranks, number, rank) for rank in ranks if rank != dist.get_rank()}
+    return {rank: _store().get(key).decode() for rank, key in keys.items() if _store().check([key])}
+
+
 def _words(ranks: Ranks) -> str:
     """The error text of another process that ended the running call, or ""."""
     with suppress(Exception):
-        for rank in ranks:
-            key = _key(ranks, _FAILED[ranks] + 1, rank)
-            if rank != dist.get_rank() and _store().check([key]):
-                words = _store().get(key).decode()
-                if words.startswith(LOST):
-                    return words.removeprefix(LOST)
-                if words:
-                    return f"process {rank}: {words}"
+        for rank, words in _ended(ranks, _FAILED[ranks] + 1).items():
+            if words and not words.startswith(ALONE):
+                return words[1:] if words.startswith(LOST) else f"process {rank}: {words}"
     return ""
+
+
+def _absent(ranks: Ranks, timed_out: bool) -> str:
+    """For messages: the processes that do not end the call that failed here."""
+    who = "one"
+    with suppress(Exception):  # the process that holds the store may have ended
+        with suppress(RuntimeError):
+            _store().wait([_key(ranks, _FAILED[ranks], rank) for rank in ranks], GRACE)
+        ended = _ended(ranks, _FAILED[ranks])
+        absent = [str(rank) for rank in ranks if rank not in ended and rank != dist.get_rank()]
+        if not absent:
+            return next(iter(ended.values())).lstrip(LOST)
+        who = f"process {' and '.join(absent)}"
+    if timed_out:
+        return (
+            f"no answer from {who} within the timeout of their group: it ended, waits elsewhere, or "
+            "takes longer than timeout= allows"
+        )
+    return f"no answer from {who}: it ended, as where it is killed or interrupted, or made another call"
 
 
 def _ranks(mesh: Any) -> Ranks:
@@ -143,22 +189,47 @@ def timeout() -> Any:
 @contextmanager
 def together(caller: str, mesh: Any = None) -> Iterator[None]:
     """Mark a call that all processes of a mesh (by default of the group) make. Does nothing inside
-    another `together`."""
-    if _RUNNING:
+    another `together`; raises in another thread."""
+    if not shares_messages():
         yield
         return
-    if _FAILED:
-        _check(caller)
-    _RUNNING.append(caller)
-    try:
+    group, mine = dist.group.WORLD, _Call(caller, logical_thread())
+    running = _RUNNING.setdefault(group, mine)  # of two threads that begin, one finds the other's
+    if running is not mine:
+        _check_thread(running, mine)
         yield
-    except BaseException as error:
-        _RUNNING.clear()  # before the error is handled
-        translate(caller, error, mesh)
-        tell(error, mesh)
-        raise
+        return
+    try:
+        if _FAILED:
+            _check(caller)
+        try:
+            yield
+            if mine.other:
+                said = _two_threads(caller, mine.other)
+                _end(said, _ranks(mesh), str(said))
+                raise said
+        except BaseException as error:
+            translate(caller, error, mesh)
+            tell(error, mesh)
+            raise
     finally:
-        _RUNNING.clear()
+        del _RUNNING[group]
+
+
+def _check_thread(running: _Call, mine: _Call) -> None:
+    """Raise for a call in another thread than the running one, which raises at its end, too."""
+    # autograd's worker threads, which Python did not start, run nodes of the running call
+    workers = isinstance(threading.current_thread(), threading._DummyThread)
+    if running.thread != mine.thread and not workers:
+        running.other = mine.caller
+        raise _told(_two_threads(mine.caller, running.caller))  # the running call tells it
+
+
+def _two_threads(caller: str, other: str) -> DistributedError:
+    return DistributedError(
+        f"{caller}: expected one call at a time that processes make together, got {other} in another "
+        "thread. Messages pair by their order, which threads change: make these calls in one thread."
+    )
 
 
 def tell(error: BaseException, mesh: Any = None) -> None:
@@ -196,24 +267,14 @@ def translate(caller: str, error: BaseException, mesh: Any = None) -> None:
         return
     text = str(error)
     ranks, (first, *_) = _ranks(mesh), text.splitlines()
-    words, ended = _words(ranks), ""
-    if words:
-        got = f"an error in {words.rstrip('.')}. Correct it there, and {ANEW}"
-    elif "imed out" in text or "imeout" in text:
-        ended = "waited longer than the timeout of the group"
-        got = (
-            "one that took no part within the timeout of their group: it ended, waits elsewhere, or "
-            f"takes longer than timeout= allows; look at the output of the others, and {ANEW}"
-        )
-    else:
-        ended = "lost the connection to a process, which ended"
-        got = (
-            "one that ended, as a process that is killed or interrupted does, or made another call; "
-            f"look at the output of the others, and {ANEW}"
-        )
+    words, timed_out = _words(ranks), "imed out" in text or "imeout" in text
+    why = "waited longer than the timeout of the group" if timed_out else "lost a connection"
+    mine = f"{ALONE}process {dist.get_rank()}: {caller} {why}"
+    _end(error, ranks, LOST + words if words else mine)
+    got = f"an error in {words.rstrip('.')}" if words else _absent(ranks, timed_out)
+    advice = "correct it there" if words else "look at the output of each"
     said = DistributedError(
-        f"{caller}: expected all {len(ranks)} processes to make the same calls, got {got}. "
-        f"(torch says: {first[:200]})"
+        f"{caller}: expected all {len(ranks)} processes to make the same calls, got {got}; {advice}, "
+        f"and {ANEW}. (torch says: {first[:200]})"
     )
-    _end(said, ranks, LOST + (words or f"process {dist.get_rank()}: {caller} {ended}"))
-    raise said from error
+    raise _told(said) from error
