@@ -1,5 +1,7 @@
 """``python -m experiments {list,fit,validate,test,verify,spectrum}``"""
 
+import os
+import signal
 import sys
 
 
@@ -9,23 +11,11 @@ def main(args: list[str] | None = None) -> int:
     Args:
         args: The words after ``python -m experiments``. Default: those of the process.
     Returns:
-        The exit status, as that of `experiments.command.cli.main`; 2 where a package is not installed.
+        The exit status, as that of `experiments.command.cli.main`; 2 where a package is not installed;
+        141 where the reader of its output has ended.
     """
-    words = sys.argv[1:] if args is None else args
-    if words[:1] == ["list"]:
-        if words[1:]:
-            print(
-                f"error: list takes no words after it, got {' '.join(words[1:])}", file=sys.stderr
-            )
-            return 2
-        from experiments.configs import table
-
-        print(table())
-        return 0
     try:
-        from experiments.command.cli import main as run
-
-        return run(args)
+        return _run(sys.argv[1:] if args is None else args)
     except ModuleNotFoundError as error:
         needed = (error.name or str(error)).split(".")[0]
         print(
@@ -34,6 +24,24 @@ def main(args: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered is written at the end
+        print("\nerror: the reader of the output has ended, and so has the run.", file=sys.stderr)
+        return 128 + signal.SIGPIPE
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] != ["list"]:
+        from experiments.command.cli import main as run
+
+        return run(words)
+    if words[1:]:
+        print(f"error: list takes no words after it, got {' '.join(words[1:])}", file=sys.stderr)
+        return 2
+    from experiments.configs import table
+
+    print(table(), flush=True)
+    return 0
 
 
 if __name__ == "__main__":

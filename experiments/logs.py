@@ -4,6 +4,8 @@ Configs name the class path of the logger, as do those saved beside checkpoints.
 """
 
 import csv
+import os
+import shutil
 import sys
 from functools import partial
 from itertools import pairwise
@@ -43,10 +45,33 @@ class Rows(ExperimentWriter):
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         if self.kept is not None:
-            Path(self.metrics_file_path).unlink(missing_ok=True)
-            self.metrics, self.kept = self.kept, None
+            self.metrics = self.kept
             self.save()
+            if not self.kept:
+                Path(self.metrics_file_path).unlink(missing_ok=True)
+            self.kept = None
         super().log_metrics(metrics_dict, step)
+
+    def save(self) -> None:
+        """Lightning's, to a file that replaces the one before when it is complete: a new column and a
+        resumed run write all rows again, and a full disk would lose them."""
+        if not self.metrics:
+            return
+        file, keys = Path(self.metrics_file_path), [*self.metrics_keys]
+        part = file.with_suffix(".part")
+        self.metrics_file_path = str(part)
+        try:
+            part.unlink(missing_ok=True)  # of a run that was killed
+            if self.kept is None and file.exists():
+                shutil.copyfile(file, part)
+            super().save()
+            os.replace(part, file)
+        except BaseException:
+            self.metrics_keys = keys
+            part.unlink(missing_ok=True)
+            raise
+        finally:
+            self.metrics_file_path = str(file)
 
 
 class RunLogger(CSVLogger):
@@ -165,7 +190,16 @@ def curves(folder: Path) -> dict[str, Points]:
 
 
 def _rows(file: Path) -> list[dict[str, str]]:
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    if lines and not lines[-1].endswith("\n"):  # of a process that was killed
-        print(f"{file}: the last row has no end, and is left out: {lines.pop()!r}", file=sys.stderr)
-    return list(csv.DictReader(lines))
+    try:  # an editor may begin it with a mark of its encoding
+        lines = file.read_text("utf-8-sig").splitlines(keepends=True) if file.exists() else []
+        if lines and not lines[-1].endswith("\n"):  # of a process that was killed
+            left_out = f"the last row has no end, and is left out: {lines.pop()!r}"
+            print(f"{file}: {left_out}", file=sys.stderr)
+        rows = list(csv.DictReader(lines))
+        [int(row["step"]) for row in rows]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ArgumentValueError(
+            f"{METRICS}: expected rows with the numbers of their steps, got {file}, which cannot "
+            f"be read as such ({error}); write it back, or move it elsewhere to go on without its rows."
+        ) from error
+    return rows

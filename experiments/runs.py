@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from errno import EACCES
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from zipfile import BadZipFile, ZipFile, is_zipfile
@@ -60,6 +61,8 @@ def signals_that_end() -> list[signal.Signals]:
 def lock(folder: Path) -> None:
     """Raise where another process writes in a run's folder; none can until LOCKS is closed, or this
     process ends."""
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(EACCES, os.strerror(EACCES), str(folder))
     handle = os.open(folder, os.O_RDONLY)
     LOCKS.callback(os.close, handle)
     try:
@@ -78,7 +81,7 @@ def write_report(folder: Path, table: str, *pictures: Picture) -> None:
     if not is_rank_zero():
         return
     file = folder / TABLE
-    file.write_text(table + "\n")
+    file.write_text(table + "\n", encoding="utf-8")  # whatever the terminal has
     print(f"\n{table}", flush=True)
     print(f"\nSaved {', '.join(map(str, (file, *(picture.save() for picture in pictures))))}")
 
@@ -94,8 +97,13 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     if _version(folder) is None or not is_rank_zero():
         return []
     files = folder.absolute().parents[1].glob(f"*/version_*/{SUMMARY}")
-    newest_first = sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True)
-    return [json.loads(file.read_text()) for file in newest_first]
+    found = []
+    for file in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+        try:
+            found.append(dict(json.loads(file.read_text())))
+        except (OSError, ValueError, TypeError) as error:  # of a run that was killed
+            print(f"{file}: no summary of a run, and is left out ({error})", file=sys.stderr)
+    return found
 
 
 def newest_results(folder: Path, own: Result) -> list[Result]:
@@ -145,7 +153,8 @@ def load_checkpoint(checkpoint: Path) -> dict[str, Any]:
         if damaged is not None:
             raise BadZipFile(f"the checksum of {damaged} is wrong")
         content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        content["global_step"], content["state_dict"]
+        content["global_step"], content["pytorch-lightning_version"], logged_steps(content)
+        content["state_dict"].items(), dict(content.get(CONFIG, {}))
     except Exception as error:
         reason = error if isinstance(error, BadZipFile) else type(error).__name__
         raise ArgumentValueError(

@@ -108,7 +108,7 @@ class LastCheckpoint(Checkpoint):
         self._restore_handlers()
         if isinstance(trainer.logger, RunLogger) and trainer.is_global_zero:
             trainer.logger.discard()
-        if self._saved_step is not None and trainer.is_global_zero:
+        if self.path is not None and self.path.exists() and trainer.is_global_zero:
             print(
                 f"\nThe state of step {self._saved_step} is in {self.path}; "
                 f"resume it with: {command('fit', '--ckpt_path', self.path)}",

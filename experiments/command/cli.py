@@ -26,7 +26,13 @@ from experiments.checks import at_least
 from experiments.command.checkpoint import LastCheckpoint
 from experiments.command.errors import CommandError, causes, user_error
 from experiments.command.messages import shorten_parser_error
-from experiments.command.options import TRAINED, check_options, check_resumed, with_saved_config
+from experiments.command.options import (
+    TRAINED,
+    check_keys,
+    check_options,
+    check_resumed,
+    with_saved_config,
+)
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
 from experiments.configs import with_full_configs
@@ -58,7 +64,9 @@ def main(args: list[str] | None = None) -> int:
         args: The words after ``python -m experiments``. Default: those of the process.
     Returns:
         The exit status: 0; 1 where ``verify`` found a wrong derivative; 2 for an error of the user's;
-        129, 130, 143 after SIGHUP, Ctrl-C, SIGTERM; 141 where the reader of its output has ended.
+        129, 130, 143 after SIGHUP, Ctrl-C, SIGTERM.
+    Raises:
+        BrokenPipeError: Where the reader of its output has ended.
     """
     silence_dependencies()
     if isinstance(sys.stdout, TextIOWrapper):
@@ -89,11 +97,7 @@ def run(args: list[str]) -> int:
         raise
     except Exception as error:
         if any(isinstance(cause, BrokenPipeError) for cause in causes(error)):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered is written at the end
-            print(
-                "\nerror: the reader of the output has ended, and so has the run.", file=sys.stderr
-            )
-            return 128 + signal.SIGPIPE
+            raise BrokenPipeError from error
         message = user_error(error)
         if message is None:
             raise
@@ -121,6 +125,14 @@ class Parser(LightningArgumentParser):
             raise CommandError(str(error).replace("<unicode string>", str(path))) from error
         except UnicodeDecodeError as error:
             raise CommandError(f"config: {path} is no text: {error}") from error
+
+    def parse_string(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with suppress(yaml.YAMLError):  # which is told by the parser
+                check_keys(yaml.compose([*args, *kwargs.values()][0]))
+        except RecursionError as error:
+            raise CommandError("config: expected no part that holds itself, got one.") from error
+        return super().parse_string(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         commands = [a.choices.values() for a in self._actions if isinstance(a.choices, dict)]

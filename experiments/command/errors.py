@@ -1,17 +1,15 @@
 """Which errors are the user's, and what is said of them."""
 
 from collections.abc import Iterator
-from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EROFS
 from pathlib import Path
 from traceback import walk_tb
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from experiments.shared.processes import LOST, lost_process
 from hoglib.errors import HoglibError
-
-CANNOT_WRITE = (ENOSPC, EDQUOT, EACCES, EROFS, ENOENT, ENOTDIR)
 
 
 class CommandError(HoglibError):
@@ -36,10 +34,15 @@ def _message(cause: BaseException) -> str | None:
     of_a_logger = isinstance(cause, ModuleNotFoundError) and "Requirement" in text
     if isinstance(cause, HoglibError | MisconfigurationException) or of_a_logger:
         return text
-    if isinstance(cause, OSError) and cause.errno in CANNOT_WRITE:
+    if isinstance(cause, OSError) and cause.errno:
         return (
-            f"expected to write in the run's folder, got {cause}. Free some space, or choose another "
-            "folder with --trainer.logger.save_dir."
+            f"expected to read and write files of the run, got {cause}. Free some space, or choose "
+            "another folder with --trainer.logger.save_dir."
+        )
+    if isinstance(cause, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return (
+            f"expected memory for the run, got none ({text or 'MemoryError'}). Give it more, or "
+            "smaller batches. If there is a checkpoint, resume it with --ckpt_path last."
         )
     if "Error(s) in loading state_dict" in text:
         return (

@@ -6,6 +6,8 @@ from importlib import import_module
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+import yaml  # type: ignore[import-untyped] # comes with jsonargparse, its stubs do not
+
 from experiments import runs
 from experiments.checks import at_least
 from experiments.command.errors import CommandError
@@ -24,6 +26,18 @@ def named(config: Any, parts: Iterable[str]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{part}.{name.removeprefix('init_args.')}", x) for name, x in inner)
         else:
             yield part, value
+
+
+def check_keys(node: Any) -> None:
+    """Raise for a part of a config that has a key twice: YAML takes the last without a word."""
+    keys = set()
+    for part in node.value if isinstance(node, yaml.CollectionNode) else ():
+        key, value = part if isinstance(node, yaml.MappingNode) else (None, part)
+        if key is not None and key.value in keys:
+            line = f'line {key.start_mark.line + 1} of "{key.start_mark.name}"'
+            raise CommandError(f"config: expected {key.value} once, got it again in {line}.")
+        keys.add(key and str(key.value))
+        check_keys(value)
 
 
 def check_options(given: dict[str, Any]) -> None:

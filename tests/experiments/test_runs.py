@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +34,7 @@ from tests.experiments.command import (
     smoke,
 )
 from tests.long_tail import FULL, all_but
+from tests.rows import rows
 
 pytestmark = COMMAND_LINE
 OF_EVERY_RUN = {"config.yaml", "last.ckpt", "metrics.csv", "table.txt"}
@@ -353,6 +355,51 @@ def test_a_bit_that_flipped_in_a_checkpoint_is_found(trained, capsys):
     for command in ("fit", "test", "spectrum"):
         assert run(command, "--ckpt_path", last) == 2
         assert f"the checksum of {first.filename} is wrong" in capsys.readouterr().err
+
+
+def rewritten(**parts):
+    def change(last):
+        content = torch.load(last, weights_only=True)
+        torch.save({k: v for k, v in {**content, **parts}.items() if v is not None}, last)
+
+    return change
+
+
+def linked(last):
+    last.unlink()
+    last.symlink_to(last.name)
+
+
+def emptied(last):
+    last.unlink()
+    last.mkdir()
+
+
+DAMAGED = {  # last.ckpt, and the refusal
+    "nothing in it": (lambda last: last.write_bytes(b""), "cannot be read as one"),
+    "cut off": (lambda last: os.truncate(last, 5000), "cannot be read as one"),
+    "a list": (lambda last: torch.save([1], last), "cannot be read as one"),
+    "no position": (rewritten(loops=None), "cannot be read as one"),
+    "no version": (rewritten(**{"pytorch-lightning_version": None}), "cannot be read as one"),
+    "parameters in a list": (rewritten(state_dict=[1]), "cannot be read as one"),
+    "options that are none": (rewritten(**{"config.yaml": "text"}), "cannot be read as one"),
+    "a folder": (emptied, "where there is none"),
+    "a link to itself": (linked, "where there is none"),
+}
+
+
+@rows("how", DAMAGED)
+def test_a_damaged_checkpoint_is_refused(how, trained, capsys):
+    shutil.rmtree("runs", ignore_errors=True)
+    config, _, folder = smoke("maml/sinusoid")
+    trained(config)
+    change, message = DAMAGED[how]
+    change(folder() / "last.ckpt")
+    before = contents(folder())
+    for command in ("fit", "test"):
+        assert run(command, "--config", config, "--ckpt_path", folder() / "last.ckpt") == 2
+        assert re.search(f"^error: checkpoint: .*{message}", capsys.readouterr().err, re.M)
+        assert contents(folder()) == before
 
 
 def test_a_run_that_begins_anew_in_a_folder_is_no_resumed_one(tmp_path):

@@ -1,8 +1,11 @@
 """The sinusoid experiment end to end: smoke runs, resume, test, Ctrl-C, bad input."""
 
+import csv
+import locale
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +22,7 @@ from experiments.__main__ import main
 from experiments.few_shot.maml import JointRegression, MAMLRegression
 from experiments.few_shot.sinusoid import sample_waves
 from experiments.few_shot.table import summarize_errors
+from experiments.logs import Rows
 from experiments.shared.learners import errors_after
 from tests.experiments.command import (
     COMMAND_LINE,
@@ -30,6 +34,7 @@ from tests.experiments.command import (
     run,
     smoke,
 )
+from tests.rows import rows
 
 SMOKE, fit, folder = smoke("maml/sinusoid")
 JOINT = smoke("maml/sinusoid_joint")
@@ -95,11 +100,13 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_goes_on(
     assert_same_run(folder(root="my runs"), folder(root="whole"))
 
 
-def test_an_output_that_nobody_reads():
+@pytest.mark.parametrize("command", ["fit", "list"])
+def test_an_output_that_nobody_reads(command):
     reads, writes = os.pipe()
     os.close(reads)
-    words = [sys.executable, "-m", "experiments", "fit", "--config", SMOKE]
-    words += ["--trainer.default_root_dir", Path.cwd()]
+    words = [sys.executable, "-m", "experiments", command]
+    if command == "fit":
+        words += ["--config", SMOKE, "--trainer.default_root_dir", Path.cwd()]
     done = subprocess.run(words, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE, text=True)
     os.close(writes)
     assert done.returncode == 141
@@ -149,6 +156,128 @@ def test_a_row_without_its_end_is_dropped(trained, capsys):
         assert metrics(folder())[:-1] == rows[:-1] or end == b"epo"
 
 
+EDITED = {  # metrics.csv, by which command, and the refusal
+    "a mark of the encoding": ("fit", lambda rows: b"\xef\xbb\xbf" + rows, None),
+    "the rows deleted": ("fit", lambda rows: b"", None),
+    "another encoding": ("fit", lambda rows: rows.decode().encode("utf-16"), "codec can't decode"),
+    "a step that is no number": ("test", lambda rows: rows + b"x,y,z\n", "invalid literal for int"),
+    "a row cut in the middle": ("fit", lambda rows: rows.replace(b"\n", b"\n0\n", 1), "NoneType"),
+}
+
+
+@rows("how", EDITED)
+def test_an_edited_file_of_rows(how, trained, capsys):
+    shutil.rmtree("runs", ignore_errors=True)
+    trained(SMOKE)
+    command, change, message = EDITED[how]
+    file = folder() / "metrics.csv"
+    before = metrics(folder())
+    file.write_bytes(change(file.read_bytes()))
+    given = file.read_bytes()
+    status = run(command, "--ckpt_path", folder() / "last.ckpt", *LONGER[: 2 * (command == "fit")])
+    if message is None:
+        assert status == 0
+        assert "step" in metrics(folder())[0]
+        assert not given or metrics(folder())[0]["epoch"] == before[0]["epoch"]
+        assert {"epoch", "step"} <= {*metrics(folder())[0]} <= {*before[0]}
+    else:
+        assert status == 2
+        assert re.search(
+            f"expected rows with the numbers of their steps.*{message}", capsys.readouterr().err
+        )
+        assert file.read_bytes() == given
+
+
+LONGER = "--trainer.max_epochs", "2"
+
+
+def test_a_full_disk_loses_no_row(tmp_path, monkeypatch):
+    """Of a run with a new column, and of one that is resumed."""
+    file, write = tmp_path / "metrics.csv", csv.DictWriter.writerows
+
+    def full(self, rows):
+        write(self, [*rows][:1])
+        raise OSError(28, "No space left on device")
+
+    for kept in (None, [{"step": 0, "a": 1}, {"step": 1, "a": 2}]):
+        writer = Rows(str(tmp_path), kept)
+        for step in (0, 1):
+            writer.log_metrics({"a": step + 1}, step)
+        if kept is None:
+            writer.save()
+        before = file.read_bytes()
+        writer.log_metrics({"b": 3}, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(csv.DictWriter, "writerows", full)
+            with pytest.raises(OSError, match="No space"):
+                writer.save()
+        assert file.read_bytes() == before
+        writer.save()
+        assert metrics(tmp_path)[-1] == {"step": "2", "a": "", "b": "3"}
+        assert [*tmp_path.iterdir()] == [file]
+
+
+def test_a_table_is_written_whatever_the_terminal_has(tmp_path):
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        runs.write_report(tmp_path, "1 ± 2")
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert (tmp_path / "table.txt").read_text("utf-8") == "1 ± 2\n"
+
+
+def test_a_damaged_summary_of_another_run_is_left_out(tmp_path, capsys):
+    for version, text in enumerate(('{"a": 1}', '{"a": ', "[1]", "")):
+        (tmp_path / f"x/version_{version}").mkdir(parents=True)
+        (tmp_path / f"x/version_{version}/summary.json").write_text(text)
+    assert runs.summaries(tmp_path / "x/version_0") == [{"a": 1}]
+    assert capsys.readouterr().err.count("no summary of a run, and is left out") == 3
+
+
+def no_memory(self):
+    raise MemoryError
+
+
+def no_memory_of_torch(self):
+    torch.empty(10**15)
+
+
+def folder_deleted(self):
+    shutil.rmtree(folder())
+
+
+def broken_disk(self):
+    raise OSError(5, "Input/output error", "metrics.csv")
+
+
+ENDED = {  # what happens after the first checkpoint, what is told, and whether the checkpoint is left
+    "no memory": (no_memory, "expected memory for the run, got none", True),
+    "no memory for a tensor": (no_memory_of_torch, "expected memory for the run, got none", True),
+    "a broken disk": (broken_disk, "Input/output error", True),
+    "a deleted folder": (folder_deleted, "No such file or directory", False),
+}
+
+
+@rows("how", ENDED)
+def test_what_ends_a_run_is_told_in_a_sentence(how, capsys, monkeypatch):
+    shutil.rmtree("runs", ignore_errors=True)
+    act, message, left = ENDED[how]
+    honest = MAMLRegression.training_step
+
+    def step(self, batch, batch_idx):
+        if self.trainer.global_step == 12:
+            act(self)
+        return honest(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MAMLRegression, "training_step", step)
+        assert run("fit", "--config", SMOKE) == 2
+    printed, errors = capsys.readouterr()
+    assert re.search(f"^error: .*{message}", errors, re.M)
+    assert ("resume it with" in printed) == left == (folder() / "last.ckpt").exists()
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(capsys, monkeypatch):
     save = __import__("lightning.pytorch").pytorch.Trainer.save_checkpoint
 
@@ -165,6 +294,15 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(capsys, monke
     assert "step 10 is intact" in error
     assert checkpoint(folder())["global_step"] == 10
     assert not list(folder().glob("*.part"))
+
+
+def test_a_run_in_a_folder_that_is_read_only(trained, capsys, monkeypatch):
+    trained(SMOKE)
+    access = os.access  # which allows root everything
+    read_only = lambda path, mode: access(path, mode) and (path, mode) != (folder(), os.W_OK)  # noqa: E731
+    monkeypatch.setattr("os.access", read_only)
+    assert run("fit", "--ckpt_path", folder() / "last.ckpt", *LONGER) == 2
+    assert re.search("Permission denied: '.*version_0'", capsys.readouterr().err)
 
 
 def test_a_folder_that_cannot_be_written(capsys):
@@ -184,6 +322,8 @@ BAD = {
     "unknown part of a config": (["--config", "trianer: {devices: 1}"], "'trianer.devices'. did you mean 'trainer'"),
     "unknown key in a config": (["--config", "trainer: {max_epoch: 1}"], "did you mean 'trainer.max_epochs'"),
     "unknown key of a class": (["--config", "data: {class_path: experiments.few_shot.SinusoidTasks, init_arg: {shots: 1}}"], "did you mean 'init_args'"),
+    "a key twice": (["--config", "data: {init_args: {shots: 1, tasks: 2, shots: 3}}"], "expected shots once, got it again in line 1"),
+    "a config that holds itself": (["--config", "data: &data {init_args: *data}"], "part that holds itself"),
     "unknown class": (["--model", "experiments.few_shot.MAMLRegresion"], "did you mean 'MAMLRegression'"),
     "unknown package": (["--model", "experiments.fewshot.MAMLRegression"], "did you mean 'few_shot'"),
     "a config that is no YAML": (["--config", str(ROOT / "Makefile")], r"Makefile\", line \d+"),
