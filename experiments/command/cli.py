@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import yaml  # type: ignore[import-untyped] # comes with jsonargparse, its stubs do not
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -31,6 +32,7 @@ from experiments.command.options import (
     check_keys,
     check_options,
     check_resumed,
+    check_same,
     with_saved_config,
 )
 from experiments.command.progress import FitAndTestBar
@@ -149,6 +151,10 @@ class SaveConfig(SaveConfigCallback):
         pass
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.world_size > 1:  # those of torchrun each have a command line
+            every: list[Any] = [None] * trainer.world_size
+            dist.all_gather_object(every, self._trained)
+            check_same(every)
         super().setup(trainer, pl_module, "fit")
 
     def on_save_checkpoint(

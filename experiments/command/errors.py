@@ -34,7 +34,7 @@ def _message(cause: BaseException) -> str | None:
     of_a_logger = isinstance(cause, ModuleNotFoundError) and "Requirement" in text
     if isinstance(cause, HoglibError | MisconfigurationException) or of_a_logger:
         return text
-    if isinstance(cause, OSError) and cause.errno:
+    if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ConnectionError):
         return (
             f"expected to read and write files of the run, got {cause}. Free some space, or choose "
             "another folder with --trainer.logger.save_dir."

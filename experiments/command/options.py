@@ -80,6 +80,18 @@ def check_resumed(saved: dict[str, Any], given: dict[str, Any]) -> None:
         )
 
 
+def check_same(every: list[Any]) -> None:
+    """Raise in all processes where the options of model, data and seed differ between them."""
+    first, *others = (dict(named(config, TRAINED)) for config in every)
+    for rank, other in enumerate(others, 1):
+        for name, value in other.items():
+            if value != first.get(name):
+                raise CommandError(
+                    f"{name}: expected the same in all processes, got {value} in process {rank} and "
+                    f"{first.get(name)} in process 0; give all the same options."
+                )
+
+
 def with_saved_config(words: list[str]) -> list[str]:
     """A command line, with the config beside the checkpoint that it names where it names none."""
     options = [word.partition("=")[0] for word in words]

@@ -77,11 +77,23 @@ def test_two_processes_train_together(name, tmp_path):
     assert checkpoint(found)["global_step"] == EXPERIMENTS[name].steps
 
 
-def in_a_process(name, rank, folder, found):
+def in_a_process(name, rank, folder, found, *options):
     os.chdir(folder)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found["status"] = run("fit", "--config", smoke(name).config, *TWO)
-    found["printed"] = printed.getvalue()
+    printed, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+        found["status"] = run("fit", "--config", smoke(name).config, *TWO, *options)
+    found |= {"printed": printed.getvalue(), "errors": errors.getvalue()}
+
+
+def shorter(rank, folder, found):
+    in_a_process("gan/mixture", rank, folder, found, "--data.iterations", 20 - 10 * rank)
+
+
+def test_processes_with_other_options_end_before_they_train(tmp_path):
+    for found in found_by_each(shorter, tmp_path):
+        assert found["status"] == 2
+        told = "error: data.iterations: expected the same in all processes, got 10 in process 1 and 20 in"
+        assert told in found["errors"]
 
 
 def test_ctrl_c_in_one_process_ends_both_after_the_same_step(tmp_path):
