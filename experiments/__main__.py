@@ -24,6 +24,8 @@ def main(args: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except KeyboardInterrupt:  # while torch is imported
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is buffered is written at the end
         print("\nerror: the reader of the output has ended, and so has the run.", file=sys.stderr)

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,3 +97,8 @@ def test_a_package_that_is_not_installed_is_named(monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "lightning is not installed" in error
     assert "pip install '.[experiments]'" in error
+
+
+def test_ctrl_c_while_packages_are_imported_ends_with_its_status(monkeypatch):
+    monkeypatch.setattr("experiments.__main__._run", Mock(side_effect=KeyboardInterrupt))
+    assert main(["fit"]) == 130
