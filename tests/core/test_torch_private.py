@@ -28,6 +28,7 @@ OTHERS = {
     "_make",
     "_getframe",
     "_DummyThread",
+    "_current_frames",
     "_batches_that_stepped",
 }
 
