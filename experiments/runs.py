@@ -7,10 +7,11 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from errno import EACCES
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from zipfile import BadZipFile, ZipFile, is_zipfile
 
@@ -56,6 +57,22 @@ def signals_that_end() -> list[signal.Signals]:
     """The signals after which a run ends with a checkpoint, Ctrl-C first; `nohup` ignores SIGHUP."""
     closed = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGINT, signal.SIGTERM, *closed]
+
+
+@contextmanager
+def handled_by(
+    handler: Callable[[int, FrameType | None], None], signals: list[signal.Signals]
+) -> Iterator[dict[int, Any]]:
+    """Handle signals by a function; gives the handlers before, which are put back at the end."""
+    previous: dict[int, Any] = {}
+    with suppress(ValueError):  # signals can only be handled in the main thread
+        for signum in signals:
+            previous[signum] = signal.signal(signum, handler)
+    try:
+        yield previous
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
 
 
 def lock(folder: Path) -> None:

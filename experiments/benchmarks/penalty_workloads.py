@@ -5,16 +5,8 @@ from functools import partial
 import torch
 
 import hoglib as hog
-from experiments.benchmarks import critics_in_jax
-from experiments.benchmarks.critic_steps import (
-    Loss,
-    steps,
-    with_r1,
-    with_r1_by_hand,
-    with_r1_in_pieces,
-    with_wgan_gp,
-    with_wgan_gp_by_hand,
-)
+from experiments.benchmarks import critic_steps, critics_in_jax
+from experiments.benchmarks.critic_steps import Loss, steps
 from experiments.benchmarks.critics import CRITICS, critics
 from experiments.benchmarks.workload import Method, Workload
 
@@ -47,14 +39,14 @@ WORKLOADS = {
     "r1": step_of_critic(
         "a critic's step: loss, R1, and the gradient by all parameters",
         quick=("small", "MLP", "CNN"),
-        methods=ways("r1", with_r1_by_hand, with_r1)
+        methods=ways("r1", critic_steps.with_r1_by_hand, critic_steps.with_r1)
         | {
             "hoglib.penalties.r1, micro_batch": Method(
-                steps(with_r1_in_pieces), ours=True, truth="r1"
+                steps(critic_steps.with_r1_in_pieces), ours=True, truth="r1"
             ),
             # not of a penalty that draws points: inductor draws other ones
             "torch.compile of hoglib.penalties.r1": Method(
-                steps(with_r1, partial(torch.compile, fullgraph=True)),
+                steps(critic_steps.with_r1, partial(torch.compile, fullgraph=True)),
                 ours=True,
                 truth="r1",
                 compiled=True,
@@ -65,7 +57,7 @@ WORKLOADS = {
     "wgan_gp": step_of_critic(
         "a critic's step: Wasserstein loss, WGAN-GP, and the gradient by all parameters",
         quick=("small", "MLP"),
-        methods=ways("wgan_gp", with_wgan_gp_by_hand, with_wgan_gp),
+        methods=ways("wgan_gp", critic_steps.with_wgan_gp_by_hand, critic_steps.with_wgan_gp),
         brief="critic's step with WGAN-GP",
     ),
 }

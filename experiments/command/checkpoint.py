@@ -2,7 +2,7 @@
 
 import os
 import signal
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -11,16 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from experiments import runs
 from experiments.checks import at_least
 from experiments.logs import RunLogger
-from experiments.runs import (
-    LAST,
-    command,
-    is_rank_zero,
-    logged_steps,
-    run_folder,
-    signals_that_end,
-)
 from hoglib.errors import OutputError
 
 
@@ -45,13 +38,12 @@ class LastCheckpoint(Checkpoint):
         self._resumed = 0
         self._saved_step: int | None = None
         self._step_before = 0
-        self._previous_handlers: dict[int, Any] = {}
+        self._handlers = ExitStack()  # of signals, while the run is trained
 
     def on_fit_start(self, *_: Any, **__: Any) -> None:
         self.interrupted, self._stopping = 0, False
-        with suppress(ValueError):  # signals can only be handled in the main thread
-            for signum in signals_that_end():
-                self._previous_handlers[signum] = signal.signal(signum, self._on_interrupt)
+        handled = runs.handled_by(self._on_interrupt, runs.signals_that_end())
+        self._previous_handlers = self._handlers.enter_context(handled)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._stopping and self._saved_step == trainer.global_step:
@@ -75,7 +67,8 @@ class LastCheckpoint(Checkpoint):
             return  # gradients are being accumulated: no optimizer stepped
         # With several optimizers a batch takes several steps, and may step over the multiple.
         due = step // self.every > self._step_before // self.every
-        if self._stopping or trainer.should_stop or due or self._is_last(trainer):
+        last = trainer.is_last_batch or 0 < trainer.max_steps <= step
+        if self._stopping or trainer.should_stop or due or last:
             self._save(trainer, step)
 
     def _interrupted_anywhere(self, trainer: pl.Trainer) -> bool:
@@ -84,7 +77,7 @@ class LastCheckpoint(Checkpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._resumed = logged_steps(checkpoint) if "loops" in checkpoint else 0
+        self._resumed = runs.logged_steps(checkpoint) if "loops" in checkpoint else 0
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Where no step was left to train, Lightning does not complete the counts of the last one, with
@@ -98,25 +91,22 @@ class LastCheckpoint(Checkpoint):
         if self._interrupted_anywhere(trainer):
             raise KeyboardInterrupt(self.interrupted or signal.SIGINT)
 
-    def _is_last(self, trainer: pl.Trainer) -> bool:
-        return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step
-
     def teardown(self, *_: Any, **__: Any) -> None:
-        self._restore_handlers()
+        self._handlers.close()
 
     def on_exception(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        self._restore_handlers()
+        self._handlers.close()
         if isinstance(trainer.logger, RunLogger) and trainer.is_global_zero:
             trainer.logger.discard()
         if self.path is not None and self.path.exists() and trainer.is_global_zero:
             print(
                 f"\nThe state of step {self._saved_step} is in {self.path}; "
-                f"resume it with: {command('fit', '--ckpt_path', self.path)}",
+                f"resume it with: {runs.command('fit', '--ckpt_path', self.path)}",
                 flush=True,
             )
 
     def _save(self, trainer: pl.Trainer, step: int) -> None:
-        self.path = run_folder(trainer) / LAST
+        self.path = runs.run_folder(trainer) / runs.LAST
         part = self.path.with_suffix(".part")
         try:
             trainer.save_checkpoint(part)
@@ -136,13 +126,9 @@ class LastCheckpoint(Checkpoint):
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, self._previous_handlers[signal.SIGINT])
-        if not self.interrupted and is_rank_zero():  # `timeout` sends SIGTERM twice
+        if not self.interrupted and runs.is_rank_zero():  # `timeout` sends SIGTERM twice
             print("\nStopping after this step; Ctrl-C stops at once.", flush=True)
         self.interrupted = self.interrupted or signum
-
-    def _restore_handlers(self) -> None:
-        while self._previous_handlers:
-            signal.signal(*self._previous_handlers.popitem())
 
 
 def _validates(trainer: pl.Trainer) -> bool:

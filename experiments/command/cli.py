@@ -5,8 +5,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cached_property
 from io import TextIOWrapper
 from pathlib import Path
@@ -24,30 +23,15 @@ from lightning.pytorch.loggers import Logger
 
 from experiments import runs
 from experiments.checks import at_least
+from experiments.command import options
 from experiments.command.checkpoint import LastCheckpoint
 from experiments.command.errors import CommandError, causes, user_error
 from experiments.command.messages import shorten_parser_error
-from experiments.command.options import (
-    TRAINED,
-    check_keys,
-    check_options,
-    check_resumed,
-    check_same,
-    with_saved_config,
-)
 from experiments.command.progress import FitAndTestBar
 from experiments.command.trainer import Trainer
 from experiments.configs import with_full_configs
 from experiments.logs import PictureLogger, RunLogger
-from experiments.shared.processes import (
-    LOST,
-    ProcessSeeds,
-    ProcessWatch,
-    check_processes,
-    choose_strategy,
-    leave_processes,
-    tells_of_lost_process,
-)
+from experiments.shared import processes
 from hoglib.lightning import RNGState
 
 DESCRIPTION = (
@@ -73,14 +57,14 @@ def main(args: list[str] | None = None) -> int:
     silence_dependencies()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an ASCII terminal is no reason to end a run
-    with ends_by_signals(), runs.LOCKS:
+    with runs.handled_by(stop, runs.signals_that_end()[1:]), runs.LOCKS:
         return run(sys.argv[1:] if args is None else args)
 
 
 def run(args: list[str]) -> int:
     """Run a command; its exit status."""
     try:
-        words = with_saved_config(with_full_configs(args))
+        words = options.with_saved_config(with_full_configs(args))
         command = with_one_command(words)(
             args=words,
             trainer_class=Trainer,
@@ -103,14 +87,15 @@ def run(args: list[str]) -> int:
         message = user_error(error)
         if message is None:
             raise
-        if message != LOST or tells_of_lost_process():
+        if message != processes.LOST or processes.tells_of_lost_process():
             print(f"\nerror: {message}", file=sys.stderr)
-        if message == LOST:  # threads that still wait for that process would abort an exit
+        if message == processes.LOST:
+            # threads that still wait for that process would abort an exit
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(2)
         return 2
-    leave_processes()
+    processes.leave_processes()
     return command.trainer.status
 
 
@@ -131,7 +116,7 @@ class Parser(LightningArgumentParser):
     def parse_string(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with suppress(yaml.YAMLError):  # which is told by the parser
-                check_keys(yaml.compose([*args, *kwargs.values()][0]))
+                options.check_keys(yaml.compose([*args, *kwargs.values()][0]))
         except RecursionError as error:
             raise CommandError("config: expected no part that holds itself, got one.") from error
         return super().parse_string(*args, **kwargs)
@@ -139,8 +124,8 @@ class Parser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         commands = [a.choices.values() for a in self._actions if isinstance(a.choices, dict)]
         parsers = [self, *(parser for choices in commands for parser in choices)]
-        options = [a.dest for parser in parsers for a in parser._actions if a.dest != "help"]
-        raise CommandError(shorten_parser_error(message, options)) from ex
+        known = [a.dest for parser in parsers for a in parser._actions if a.dest != "help"]
+        raise CommandError(shorten_parser_error(message, known)) from ex
 
 
 class SaveConfig(SaveConfigCallback):
@@ -154,7 +139,7 @@ class SaveConfig(SaveConfigCallback):
         if trainer.world_size > 1:  # those of torchrun each have a command line
             every: list[Any] = [None] * trainer.world_size
             dist.all_gather_object(every, self._trained)
-            check_same(every)
+            options.check_same(every)
         super().setup(trainer, pl_module, "fit")
 
     def on_save_checkpoint(
@@ -164,13 +149,7 @@ class SaveConfig(SaveConfigCallback):
 
     @cached_property
     def _trained(self) -> dict[str, Any]:
-        return trained_with(self.parser.dump(self.config))
-
-
-def trained_with(config: str) -> dict[str, Any]:
-    """The options of a training that stay the same where it is resumed."""
-    options = yaml.safe_load(config)
-    return {name: options.get(name) for name in TRAINED}
+        return options.trained_with(self.parser.dump(self.config))
 
 
 class ExperimentCLI(LightningCLI):
@@ -184,19 +163,18 @@ class ExperimentCLI(LightningCLI):
         return {**kept, "verify": FILLED_IN, "spectrum": FILLED_IN}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, kind, default, text in (
-            ("num_threads", int | None, None, "torch threads; 1 is best for small networks. Default: "
-             "torch's own choice."),
-            ("checkpoint_every", int, 1000, "optimizer steps between two checkpoints."),
-            ("test_after_fit", bool, True, "whether a fit ends with the test, its table and its "
-             "pictures."),
-        ):  # fmt: skip
-            parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        add = parser.add_argument
+        threads = "torch threads; 1 is best for small networks. Default: torch's own choice."
+        add("--num_threads", type=int | None, default=None, help=threads)
+        every = "optimizer steps between two checkpoints."
+        add("--checkpoint_every", type=int, default=1000, help=every)
+        end = "whether a fit ends with the test, its table and its pictures."
+        add("--test_after_fit", type=bool, default=True, help=end)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         super().parse_arguments(parser, args)
         given = self.config[self.config["subcommand"]]
-        check_options(given.as_dict())
+        options.check_options(given.as_dict())
         if given.get("ckpt_path") not in (None, "last"):
             # Lightning reads it next, and its errors are harder to read
             runs.load_checkpoint(runs.find_checkpoint(given["ckpt_path"]))
@@ -210,7 +188,7 @@ class ExperimentCLI(LightningCLI):
         settings = self._get(self.config_init, "trainer")
         saved_every = at_least("checkpoint_every", self._get(self.config, "checkpoint_every"), 1)
         at_least("accumulate_grad_batches", settings.get("accumulate_grad_batches", 1), 1)
-        settings["strategy"] = choose_strategy(settings.get("strategy"), self.model)
+        settings["strategy"] = processes.choose_strategy(settings.get("strategy"), self.model)
         if isinstance(every := settings.get("val_check_interval"), int):
             # a run that is shorter than the interval is validated at its end
             end = getattr(self.datamodule, "iterations", None) or every
@@ -219,8 +197,9 @@ class ExperimentCLI(LightningCLI):
             settings["logger"] = self._loggers(given, settings.get("default_root_dir"))
         if settings.get("fast_dev_run") and settings.get("default_root_dir") is None:
             settings["default_root_dir"] = mkdtemp()  # without a logger there is no run's folder
-        last, more = LastCheckpoint(saved_every), settings.get("callbacks") or []
-        own = [ProcessWatch(), ProcessSeeds(), RNGState(), last, PictureLogger()]
+        more = settings.get("callbacks") or []
+        own = [processes.ProcessWatch(), processes.ProcessSeeds(), RNGState()]
+        own += [LastCheckpoint(saved_every), PictureLogger()]
         own += [FitAndTestBar()] if settings.get("enable_progress_bar") is not False else []
         settings["callbacks"] = [*own, *(more if isinstance(more, list) else [more])]
         try:
@@ -236,8 +215,8 @@ class ExperimentCLI(LightningCLI):
         loggers = given if isinstance(given, list) else [given]
         own = [x for x in loggers if isinstance(x, RunLogger)]
         if not own:
-            options: Any = self._get(self.config, "trainer").logger
-            name = options.init_args.get("name") if isinstance(given, Logger) else None
+            config: Any = self._get(self.config, "trainer").logger
+            name = config.init_args.get("name") if isinstance(given, Logger) else None
             own = [RunLogger(name or "run")]
         if root is not None:
             own[0].use_root(str(root))
@@ -245,25 +224,25 @@ class ExperimentCLI(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Resolve the checkpoint, and continue in the folder of the run that it belongs to."""
-        check_processes(self.trainer, self.model)
-        options, fitting = self.config_init[self.subcommand], self.subcommand == "fit"
+        processes.check_processes(self.trainer, self.model)
+        settings, fitting = self.config_init[self.subcommand], self.subcommand == "fit"
         # Checkpoints hold tensors and plain values only, so loading one never runs foreign code.
-        options["weights_only"] = True
+        settings["weights_only"] = True
         if self.subcommand == "test":
-            options["verbose"] = False  # the experiment prints its own table
+            settings["verbose"] = False  # the experiment prints its own table
         newest = None if self.subcommand in ("fit", "verify") else "last"
-        path = options.get("ckpt_path") or newest
+        path = settings.get("ckpt_path") or newest
         logger = self.trainer.logger if isinstance(self.trainer.logger, RunLogger) else None
         folder = None
         if path is not None:
             if logger is not None and path == "last":
                 path = Path(logger.save_dir or "") / str(logger.name)
             checkpoint = runs.find_checkpoint(path)
-            options["ckpt_path"], folder = str(checkpoint), runs.version_folder(checkpoint)
+            settings["ckpt_path"], folder = str(checkpoint), runs.version_folder(checkpoint)
             content = runs.load_checkpoint(checkpoint)
             if fitting and runs.CONFIG in content:
-                given = trained_with(self._parser("fit").dump(self.config["fit"]))
-                check_resumed(content[runs.CONFIG], given)
+                given = options.trained_with(self._parser("fit").dump(self.config["fit"]))
+                options.check_resumed(content[runs.CONFIG], given)
         if logger is not None and folder is not None:
             logger.resume(folder, runs.logged_steps(content) if fitting else None)
         elif logger is not None and self.subcommand != "verify":
@@ -286,24 +265,11 @@ def with_one_command(words: list[str]) -> type[ExperimentCLI]:
     return type("OneCommand", (ExperimentCLI,), {"subcommands": only})
 
 
-@contextmanager
-def ends_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt: of the scheduler that preempts a run, a
-    container's stop, a terminal that is closed (unless `nohup` ignores it)."""
-
-    def stop(signum: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signum, signal.SIG_IGN)  # the cleanup is not interrupted
-        raise KeyboardInterrupt(signum)
-
-    previous = {}
-    with suppress(ValueError):  # signals can only be handled in the main thread
-        for signum in runs.signals_that_end()[1:]:
-            previous[signum] = signal.signal(signum, stop)
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+def stop(signum: int, frame: FrameType | None) -> NoReturn:
+    """Handle SIGTERM and SIGHUP as Ctrl-C: of the scheduler that preempts a run, a container's stop, a
+    terminal that is closed (unless `nohup` ignores it)."""
+    signal.signal(signum, signal.SIG_IGN)  # the cleanup is not interrupted
+    raise KeyboardInterrupt(signum)
 
 
 def silence_dependencies() -> None:

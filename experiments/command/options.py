@@ -66,6 +66,12 @@ def _refuse_null(part: str, given: Any) -> None:
                 raise ArgumentValueError(f"{part}.{name}: expected {expected}, got null.")
 
 
+def trained_with(config: str) -> dict[str, Any]:
+    """The options of a training that stay the same where it is resumed."""
+    options = yaml.safe_load(config)
+    return {name: options.get(name) for name in TRAINED}
+
+
 def check_resumed(saved: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise for options of model, data and seed that are not those of the run that is resumed."""
     before, now = (dict(named(config, TRAINED)) for config in (saved, given))
