@@ -10,7 +10,6 @@ unrolled steps, and medians of milliseconds. Peers solve the adjoint to their de
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from statistics import median
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from torch import Tensor
 
 import hoglib as hog
 from experiments.benchmarks.timing import once, program, relative_error
-from experiments.benchmarks.workload import Call
+from experiments.benchmarks.workload import Call, peer
 
 TIGHT, MOST = 1e-13, 400
 SOLVERS: tuple[Literal["anderson", "iteration"], ...] = ("anderson", "iteration")
@@ -60,7 +59,7 @@ class Problem:
 
 
 def by_torchopt(problem: Problem) -> Iterator[tuple[str, Call, Call]]:
-    torchopt: Any = import_module("torchopt")
+    torchopt: Any = peer("torchopt")
     linear = torchopt.linear_solve.solve_normal_cg
     for name, solve in (("", linear()), (", to 1e-13", linear(rtol=TIGHT, maxiter=500))):
         custom_root = torchopt.diff.implicit.custom_root(problem.residual, argnums=1, solve=solve)
@@ -70,7 +69,7 @@ def by_torchopt(problem: Problem) -> Iterator[tuple[str, Call, Call]]:
 
 def by_jaxopt(problem: Problem) -> Iterator[tuple[str, Call, Call]]:
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    jax, jnp, jaxopt = map(import_module, ("jax", "jax.numpy", "jaxopt"))
+    jax, jnp, jaxopt = map(peer, ("jax", "jax.numpy", "jaxopt"))
     jax.config.update("jax_enable_x64", True)
     given = problem.W.detach(), problem.V, problem.z0, problem.shift
     W, V, z0, shift = (jnp.asarray(x.numpy()) for x in given)

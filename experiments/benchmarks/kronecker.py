@@ -75,18 +75,14 @@ def factors_by_hand(problem: Problem, kind: str) -> Callable[[], list[tuple[Tens
             a = a.reshape(-1, a.shape[-1])
             a = torch.cat([a, a.new_ones(len(a), 1)], 1)
             A.append(a.T @ a / len(a))
-        G: list[Tensor] = []
+        outputs = [out for _, _, out in calls]
+        G: list[Any] = [0.0] * len(outputs)
         for column in columns(logits, problem.y, kind):
-            outputs = [out for _, _, out in calls]
             grads = torch.autograd.grad(logits, outputs, column, retain_graph=True)
             for i, g in enumerate(grads):
                 rows = g.movedim(1, -1) if g.dim() == 4 else g
                 rows = rows.reshape(-1, rows.shape[-1])
-                square = rows.T @ rows / len(logits)
-                if i == len(G):
-                    G.append(square)
-                else:
-                    G[i] += square
+                G[i] += rows.T @ rows / len(logits)
         return list(zip(A, G, strict=True))
 
     return run

@@ -3,18 +3,14 @@
 import json
 import sys
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.benchmarks.method_check import (
-    References,
-    Row,
-    check_method,
-    run_through,
-    vectors_of,
-)
+from experiments.benchmarks.method_check import References, Row, check_method, vectors_of
 from experiments.benchmarks.timing import beside, quartiles, single_threaded
 from experiments.benchmarks.workload import Call, Workload
 from experiments.benchmarks.workloads import WORKLOADS
@@ -70,6 +66,18 @@ def measure(
             ratios = [a / b for a, b in zip(each[name], each[best], strict=True)]
             rows[name]["beside"] = {"name": best, **quartiles(ratios)}
     return {"seconds": quartiles(units), "repeats": len(units)}, rows
+
+
+def run_through(call: Call, count: int) -> Call:
+    """To the end, without keeping the products of an iterator."""
+
+    def run() -> None:
+        result = call()
+        if isinstance(result, Iterator):
+            for _ in islice(result, count):
+                pass
+
+    return run
 
 
 def result(

@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -112,15 +110,3 @@ def vectors_of(method: Method, workload: Workload) -> int:
     if not workload.per_vector:
         return 1
     return FEW if method.few else workload.vectors
-
-
-def run_through(call: Call, count: int) -> Call:
-    """To the end, without keeping the products of an iterator."""
-
-    def run() -> None:
-        result = call()
-        if isinstance(result, Iterator):
-            for _ in islice(result, count):
-                pass
-
-    return run

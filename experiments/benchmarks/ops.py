@@ -6,7 +6,6 @@ operations. The second is a first- and a second-order step of a network of `line
 `softmax_cross_entropy` beside the composites, with the memory that the graph holds.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -163,11 +162,8 @@ def held_bytes(loss: Callable[..., Tensor], weights: list[Tensor], x: Tensor) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        kept = torch.autograd.grad(loss(weights, x), weights, create_graph=True)
-    total = sum(storages.values())
-    del kept
-    gc.collect()
-    return total
+        torch.autograd.grad(loss(weights, x), weights, create_graph=True)
+    return sum(storages.values())
 
 
 def fused(small: bool) -> Iterator[str]:

@@ -32,17 +32,8 @@ def attention(length: int) -> Run:
     return lambda: hog.hvp(square, (q, k, v), (q, k, v))
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.outer(F.gelu(self.inner(h)))
-
-
 def blocks(batch: int) -> Run:
-    model = nn.Sequential(*(Block(128) for _ in range(32)))
+    model = nn.Sequential(*(perceptron([128, 256, 128], nn.GELU) for _ in range(32)))
     loss, params = hog.functional_loss(model, F.mse_loss), hog.trainable_params(model)
     data = torch.randn(batch, 128), torch.randn(batch, 128)
     return lambda: hog.hvp(loss, params, params, data, remat=True)
@@ -54,7 +45,7 @@ def distances(rows: int) -> Run:
 
 
 def training(steps: int) -> Run:
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    model = perceptron([64, 256, 64], nn.GELU)
     x, call = torch.randn(512, 64), torch.func.functional_call
 
     def inner(params: Any, weights: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The short table: for each workload and network the time by hand, and all others beside it."""
 
+from math import inf
 from typing import NamedTuple
 
 from experiments.benchmarks.report import Row, cell, markdown, milliseconds, short
@@ -29,10 +30,7 @@ class Line(NamedTuple):
     def best(self, column: str) -> Entry | None:
         """The fastest of a column that is right; where none is, the first."""
         found = self.entries.get(column, [])
-        timed = [entry for entry in found if entry.ratio is not None]
-        if timed:
-            return min(timed, key=lambda entry: entry.ratio or 0.0)
-        return next(iter(found), None)
+        return min(found, key=lambda entry: entry.ratio or inf, default=None)
 
     def faster(self, ratio: float | None) -> bool:
         """Whether hoglib, in the better of its columns, is slower than that by a tenth."""

@@ -1,6 +1,5 @@
 """The same networks and products in JAX, jitted; compiling is not part of what is timed."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +31,7 @@ def mlp(act: Callable[[Array], Array]) -> Network:
 
 def cnn(act: Callable[[Array], Array], mean: bool) -> Network:
     """Convolutions of 3x3, and a linear layer of all pixels, or of the mean over the image."""
-    lax = importlib.import_module("jax.lax")
+    lax = peer("jax.lax")
 
     def run(leaves: Leaves, x: Array) -> Array:
         *convs, weight, bias = leaves
@@ -45,7 +44,7 @@ def cnn(act: Callable[[Array], Array], mean: bool) -> Network:
 
 def encoder(model: Any) -> Network:
     """The same as `problems.Encoder`."""
-    jax, jnp = importlib.import_module("jax"), importlib.import_module("jax.numpy")
+    jax, jnp = peer("jax"), peer("jax.numpy")
     names, layers = [name for name, _ in model.named_parameters()], len(model.encoder.layers)
     heads = model.encoder.layers[0].self_attn.num_heads
 
@@ -85,7 +84,7 @@ def encoder(model: Any) -> Network:
 def network(model: nn.Module) -> Network:
     if isinstance(model, Encoder):
         return encoder(model)
-    tanh = importlib.import_module("jax.numpy").tanh
+    tanh = peer("jax.numpy").tanh
     return cnn(tanh, mean=True) if isinstance(model, problems.Network) else mlp(tanh)
 
 

@@ -298,11 +298,7 @@ class Jacobian:
         with torch.enable_grad():
             own = {name: value.detach().requires_grad_() for name, value in params.items()}
             value = torch.func.functional_call(self.residual, own, (p[None],))[0]
-            gradients = torch.autograd.grad(value, list(own.values()), allow_unused=True)
-        return [
-            torch.zeros_like(value) if gradient is None else gradient
-            for value, gradient in zip(own.values(), gradients, strict=True)
-        ]
+            return list(torch.autograd.grad(value, list(own.values()), materialize_grads=True))
 
 
 def weighted_loss(residual: Residual) -> Any:

@@ -1,6 +1,5 @@
 """The same in JAX: one jitted function, vmap(grad) over the tasks."""
 
-import importlib
 from typing import Any
 
 from experiments.benchmarks.meta.tasks import Learner
@@ -10,7 +9,7 @@ from experiments.benchmarks.workload import Missing, peer
 
 
 def conv4(leaves: Leaves, x: Array) -> Array:
-    jax, lax = importlib.import_module("jax"), importlib.import_module("jax.lax")
+    jax, lax = peer("jax"), peer("jax.lax")
     *blocks, weight, bias = leaves
     for i in range(0, len(blocks), 4):
         w, b, scale, shift = (

@@ -26,16 +26,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from experiments.few_shot.build_glyphs import fonts
 from experiments.few_shot.build_glyphs.classes import Class, Drawings, make_classes
 from experiments.few_shot.build_glyphs.confusion import drop_confused
 from experiments.few_shot.build_glyphs.drawing import render_typeface
 from experiments.few_shot.build_glyphs.files import write_files
-from experiments.few_shot.build_glyphs.fonts import (
-    Typeface,
-    assign_families,
-    choose_typefaces,
-    find_typefaces,
-)
 from experiments.few_shot.build_glyphs.scripts import SCRIPTS, UNCLEAR
 
 
@@ -58,16 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def build(folders: Sequence[Path], jobs: int) -> dict[str, list[Class]]:
     """The classes of each split, in the order of their scripts and characters."""
-    typefaces = find_typefaces(folders, jobs)
-    splits = assign_families(typefaces)
+    typefaces = fonts.find_typefaces(folders, jobs)
+    splits = fonts.assign_families(typefaces)
     classes: dict[str, list[Class]] = {}
     for split, names in SCRIPTS.items():
         of_split = [t for t in typefaces if splits[t.family] == split]
-        wanted: dict[Typeface, list[str]] = defaultdict(list)
-        order: dict[str, dict[Typeface, int]] = {}
+        wanted: dict[fonts.Typeface, list[str]] = defaultdict(list)
+        order: dict[str, dict[fonts.Typeface, int]] = {}
         scripts: dict[str, str] = {}
         for name in names.split():
-            chosen, letters = choose_typefaces(of_split, name)
+            chosen, letters = fonts.choose_typefaces(of_split, name)
             for face in chosen:
                 # a typeface is opened once, for all scripts that it draws
                 wanted[face] += letters
