@@ -4,14 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from experiments.benchmarks import (
-    by_hand_compiled,
-    kronecker,
-    with_hoglib,
-    with_jax,
-    with_peers,
-    with_torch,
-)
+from experiments.benchmarks import kronecker, with_hoglib, with_jax, with_peers, with_torch
+from experiments.benchmarks.by_hand_compiled import ROUTES, compiled_by_hand
 from experiments.benchmarks.problems import problem
 from experiments.benchmarks.workload import Method, Unit, Workload
 
@@ -77,11 +71,11 @@ WORKLOADS: dict[str, Workload] = {
             "hoglib.hvp, compile=True": compiled(with_hoglib.compiled(with_hoglib.hvp)),
             **{
                 f"{route}, compiled by hand": Method(
-                    partial(by_hand_compiled.compiled_by_hand, route=route),
+                    partial(compiled_by_hand, route=route),
                     compiled=True,
                     beside=("hoglib.hvp, compile=True",),
                 )
-                for route in by_hand_compiled.ROUTES
+                for route in ROUTES
             },
             "hoglib.hvp": ours(with_hoglib.hvp),
             "hoglib.HessianOperator, graph kept, compile=True": compiled(

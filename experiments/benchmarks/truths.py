@@ -109,22 +109,23 @@ def of_critic(loss: critic_steps.Loss) -> Truth:
     return Truth(lambda point: leaves_of(step(point)), lambda _: CRITIC_TOLERANCE, apart=1)
 
 
+def sampled(value: Callable[[Problem], Tensor]) -> Truth:
+    """The truth for a matrix drawn at random: the quadratic form of its mean, which gives `value`."""
+
+    def form(problem: Problem) -> Tensor:
+        return quadratic_form(problem, value(problem))
+
+    return Truth(form, sampling_error, quadratic_form)
+
+
 TRUTHS = {
     "hessian": Truth(hessian),
     "gauss-newton": Truth(gauss_newton),
     "empirical fisher": Truth(empirical_fisher),
-    "sampled fisher": Truth(
-        lambda problem: quadratic_form(problem, gauss_newton(problem)),
-        sampling_error,
-        quadratic_form,
-    ),
+    "sampled fisher": sampled(gauss_newton),
     "kronecker": Truth(kronecker.truth),
     "empirical kronecker": Truth(partial(kronecker.truth, kind="empirical")),
-    "sampled kronecker": Truth(
-        lambda problem: quadratic_form(problem, kronecker.truth(problem)),
-        sampling_error,
-        quadratic_form,
-    ),
+    "sampled kronecker": sampled(kronecker.truth),
     "eigenvalues": Truth(eigenvalues, lambda _: 1e-3),
     "eigenvalues by magnitude": Truth(partial(eigenvalues, which="LM"), lambda _: 1e-3),
     "meta-gradient": Truth(

@@ -1,7 +1,6 @@
 """Curvature by torch alone: what one writes without a library. Each makes a call from a problem."""
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -121,12 +120,10 @@ def graph_kept(problem: Problem) -> Call:
 @with_plain_attention
 def block_of_kept_graph(problem: Problem) -> Call:
     """The graph of the gradient once, run for each vector; all products as one block."""
-    products, count = graph_kept(problem), problem.vectors.shape[1]
+    products = graph_kept(problem)
 
     def run() -> tuple[Tensor, ...]:
-        return tuple(
-            torch.stack(parts, -1) for parts in zip(*islice(products(), count), strict=True)
-        )
+        return tuple(torch.stack(parts, -1) for parts in zip(*products(), strict=True))
 
     return run
 

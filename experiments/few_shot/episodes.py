@@ -16,13 +16,7 @@ import torch
 from torch import Tensor
 
 from experiments.checks import at_least
-from experiments.few_shot.image_classes import (
-    GLYPHS,
-    ImageClasses,
-    folder_images,
-    folder_splits,
-    glyphs,
-)
+from experiments.few_shot.image_classes import GLYPHS, SPLITS, ImageClasses, folders, glyphs
 from experiments.shared.stream import Stream, run_seed, seeded
 from hoglib.errors import ArgumentValueError
 
@@ -97,10 +91,9 @@ class Episodes(pl.LightningDataModule):
                     f"size, channels: expected 28 and 1, since glyphs are 28 x 28 in grey, got "
                     f"{size} and {channels}; leave them out, or name a folder as source."
                 )
-            parts = {split: glyphs(split) for split in ("train", "val", "test")}
+            parts = {split: glyphs(split) for split in SPLITS}
         else:
-            folders = folder_splits(Path(source), split_seed)
-            parts = {split: folder_images(folders[split], size, channels) for split in folders}
+            parts = folders(Path(source), split_seed, size, channels)
         kept = {split: self._large_enough(split, data) for split, data in parts.items()}
         left_out = [
             f"{few} of {len(data.members)} of {split}"
@@ -116,8 +109,7 @@ class Episodes(pl.LightningDataModule):
                 stacklevel=2,
             )
         self.train, self.val, self.test = (
-            Source(kept[split], ways, shots, self._queries(split))
-            for split in ("train", "val", "test")
+            Source(kept[split], ways, shots, self._queries(split)) for split in SPLITS
         )
 
     def _large_enough(self, split: str, data: ImageClasses) -> ImageClasses:

@@ -157,3 +157,9 @@ def folder_images(classes: dict[str, list[Path]], size: int, channels: int) -> I
         part.replace(cached)
     label = torch.tensor([n for n, _ in files])
     return by_class(torch.from_numpy(images), label, [*classes])
+
+
+def folders(root: Path, seed: int, size: int, channels: int) -> dict[str, ImageClasses]:
+    """The images of each split of a folder."""
+    splits = folder_splits(root, seed)
+    return {split: folder_images(classes, size, channels) for split, classes in splits.items()}

@@ -8,9 +8,14 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from experiments.few_shot import episodes
 from experiments.few_shot.episodes import KINDS, Episodes, draw_tasks, episode, fixed_tasks
-from experiments.few_shot.image_classes import CACHE, ImageClasses, folder_splits, glyphs
+from experiments.few_shot.image_classes import (
+    CACHE,
+    ImageClasses,
+    folder_images,
+    folder_splits,
+    glyphs,
+)
 
 pytestmark = pytest.mark.usefixtures("in_an_empty_folder")  # which a cache is written into
 
@@ -195,4 +200,4 @@ def test_images_are_cut_to_their_middle_square(tmp_path):
             Image.fromarray(wide).save(tmp_path / "set" / c / f"{i}.png")
     found = folder_splits(tmp_path / "set", 0)
     (path, *_), *_ = found["train"].values()
-    assert (episodes.folder_images({"a": [path]}, 4, 1).images == 200).all()
+    assert (folder_images({"a": [path]}, 4, 1).images == 200).all()
