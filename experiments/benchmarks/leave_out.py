@@ -48,7 +48,6 @@ def trained(model: nn.Module, start: Params, ids: Tensor, weights: Tensor, steps
 def rows(small: bool) -> list[str]:
     count, queries, subsets, steps = (8, 3, 3, 2) if small else (96, 16, 24, 300)
     generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
     source = torch.tensor([*inspect.getsource(F).encode("ascii", "replace")])
     windows = source[: len(source) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     ids = windows[torch.randperm(len(windows), generator=generator)[: count + queries]]
