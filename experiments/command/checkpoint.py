@@ -67,8 +67,7 @@ class LastCheckpoint(Checkpoint):
             return  # gradients are being accumulated: no optimizer stepped
         # With several optimizers a batch takes several steps, and may step over the multiple.
         due = step // self.every > self._step_before // self.every
-        last = trainer.is_last_batch or 0 < trainer.max_steps <= step
-        if self._stopping or trainer.should_stop or due or last:
+        if self._stopping or trainer.should_stop or due or self._is_last(trainer):
             self._save(trainer, step)
 
     def _interrupted_anywhere(self, trainer: pl.Trainer) -> bool:
@@ -90,6 +89,9 @@ class LastCheckpoint(Checkpoint):
         # after the last step: without this, a test would follow
         if self._interrupted_anywhere(trainer):
             raise KeyboardInterrupt(self.interrupted or signal.SIGINT)
+
+    def _is_last(self, trainer: pl.Trainer) -> bool:
+        return trainer.is_last_batch or 0 < trainer.max_steps <= trainer.global_step
 
     def teardown(self, *_: Any, **__: Any) -> None:
         self._handlers.close()
