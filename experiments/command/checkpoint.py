@@ -76,7 +76,7 @@ class LastCheckpoint(Checkpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._resumed = runs.logged_steps(checkpoint) if "loops" in checkpoint else 0
+        self._resumed = runs.logged_steps(checkpoint)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Where no step was left to train, Lightning does not complete the counts of the last one, with

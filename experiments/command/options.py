@@ -33,7 +33,7 @@ def check_keys(node: Any) -> None:
     keys = set()
     for part in node.value if isinstance(node, yaml.CollectionNode) else ():
         key, value = part if isinstance(node, yaml.MappingNode) else (None, part)
-        if key is not None and key.value in keys:
+        if key is not None and str(key.value) in keys:
             line = f'line {key.start_mark.line + 1} of "{key.start_mark.name}"'
             raise CommandError(f"config: expected {key.value} once, got it again in {line}.")
         keys.add(key and str(key.value))

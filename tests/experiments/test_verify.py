@@ -214,7 +214,9 @@ NOT_RUN = {
 @pytest.mark.parametrize("case", NOT_RUN)
 def test_what_cannot_be_run_is_2(case, tmp_path, capsys):
     kind, args, message = NOT_RUN[case]
-    torch.save({"global_step": 1, "state_dict": {"w": torch.ones(1)}}, "other.ckpt")
+    steps = {"fit_loop": {"epoch_loop.state_dict": {"_batches_that_stepped": 0}}}
+    of_lightning = {"global_step": 1, "pytorch-lightning_version": "2", "loops": steps}
+    torch.save({**of_lightning, "state_dict": {"w": torch.ones(1)}}, "other.ckpt")
     assert verify_class(tmp_path, kind, *args) == 2
     error = capsys.readouterr().err
     assert message in error
