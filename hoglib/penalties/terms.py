@@ -258,13 +258,16 @@ def _batch_norm_name(module: nn.Module, func: Callable[..., Any]) -> str:
 def _recall_dependence(at: InputVJP) -> bool:
     """`is_batch_dependent`, memoized.
 
-    The key is a parameter, the function's owner and name, and the modes of its modules. The owner of a
-    lambda is its code; critics may share code, so the parameter is part of the key.
+    The key is a parameter, the function's owner and name, the option `output`, and the modes of the
+    modules. The owner of a lambda is its code; critics may share code, so the parameter is part of the
+    key. A freed owner's id may return, so its class is too.
     """
-    func, modes = at.problem.loss, tuple([module.training for module in at.modules])
+    func, output = at.problem.loss, at.options.output
+    modes = tuple([module.training for module in at.modules])
     # not isinstance, which calls the slow metaclass of Parameter
     parameter = next((t for t in at.trainable if type(t) is nn.Parameter), at.trainable[0])
     # no getattr on a module: nn.Module.__getattr__ is slow for a missing name
     name = "" if isinstance(func, nn.Module) else getattr(func, "__name__", "")
-    key = id(owner_of(func)), name, modes
+    owner, selected = owner_of(func), id(owner_of(output)) if callable(output) else output
+    key = id(owner), type(owner), name, selected, modes
     return memoize_on(parameter, key, lambda: is_batch_dependent(at)) or False

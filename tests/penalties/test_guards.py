@@ -1,5 +1,7 @@
 """Penalties without effect, or with another one than it seems: each mistake is named."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,6 +156,10 @@ def test_samples_on_their_own_are_not_accused():
     penalties.r1(model, X)
     with pytest.warns(UserWarning, match="BatchNorm1d"):
         penalties.r1(model.train(), X)
+    first, whole = build(plain), lambda y: y - y.mean()
+    for output in (None, whole, None):  # of one critic
+        with pytest.warns(UserWarning, match="depends on the others") if output else nullcontext():
+            penalties.r1(first, X, output=output)
     index = torch.tensor([0, 0, 1, 1, 2])
     node = build(plain)
     pooled = lambda x, i: torch.zeros(3, dtype=x.dtype).index_add(0, i, node(x)[:, 0]) ** 2  # noqa: E731
