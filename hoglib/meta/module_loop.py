@@ -429,18 +429,19 @@ def names_that_adapt(model: nn.Module, names: Iterable[str], chosen: InnerParams
     names = list(names)
     if chosen is None:
         return names
+    own = dict(model.named_parameters(remove_duplicate=False))
     if callable(chosen):
-        own = dict(model.named_parameters())
         found = [name for name in names if chosen(name, own[name])]
     else:
         parts = [chosen] if isinstance(chosen, str) else list(chosen)
+        of = {part: {id(p) for name, p in own.items() if _is_in(name, part)} for part in parts}
         for part in parts:
-            if not any(_is_in(name, part) for name in names):
+            if not any(id(own[name]) in of[part] for name in names):
                 raise ArgumentValueError(
                     f"inner_params: expected names or prefixes of trainable parameters of "
                     f"{type(model).__name__}, got {part!r}; it has {', '.join(names)}."
                 )
-        found = [name for name in names if any(_is_in(name, part) for part in parts)]
+        found = [name for name in names if any(id(own[name]) in tied for tied in of.values())]
     if not found:
         raise ArgumentValueError(
             f"inner_params: expected at least one parameter that adapts, got none of "

@@ -204,6 +204,16 @@ def test_the_parts_that_adapt(head):
     assert [n for n in before if not torch.equal(adapted[n], before[n])] == ["4.weight", "4.bias"]
 
 
+def test_a_tied_parameter_adapts_by_each_of_its_names():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    model[2].weight = model[0].weight
+    for head, expected in {"2": ["0.weight", "2.bias"], "2.weight": ["0.weight"]}.items():
+        maml = hog.MAML(model, F.mse_loss, inner_params=head)
+        adapted = maml.adapt((torch.ones(2, 3), torch.zeros(2, 3)))
+        before = dict(model.named_parameters())
+        assert [n for n in before if not torch.equal(adapted[n], before[n])] == expected
+
+
 def test_a_step_of_no_weight_has_no_outer_loss():
     counts = []
     for weights in (None, [0, 0, 1.0]):
