@@ -230,19 +230,23 @@ def check_batch_dependence(at: InputVJP) -> None:
 
 
 def is_batch_dependent(at: InputVJP) -> bool | None:
-    """Whether the last sample's output has a gradient by points of other samples; None if unknown.
+    """Whether the output of the last or the first sample has a gradient by points of other samples;
+    None if unknown.
 
-    The last sample, because a recurrent or causal layer that takes samples for time steps makes only
-    later samples depend on earlier ones.
+    Both, because a recurrent or causal layer that takes samples for time steps makes only later samples
+    depend on earlier ones, and a reversed one only earlier samples on later ones.
     """
     samples, y = at.samples, at.y
     if samples is None or y.is_meta or not y.requires_grad or at.count() < 2:
         return None
-    last = at.count() - 1
-    score = y.reshape(last + 1, -1)[last].sum()
+    rows = y.reshape(at.count(), -1)
     pairs = zip(at.leaves, samples.index, strict=True)
-    own = [(torch.arange(len(x), device=x.device) if i is None else i) == last for x, i in pairs]
-    return depends_on_others(score, at.leaves, own, at.options.name)
+    of = [torch.arange(len(x), device=x.device) if i is None else i for x, i in pairs]
+    found = [
+        depends_on_others(rows[n].sum(), at.leaves, [index == n for index in of], at.options.name)
+        for n in (at.count() - 1, 0)
+    ]
+    return any(found) or (None if None in found else False)
 
 
 def _batch_norm_name(module: nn.Module, func: Callable[..., Any]) -> str:

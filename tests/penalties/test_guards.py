@@ -16,6 +16,7 @@ from tests.functions import (
     OnceDifferentiable,
     ThroughNumpy,
 )
+from tests.models import Fn
 from tests.penalties.critics import build, draw, plain
 
 X, FAKE = draw(5, 3), draw(5, 3, seed=1)
@@ -129,6 +130,7 @@ DEPENDENT = {
         lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1)).eval(),
         "through BatchNorm1d '1', which",
     ),
+    "later samples": (lambda: nn.Sequential(Fn(lambda _, x: x.flip(0).cumsum(0).flip(0)), nn.Linear(3, 1)), "depends on the others"),
     "a feature of the batch": (MinibatchDeviation, r"depends on the others\. .*attention along the batch"),
 }  # fmt: skip
 
