@@ -233,7 +233,8 @@ WATCHED = {
     "a mean over examples": (lambda: show(watchers.Denominators(term_of(square)), BATCHES), ""),
     "a mean over labels": (lambda: show(watchers.Denominators(term_of(entropy)), labelled(0, 1)), r"ArgumentValueError: Pass: expected a loss that is the mean .*\(batch\[1\] != -100\)\.sum\(\)"),
     "a known mean over labels": (lambda: show(watchers.Denominators(term_of(known())), labelled(0, 1)), ""),
-    "a mean over labels in the fourth batch": (lambda: show(watchers.Denominators(term_of(entropy)), labelled(0, 0, 0, 1)), ""),  # 0, 1, 2, 4, ... only
+    "a mean over labels in the fourth batch": (lambda: show(watchers.Denominators(term_of(entropy)), labelled(0, 0, 0, 1, 0)), ""),  # 0, 1, 2, 4, ... only
+    "a mean over labels in the last batch": (lambda: show(watchers.Denominators(term_of(entropy)), labelled(0, 0, 0, 1)), "the mean over the examples"),
     "a mean over labels in the fifth batch": (lambda: show(watchers.Denominators(term_of(entropy)), labelled(0, 0, 0, 0, 1)), "the mean over the examples"),
     "as many labels as examples": (lambda: show(watchers.ExampleCounts(term_of(known()), "do this"), labelled(0, 0)), ""),
     "as many labels in each batch": (lambda: show(watchers.ExampleCounts(term_of(known()), "do this"), labelled(2, 2)), ""),

@@ -221,7 +221,7 @@ class DatasetSum:
         seed = getattr(metric, "seed", None) or 0
         chosen: list[tuple[watchers.Watcher, bool]] = [
             *((watcher, for_all) for watcher in counts),
-            (watchers.Denominators(at), for_all and not sharded),
+            (watchers.Denominators(at, processes.alone), for_all and not sharded),
             (watchers.IgnoredLabels(at), for_all),
             (watchers.ListOfTensors(at), self.batches.listed),
             (watchers.BatchNorm(at, fingerprint.roots), not single and micro_batch is None),

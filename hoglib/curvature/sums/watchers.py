@@ -351,21 +351,33 @@ class Denominators(Watcher):
     """Raises if the mean of an unknown criterion does not divide by the weight of the batch; warns if
     halves of a batch do not show what it divides by.
 
-    At the batches 0, 1, 2, 4, 8, ... the loss is compared with the losses of two halves of the batch.
+    At the batches 0, 1, 2, 4, 8, ... the loss is compared with the losses of two halves of the batch,
+    and at the last one, which loaders pad. A comparison runs the loss on both halves.
     Known criteria need no comparison: `criterion_denominator` has their denominators.
+
+    alone: No other process takes batches: `after` may raise in one process.
     """
 
     first_pass_only = True
+
+    def __init__(self, at: Term, alone: bool = True) -> None:
+        super().__init__(at)
+        self._alone = alone
 
     def before(self, changed: bool) -> None:
         self._weights: list[float] = []  # of the batches of this pass
         self._relations: set[likelihoods.Relation | None] = set()
 
     def saw(self, term: Term, value: Tensor) -> None:
-        number, batch = len(self._weights), term.batch
+        number = len(self._weights)
         self._weights.append(term.piece.weight)
-        # A comparison runs the loss on both halves: only at batches 0, 1, 2, 4, 8, ...
-        if number & (number - 1) or likelihoods.counts_of_targets(term.loss, batch) is not None:
+        self._skipped = (term, value) if number & (number - 1) else None
+        if not self._skipped:
+            self._compare(term, value)
+
+    def _compare(self, term: Term, value: Tensor) -> None:
+        batch = term.batch
+        if likelihoods.counts_of_targets(term.loss, batch) is not None:
             return
 
         def at(seed: int, part: object) -> Tensor:
@@ -395,6 +407,8 @@ class Denominators(Watcher):
             )
 
     def after(self, totals: PassTotals) -> None:
+        if self._alone and self._weights and self._skipped:
+            self._compare(*self._skipped)
         norms = in_training(
             getattr(self.at.loss, "model", None), lambda m: isinstance(m, module_kinds.BATCH_NORMS)
         )
