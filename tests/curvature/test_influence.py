@@ -160,6 +160,13 @@ def test_norms_of_other_losses(log):
     weighted = hog.functional_loss(plain, nn.CrossEntropyLoss(weight=weights, reduction="sum"))
     ghosts(weighted, hog.trainable_params(plain), (x, torch.arange(6) % 2))
     assert "gradients of single examples" not in log.text
+    params, pair = hog.trainable_params(plain.half()), (x.half(), draw(6, 2).half())
+    for size in (1e3, 1e-4):  # float16 has no squares of these norms
+        by_layers = hog.functional_loss(plain, lambda y, t, k=size: k * F.mse_loss(y, t))
+        for half in (by_layers, lambda p, batch, loss=by_layers: loss(p, batch)):
+            norms = hog.curvature.per_example_gradient_norms(half, params, pair)
+            expected = rows_of(half, params, pair).double().norm(dim=1)
+            assert_close(norms.double(), expected, rtol=1e-2, atol=0)
 
 
 def test_batches_of_other_forms_and_what_is_refused():

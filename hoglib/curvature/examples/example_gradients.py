@@ -263,7 +263,8 @@ def per_example_gradient_norms(loss: object, params: Tree, batch: object) -> Ten
         >>> hog.curvature.per_example_gradient_norms(loss, params, batch)  # 2 |x_n| |sum of x_n|
         tensor([70.,  2.])
     """
-    return _products_of(loss, params, batch, False).sqrt()
+    # squares of half precision overflow from 256 on: the root is taken before the conversion
+    return _products_of(loss, params, batch, False).sqrt().to(Space(params).dtype)
 
 
 @when_compiled(run_uncompiled)
@@ -290,7 +291,7 @@ def per_example_gradient_products(loss: object, params: Tree, batch: object) -> 
         tensor([[1., 1.],
                 [1., 5.]])
     """
-    return _products_of(loss, params, batch, True)
+    return _products_of(loss, params, batch, True).to(Space(params).dtype)
 
 
 def _products_of(loss: object, params: Tree, batch: object, pairs: bool) -> Tensor:
@@ -341,7 +342,7 @@ def _layer_by_layer(
             # Skip layers without rows, such as an expert without examples.
             for layer in (one for one in run.layers if any(call.rows for call in one.calls)):
                 total += _products(layer, gradients, run, pairs)
-    return total.to(space.dtype)
+    return total
 
 
 @dataclass
@@ -477,7 +478,8 @@ def _products_of_rows(rows: Tensor, pairs: bool) -> Tensor:
     """The squared norms of rows, or with pairs their products."""
     if pairs:
         return rows @ rows.T
-    return torch.linalg.vector_norm(rows, dim=1).square()  # no temporary tensor of squares
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=dtype).square()  # no temporary squares
 
 
 @results.result
