@@ -180,6 +180,12 @@ def test_batches_of_other_forms_and_what_is_refused():
         hog.per_example_gradients(loss, torch.ones(2), {"x": 1.0})
     with pytest.raises(hog.errors.ArgumentValueError, match="at least one example"):
         hog.per_example_gradients(loss, torch.ones(2), {"x": x[:0]})
+    ctc = lambda p, b: F.ctc_loss((b[0] * p).log_softmax(-1).transpose(0, 1), *b[1:])  # noqa: E731
+    joined = draw(2, 4, 3), torch.tensor([1, 2, 1]), torch.tensor([4, 4]), torch.tensor([1, 2])
+    aside = lambda p, b: (b[1] * p).square().mean()  # noqa: E731
+    for one, batch in ((ctc, joined), (aside, (torch.ones(4), draw(5, 3)))):
+        with pytest.warns(match="a row for each example, and put the examples first"):
+            hog.per_example_gradients(one, torch.ones(3).double(), batch)
 
 
 def test_the_noise_scale():

@@ -183,18 +183,26 @@ def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
             "correlations, and softmax or statistics over the batch. An example alone has another "
             "loss, or none; use `hoglib.GGNOperator`, or the gradients of whole batches."
         )
-    if found == "weighted" and example_counts(loss, own) is None:
-        memoize_on(loss, caller, lambda: _warn_of_weights(caller))
+    if found == "no rows" or (found == "weighted" and example_counts(loss, own) is None):
+        memoize_on(loss, (caller, found), lambda: _warn_of_rows(caller, found))
 
 
-def _warn_of_weights(caller: str) -> bool:
-    warn(
-        f"{caller}: expected a mean over examples, got a loss that divides by another number, of "
-        "weights, a mask or labels that are ignored. The gradient of an example is that of a batch "
-        "of one, which loses its weight, and the mean over examples is not the gradient of the "
-        "batch. Pass torch's own criterion as a module, or a criterion with the sum over examples."
-    )
+def _warn_of_rows(caller: str, found: str) -> bool:
+    warn(f"{caller}: {_NO_EXAMPLES[found]}")
     return True
+
+
+# Relations of a loss to its halves that per-example gradients do not follow: what a warning says.
+_NO_EXAMPLES = {
+    "weighted": "expected a mean over examples, got a loss that divides by another number, of "
+    "weights, a mask or labels that are ignored. The gradient of an example is that of a batch "
+    "of one, which loses its weight, and the mean over examples is not the gradient of the "
+    "batch. Pass torch's own criterion as a module, or a criterion with the sum over examples.",
+    "no rows": "expected a batch whose examples are the rows of its first tensor, got a loss that "
+    "raises at half of the rows, or does not depend on them. An example gets tensors with other "
+    "leading dimensions whole, such as concatenated targets: pad them, to a row for each example, "
+    "and put the examples first.",
+}
 
 
 def _halves(loss: object, params: Tree, batch: object) -> Relation | None:

@@ -402,8 +402,8 @@ def compare_halves(
 ) -> Relation | None:
     """`relation_of_halves` for the halves of a batch, at the point and at points nearby.
 
-    None for a batch of one row, and for losses that draw random numbers; "no rows" if the loss raises
-    at the halves.
+    None for a batch of one row, and for losses that draw random numbers or raise at the batch; "no
+    rows" if the loss raises at the halves, or does not depend on the rows.
     at: (seed, batch) -> the loss at the point `nearby(..., seed)`.
     """
     count = row_count(batch) or 0
@@ -417,21 +417,24 @@ def compare_halves(
     def values(seed: int) -> list[float]:
         return [float(at(seed, part)) for part in parts]
 
+    whole: float | None = None
     try:
         with preserve_random_state():
             value = at(0, batch) if value is None else value
-            before = generator_state(value.device)
-            first = [float(value), *(float(at(0, part)) for part in parts[1:])]
+            before, whole = generator_state(value.device), float(value)
+            first = [whole, *(float(at(0, part)) for part in parts[1:])]
             # If the loss draws random numbers, halves differ for this reason alone.
             if not torch.equal(before, generator_state(value.device)):
                 return None
             if relation_of_halves([first], share, value.dtype) == "mean":
-                return "mean"
+                # Equal losses, and tensors that were not split: the rows may not enter the loss.
+                sizes = {len(x) for x in pytree.tensors(as_dict(batch)) if x.dim()}
+                return "no rows" if len(sizes) > 1 and len({*first}) == 1 and first[0] else "mean"
             # A loss of zero fits every relation: points nearby decide.
             others = [values(seed) for seed in (1, 2, 3)]
     except Exception as error:  # rows of this batch are not examples
         LOGGER.debug("the halves of a batch were not compared: %s", error)
-        return "no rows"
+        return None if whole is None else "no rows"
     finite = [other for other in others if isfinite(other[0])]
     found = relation_of_halves(finite or [first], share, value.dtype)
     if found == "coupled" and count >= 4 and _is_mean_and_sum(at, batch, count, value.dtype):
