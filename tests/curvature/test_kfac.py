@@ -342,6 +342,17 @@ def test_distances_of_a_network(monkeypatch):
         assert found.layers[name].value == pytest.approx(float(expected), rel=1e-10)
 
 
+def test_distances_in_half_precision():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).half()
+    batch, found = (draw(8, 3).half(), draw(8, 2).half()), []
+    for size in (1, 1e-4, 300):  # float16 has no squares of these products
+        loss = hog.functional_loss(model, lambda y, t, k=size: k * F.mse_loss(y, t))
+        K = hog.KFACOperator(loss, hog.trainable_params(model), batch)
+        found.append(K.error(64, generator=torch.Generator().manual_seed(0)).blocks.value)
+    assert found == pytest.approx([float(found[0])] * 3, rel=0.02)
+    assert found[0] > 0.05
+
+
 def test_a_bias_by_itself():
     loss, params, batch, _ = problem("layers")
     K = hog.KFACOperator(loss, params, batch, joint_bias=False)

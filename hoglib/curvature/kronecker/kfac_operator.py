@@ -678,7 +678,11 @@ def _block_mask(layout: BlockLayout, space: Space) -> Tensor:
 
 def _relative_error(ours: Tensor, theirs: Tensor) -> Estimate:
     """|K - M| / |M| from products with random vectors, with its standard error by the jackknife."""
-    off, size = (ours - theirs).square().sum(1).double(), theirs.square().sum(1).double()
+    # squares in float64: those of half precision overflow
+    off, size = (
+        torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
+        for x in (ours - theirs, theirs)
+    )
     count, value = len(off), (off.sum() / size.sum()).sqrt()
     without = ((off.sum() - off) / (size.sum() - size)).sqrt()
     error = ((count - 1) / count * (without - without.mean()).square().sum()).sqrt()
