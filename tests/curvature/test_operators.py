@@ -173,8 +173,10 @@ def test_batches_of_sequences_with_time_first_count_their_targets(criterion):
         likelihood = {"likelihood": "categorical"} if fisher else {}
         assert_close(operator(loss, params, data, **given, **likelihood).value(), expected)
     if not known:
-        with pytest.warns(UserWarning, match="rows of their first tensor, 3 to 8.*time steps"):
-            hog.HessianOperator(loss, params, data).value()
+        as_long = [(draw(6, n, 4), torch.arange(n) % 3) for n in (7, 2)]
+        for batches, told in ((data, "3 to 8"), (as_long, "6 to 6")):
+            with pytest.warns(UserWarning, match=f"rows of their first tensor, {told}.*time steps"):
+                hog.HessianOperator(loss, params, batches).value()
 
 
 def test_a_summed_loss_with_its_reduction_is_that_of_all_data():

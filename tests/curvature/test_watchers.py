@@ -243,7 +243,7 @@ WATCHED = {
     # ignored labels
     "labels of each example": (lambda: show(watchers.IgnoredLabels(term_of(per_label)), labelled(0, 0)), ""),
     "as many ignored": (lambda: show(watchers.IgnoredLabels(term_of(per_label)), labelled(1, 1)), ""),
-    "others ignored": (lambda: show(watchers.IgnoredLabels(term_of(per_label)), labelled(0, 2)), r"got 0\.5 to 1 elements of batch\[1\] that are not -100.*\(batch\[1\]\[:, 1:\] != -100\)\.sum\(\)` if the model shifts its labels"),
+    "others ignored": (lambda: show(watchers.IgnoredLabels(term_of(per_label)), labelled(0, 2)), r"got 0\.5 to 1 elements of batch\[1\] that are not -100.*batch: \(batch\[1\] != -100\)\.sum\(\)`, or"),
     "others ignored by a known criterion": (lambda: show(watchers.IgnoredLabels(term_of(known())), labelled(0, 2)), ""),
     "others ignored in the pass before": (lambda: [w := watchers.IgnoredLabels(term_of(per_label)), w.before(False), w.saw(w.at._replace(piece=labelled(2)[0]), torch.ones(())), show(w, labelled(0))], ""),
     # splits

@@ -553,7 +553,8 @@ def gradient_noise_scale(loss: object, params: Tree, data: Any) -> NoiseScale:
     scale = (count / weight) ** 2  # gradients in units of the mean weight of an example
     variance = scale * spread / (count - 1)
     square = scale * mean.square().sum() - variance / count
-    return NoiseScale(*(x.to(space.dtype) for x in (variance / square, variance, square)))
+    dtype = torch.promote_types(space.dtype, torch.float32)  # squares overflow in half precision
+    return NoiseScale(*(x.to(dtype) for x in (variance / square, variance, square)))
 
 
 Solver = Literal["cg", "kfac", "ekfac"]

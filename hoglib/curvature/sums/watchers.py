@@ -366,11 +366,13 @@ class Denominators(Watcher):
 
     def before(self, changed: bool) -> None:
         self._weights: list[float] = []  # of the batches of this pass
+        self._sizes: set[tuple[int, ...]] = set()  # the leading dimensions of their tensors
         self._relations: set[likelihoods.Relation | None] = set()
 
     def saw(self, term: Term, value: Tensor) -> None:
         number = len(self._weights)
         self._weights.append(term.piece.weight)
+        self._sizes.add(tuple(len(x) for _, x in tensors_in("", term.batch) if x.dim()))
         self._skipped = (term, value) if number & (number - 1) else None
         if not self._skipped:
             self._compare(term, value)
@@ -413,8 +415,8 @@ class Denominators(Watcher):
             getattr(self.at.loss, "model", None), lambda m: isinstance(m, module_kinds.BATCH_NORMS)
         )
         unclear = {"no rows"} if norms else {"no rows", "coupled"}  # `BatchNorm` warns of norms
-        # Equal weights are right whatever they count.
-        if unclear & self._relations and len({*self._weights}) > 1:
+        # For batches of equal sizes, equal weights are right whatever they count.
+        if unclear & self._relations and len(self._sizes) > 1:
             warn(
                 f"{self.at.policy.caller}: batches are weighted by the rows of their first tensor, "
                 f"{min(self._weights):g} to {max(self._weights):g}, and the loss is not the mean over "
@@ -440,7 +442,7 @@ class IgnoredLabels(Watcher):
 
     def before(self, changed: bool) -> None:
         # for each batch: (`counted_labels`, weight)
-        self._counted: list[tuple[dict[str, tuple[int, bool]], float]] = []
+        self._counted: list[tuple[dict[str, tuple[int, bool, int]], float]] = []
 
     def saw(self, term: Term, value: Tensor) -> None:
         if likelihoods.counts_of_targets(term.loss, term.batch) is None:
@@ -449,27 +451,31 @@ class IgnoredLabels(Watcher):
     def after(self, totals: PassTotals) -> None:
         for name in self._counted[0][0] if self._counted else ():
             found = [(*counts[name], weight) for counts, weight in self._counted if name in counts]
-            ratios = [kept / weight for kept, _, weight in found]
-            if any(ignored for _, ignored, _ in found) and min(ratios) < max(ratios):
+            ratios = [kept / weight for kept, *_, weight in found]
+            if any(ignored for _, ignored, *_ in found) and min(ratios) < max(ratios):
+                count = f"({name} != {IGNORED}).sum()`"
+                if found[0][2] > 1:
+                    count = f"({name}[:, 1:] != {IGNORED}).sum()` if the model shifts its labels "
+                    count += "(causal), without `[:, 1:]` if not"
                 warn(
                     f"{self.at.policy.caller}: expected batches with as many labels for each example, "
                     f"got {min(ratios):.3g} to {max(ratios):.3g} elements of {name} that are not "
                     f"{IGNORED}. A mean over these labels, as cross_entropy's, is not that over the "
                     "data, because batches are weighted by their examples. Pass `batch_size=lambda "
-                    f"batch: ({name}[:, 1:] != {IGNORED}).sum()` if the model shifts its labels "
-                    "(causal), without `[:, 1:]` if not, or use `hoglib.language_model_loss`, which "
-                    "counts them; for a mean over examples pass `batch_size=` with their number."
+                    f"batch: {count}, or use `hoglib.language_model_loss`, which counts them; for a "
+                    "mean over examples pass `batch_size=` with their number."
                 )
                 return
 
 
-def counted_labels(batch: object) -> dict[str, tuple[int, bool]]:
-    """Name of an integer tensor in a batch -> (number of labels other than -100, any label is -100)."""
+def counted_labels(batch: object) -> dict[str, tuple[int, bool, int]]:
+    """Name of an integer tensor in a batch -> (number of labels other than -100, any label is -100,
+    dimensions)."""
     found = {}
     for name, x in tensors_in("batch", batch):
         if x.dtype in (torch.int32, torch.int64) and x.device.type != "meta":
             kept = int((x != IGNORED).sum())
-            found[name] = kept, kept < x.numel()
+            found[name] = kept, kept < x.numel(), x.dim()
     return found
 
 
