@@ -187,3 +187,19 @@ ERRORS = {
 
 
 test_errors_say_what_to_do = refused(ERRORS, lambda call: call(*problem("layers of hoglib")))
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [nn.NLLLoss(), nn.NLLLoss(weight=torch.ones(3).double()), lambda z, y: z.abs().sum()],
+)
+@pytest.mark.parametrize("operator", [hog.GGNOperator, hog.KFACOperator])
+def test_a_criterion_that_is_linear_in_the_outputs_is_told(operator, criterion):
+    model = nn.Sequential(nn.Linear(4, 3), nn.LogSoftmax(1)).double()
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    build = lambda: operator(loss, params, (draw(8, 4), torch.arange(8) % 3)).to_dense()  # noqa: E731
+    if operator is hog.KFACOperator and type(criterion) is nn.NLLLoss and criterion.weight is None:
+        assert build().any()  # the Fisher matrix of the likelihood
+        return
+    with pytest.warns(UserWarning, match="zero, and so is the matrix.*cross_entropy of the logits"):
+        assert not build().any()

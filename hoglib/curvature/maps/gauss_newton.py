@@ -20,8 +20,10 @@ from hoglib import errors
 from hoglib._core.messages import validation
 from hoglib._core.numerics import finite_differences
 from hoglib._core.numerics.finite_differences import directional_derivative
+from hoglib._core.numerics.trust import memoize_on
 from hoglib._core.problem import Policy, Problem
 from hoglib._core.runtime.ambient import AMBIENT, inside
+from hoglib._core.runtime.source_location import warn
 from hoglib._core.substrate.autograd import (
     Vector,
     check_uses_given_params,
@@ -33,6 +35,7 @@ from hoglib._core.substrate.autograd import (
 )
 from hoglib._core.substrate.gradient_graph import check_custom_functions, graph_bytes, graph_summary
 from hoglib._core.torch_api import pytree, torch_forward_mode, torch_internals
+from hoglib._core.torch_api.torch_modes import value_checks_on
 from hoglib.curvature.maps.jacobian_product import (
     FORWARD,
     TransposedJacobian,
@@ -93,6 +96,26 @@ def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
         )
 
 
+def _warn_if_zero(hessian: LinearMap, outputs: Vector, composite: "CompositeLoss") -> None:
+    """Warn once of a criterion with a Hessian of zero; autograd records a graph for some of them."""
+    caller = composite.policy.caller
+
+    def look() -> bool:
+        # no vector of ones, which the Hessian of cross_entropy takes to zero
+        u = [torch.arange(1, 1 + y.numel()).to(y).sin().view_as(y) for y in outputs]
+        _, product = hessian.apply(u, True)
+        if not any(bool(part.any()) for part in product):
+            warn(
+                f"{caller}: the Hessian of the criterion by the outputs is zero, and so is the matrix: "
+                "the criterion is linear in them (nll_loss, L1, hinge), or saturated. For a model that "
+                "ends in log_softmax take cross_entropy of the logits, or `hoglib.FisherOperator`."
+            )
+        return True
+
+    if value_checks_on():
+        memoize_on(composite.loss, ("zero", caller), look)
+
+
 @final
 @dataclass(frozen=True)
 class CriterionHessian(OutputMetric):
@@ -117,6 +140,8 @@ class CriterionHessian(OutputMetric):
         linearize = forward_over_reverse if inside else reverse_over_reverse
         hessian = linearize(composite.criterion_at(outputs))
         _refuse_linear(hessian, policy)
+        if not inside:
+            _warn_if_zero(hessian, outputs, composite)
         return lambda u, keep_graph: hessian.apply(u, keep_graph)[1]
 
 
