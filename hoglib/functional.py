@@ -308,8 +308,10 @@ class FunctionalLoss:
                     f"probabilities, as {name} compares; pass (inputs, targets)."
                 )
         converted: AbstractContextManager[None] = nullcontext()
-        if self._dtype is not None and isinstance(self._criterion, nn.Module):
-            # class weights of a criterion must have the dtype of the outputs
+        if isinstance(self._criterion, nn.Module) and (
+            self._dtype is not None or _may_change_buffers(self._criterion)
+        ):
+            # class weights must have the dtype of the outputs; forward changes copies of buffers
             converted = swap_parameters(self._criterion, {}, self._dtype)
         try:
             with converted:
@@ -536,6 +538,13 @@ class FunctionalLoss:
                     f"{validation.did_you_mean(name, self._names)} "
                     "`hoglib.trainable_params(model)` returns those that require grad."
                 )
+
+
+def _may_change_buffers(criterion: nn.Module) -> bool:
+    """Whether a criterion has buffers and code of its own; torch's criteria keep class weights."""
+    if torch.compiler.is_dynamo_compiling() or type(criterion).__module__.startswith("torch.nn."):
+        return False
+    return next(criterion.buffers(), None) is not None
 
 
 def _may_be_probabilities(x: Tensor, criterion: str) -> bool:

@@ -662,3 +662,25 @@ def test_parameters_that_the_model_has_no_longer_are_told(name, change, recwarn)
     assert ["params['0.weight'] was the model's parameter" in text for text in texts] == [
         True
     ] * told
+
+
+class Centred(nn.Module):
+    """A criterion with a running mean of the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, outputs, targets):
+        self.mean.mul_(0.9).add_(outputs.detach().mean(0), alpha=0.1)
+        return (outputs - targets - self.mean).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+def test_buffers_of_a_criterion_stay_as_they_are(mode):
+    model, criterion = nn.Linear(3, 2), Centred()
+    loss, params = hog.functional_loss(model, criterion), hog.trainable_params(model)
+    batch = torch.randn(4, 3), torch.randn(4, 2)
+    hog.hvp(loss, params, params, batch, mode=mode)
+    hog.GGNOperator(loss, params, batch) @ params
+    assert torch.equal(criterion.mean, torch.ones(2))
