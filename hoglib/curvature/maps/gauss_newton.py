@@ -97,18 +97,26 @@ def _refuse_linear(hessian: LinearMap, policy: Policy) -> None:
 
 
 def _warn_if_zero(hessian: LinearMap, outputs: Vector, composite: "CompositeLoss") -> None:
-    """Warn once of a criterion with a Hessian of zero; autograd records a graph for some of them."""
+    """Warn once of a criterion that is linear in the outputs although autograd records a graph."""
     caller = composite.policy.caller
 
     def look() -> bool:
         # no vector of ones, which the Hessian of cross_entropy takes to zero
         u = [torch.arange(1, 1 + y.numel()).to(y).sin().view_as(y) for y in outputs]
-        _, product = hessian.apply(u, True)
-        if not any(bool(part.any()) for part in product):
+
+        def is_zero(at: LinearMap) -> bool:
+            return not any(bool(part.any()) for part in at.apply(u, True)[1])
+
+        linear = False
+        if is_zero(hessian):
+            # A saturated criterion is zero at the model's outputs alone; it may refuse others.
+            with suppress(Exception):
+                linear = is_zero(reverse_over_reverse(composite.criterion_at(u)))
+        if linear:
             warn(
                 f"{caller}: the Hessian of the criterion by the outputs is zero, and so is the matrix: "
-                "the criterion is linear in them (nll_loss, L1, hinge), or saturated. For a model that "
-                "ends in log_softmax take cross_entropy of the logits, or `hoglib.FisherOperator`."
+                "the criterion is linear in them, as nll_loss, L1 and hinge are. For a model that ends "
+                "in log_softmax take cross_entropy of the logits, or `hoglib.FisherOperator`."
             )
         return True
 
