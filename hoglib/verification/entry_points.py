@@ -106,7 +106,7 @@ KEPT = (
     "Keep it by `ctx.save_for_backward`: torch then raises at such a change."
 )
 FURTHER_POINTS = 4  # further values, far from earlier ones, to examine in one entry point
-# Past reports: (entry point, text without numbers) by Function.
+# Past reports: (entry point, text without values) by Function.
 _REPORTED: WeakKeyDictionary[FunctionKey, set[tuple[str, str]]] = WeakKeyDictionary()
 # Functions seen to change an argument (without mark_dirty) or grad_output in place. A correct verdict
 # does not end the watch over them: whether the change does harm depends on who else reads the tensor.
@@ -223,7 +223,8 @@ class examined_functions:  # noqa: N801 a context manager
                 "would be differentiated has no graph. `hvp(mode='finite-differences')` needs none."
             )
         reported = _REPORTED.setdefault(identity_of(function), set())
-        what = re.sub(r"[\d.]+(e[+-]\d+)?", "", verdict.text)  # the cause, at whatever values
+        # the cause, at whatever values; numbers of lines (model.py:12) tell causes apart
+        what = re.sub(r"(?<![\w:.])-?\d[\d.]*(e[+-]\d+)?", "", verdict.text)
         if (self._caller, what) not in reported:
             reported.add((self._caller, what))
             warn(text)

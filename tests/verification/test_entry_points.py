@@ -1495,6 +1495,21 @@ def test_a_checkpoint_that_loses_gradients_is_told(name, at, reentrant):
     assert all("test_entry_points.py" in text for text in told_of)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_each_checkpoint_that_loses_gradients_is_told():
+    model = nn.Linear(3, 1).double()
+    weight = {"weight": model.weight}
+    twice = (
+        lambda x: checkpoint(model, x, use_reentrant=True),
+        lambda x: checkpoint(model, x, use_reentrant=True),
+    )  # differ in the number of their line
+    entry_points.forget_reports()
+    for recomputed in twice:
+        loss = lambda p, x: (x @ p["weight"].T).square().sum() + recomputed(x).sum()  # noqa: B023, E731
+        with pytest.warns(UserWarning, match="use_reentrant"):
+            hog.hvp(loss, weight, weight, X)
+
+
 class Softmax(Function):
     """By its output, which has no graph: the second derivative is cut."""
 
