@@ -29,7 +29,8 @@ def return_freed_memory() -> None:
     process = os.getpid()
     try:
         pages = int(os.pread(_memory_sizes(process), 64, 0).split()[1])
-    except OSError:  # no /proc, or no further file may be opened
+    except (OSError, ValueError, IndexError):
+        # no /proc, no further file may be opened, or a daemon has closed all files of its parent
         return
     if pages > _LIMITS.get(process, 0):
         trim(0)
