@@ -168,6 +168,8 @@ def _run_child(to: Connection, make: Make, seed: int, start: int, limit: float) 
     late = Timer(limit, send)
     for found in run_here(make(), seed, start):
         late.cancel()
+        if late.is_alive():
+            late.join()  # two threads that send at once would mix their bytes
         send(found)
         late = Timer(LATE * limit, tell_line, [found])
         late.daemon = True
