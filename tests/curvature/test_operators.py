@@ -244,6 +244,8 @@ def test_what_the_criterion_counts_weights_the_batches(name):
     assert_close(norms, flattened.norm(dim=1))
     noise = hog.curvature.gradient_noise_scale(loss, params, batches)
     assert_close(noise.variance, flattened.var(0).sum())
+    if hog.GGNOperator not in kinds:
+        return  # influence divides by this matrix, which is zero
     one, many = (
         hog.influence(loss, params, data, (x[4:5], y[4:5]), damping=0.1, solver="cg")
         for data in ((x, y), batches)
