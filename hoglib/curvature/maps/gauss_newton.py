@@ -100,24 +100,22 @@ def _warn_if_zero(hessian: LinearMap, outputs: Vector, composite: "CompositeLoss
     """Warn once of a criterion that is linear in the outputs although autograd records a graph."""
     caller = composite.policy.caller
 
-    def look() -> bool:
+    def is_zero(hessian: LinearMap) -> bool:
         # no vector of ones, which the Hessian of cross_entropy takes to zero
-        u = [torch.arange(1, 1 + y.numel()).to(y).sin().view_as(y) for y in outputs]
+        numbers = [torch.arange(1.0, 1 + y.numel(), device=y.device) for y in outputs]
+        u = [x.sin_().to(y).view_as(y) for x, y in zip(numbers, outputs, strict=True)]
+        return not any(bool(part.any()) for part in hessian.apply(u, True)[1])
 
-        def is_zero(at: LinearMap) -> bool:
-            return not any(bool(part.any()) for part in at.apply(u, True)[1])
-
-        linear = False
+    def look() -> bool:
         if is_zero(hessian):
-            # A saturated criterion is zero at the model's outputs alone; it may refuse others.
-            with suppress(Exception):
-                linear = is_zero(reverse_over_reverse(composite.criterion_at(u)))
-        if linear:
-            warn(
-                f"{caller}: the Hessian of the criterion by the outputs is zero, and so is the matrix: "
-                "the criterion is linear in them, as nll_loss, L1 and hinge are. For a model that ends "
-                "in log_softmax take cross_entropy of the logits, or `hoglib.FisherOperator`."
-            )
+            # a classifier that fits all examples: the Hessian is zero here, and not at small ones
+            small = composite.criterion_at([y.detach() / (1 + y.detach().abs().max()) for y in outputs])
+            if is_zero(reverse_over_reverse(small)):
+                warn(
+                    f"{caller}: the Hessian of the criterion by the outputs is zero, and so is the "
+                    "matrix: the criterion is linear in them (nll_loss, L1, hinge). For a model that "
+                    "ends in log_softmax take cross_entropy of the logits, or `hoglib.FisherOperator`."
+                )
         return True
 
     if value_checks_on():
