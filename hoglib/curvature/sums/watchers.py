@@ -365,11 +365,14 @@ class Denominators(Watcher):
         self._alone = alone
 
     def before(self, changed: bool) -> None:
+        self._skipped: tuple[Term, Tensor] | None = None  # the last batch, if it was not compared
         self._weights: list[float] = []  # of the batches of this pass
         self._sizes: set[tuple[int, ...]] = set()  # the leading dimensions of their tensors
         self._relations: set[likelihoods.Relation | None] = set()
 
     def saw(self, term: Term, value: Tensor) -> None:
+        if likelihoods.counts_of_targets(term.loss, term.batch) is not None:
+            return
         number = len(self._weights)
         self._weights.append(term.piece.weight)
         self._sizes.add(tuple(len(x) for _, x in tensors_in("", term.batch) if x.dim()))
@@ -379,8 +382,6 @@ class Denominators(Watcher):
 
     def _compare(self, term: Term, value: Tensor) -> None:
         batch = term.batch
-        if likelihoods.counts_of_targets(term.loss, batch) is not None:
-            return
 
         def at(seed: int, part: object) -> Tensor:
             uncompiled = term.policy._replace(backend="")  # halves have shapes of their own
@@ -409,7 +410,7 @@ class Denominators(Watcher):
             )
 
     def after(self, totals: PassTotals) -> None:
-        if self._alone and self._weights and self._skipped:
+        if self._alone and self._skipped:
             self._compare(*self._skipped)
         norms = in_training(
             getattr(self.at.loss, "model", None), lambda m: isinstance(m, module_kinds.BATCH_NORMS)
