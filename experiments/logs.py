@@ -200,6 +200,6 @@ def _rows(file: Path) -> list[dict[str, str]]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentValueError(
             f"{METRICS}: expected rows with the numbers of their steps, got {file}, which cannot "
-            f"be read as such ({error}); write it back, or move it elsewhere to go on without its rows."
+            f"be read as such ({error}); restore it, or move it elsewhere to go on without its rows."
         ) from error
     return rows

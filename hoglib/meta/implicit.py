@@ -170,7 +170,7 @@ def implicit_graph(
 
     spec = _Equation(policy, "inner", "hyper", "")
     own = fresh_leaves(leaves, create_graph=True)
-    # accuracy: `warn_if_no_minimum` has judged the solution
+    # accuracy: `warn_if_no_minimum` judges the solution
     theta, stationarity = _root(spec, inner, slope, params, own, accuracy=inf, solve=solve)
     value = outer(theta, pytree.unflatten(own, of_hyper))
     total = vjp([value], own, [torch.ones_like(value)], "the outer loss", create_graph=True)

@@ -696,7 +696,7 @@ def is_transformation(rule: object) -> bool:
 
 
 def check_rule(rule: Any) -> Any:
-    """Checks for an update rule."""
+    """The rule; raises for anything else, such as a rate or a name."""
     if not is_transformation(rule):
         raise ArgumentTypeError(
             f"rule: expected a rule with its rate, got {validation.describe(rule)}; for instance "

@@ -149,7 +149,7 @@ def _absent(ranks: Ranks, timed_out: bool) -> str:
         ended = _ended(ranks, _FAILED[ranks])
         absent = [str(rank) for rank in ranks if rank not in ended and rank != dist.get_rank()]
         if not absent:
-            return next(iter(ended.values())).lstrip(LOST)
+            return next(filter(None, ended.values())).lstrip(LOST)
         who = f"process {' and '.join(absent)}"
     if timed_out:
         return (
