@@ -207,7 +207,6 @@ MEANS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*the criterion is linear")  # NLLLoss
 @rows("name", MEANS)
 def test_what_the_criterion_counts_weights_the_batches(name):
     """Of loaders and micro-batches: the matrices, the gradient, and what is told of single examples, are

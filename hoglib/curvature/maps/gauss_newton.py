@@ -109,7 +109,7 @@ def _warn_if_zero(hessian: LinearMap, outputs: Vector, composite: "CompositeLoss
     def look() -> bool:
         if is_zero(hessian):
             # a classifier that fits all examples: the Hessian is zero here, and not at small ones
-            small = composite.criterion_at([y.detach() / (1 + y.detach().abs().max()) for y in outputs])
+            small = composite.criterion_at([y.detach() / (1 + y.detach().norm()) for y in outputs])
             if is_zero(reverse_over_reverse(small)):
                 warn(
                     f"{caller}: the Hessian of the criterion by the outputs is zero, and so is the "
