@@ -57,7 +57,7 @@ class Rows(ExperimentWriter):
         resumed run write all rows again, and a full disk would lose them."""
         if not self.metrics:
             return
-        file, keys = Path(self.metrics_file_path), [*self.metrics_keys]
+        file, before = Path(self.metrics_file_path), ([*self.metrics_keys], self.metrics)
         part = file.with_suffix(".part")
         self.metrics_file_path = str(part)
         try:
@@ -67,7 +67,7 @@ class Rows(ExperimentWriter):
             super().save()
             os.replace(part, file)
         except BaseException:
-            self.metrics_keys = keys
+            self.metrics_keys, self.metrics = before
             part.unlink(missing_ok=True)
             raise
         finally:

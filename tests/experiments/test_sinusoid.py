@@ -199,6 +199,9 @@ def test_a_full_disk_loses_no_row(tmp_path, monkeypatch):
         write(self, [*rows][:1])
         raise OSError(28, "No space left on device")
 
+    def replaced(*_):
+        raise OSError(28, "No space left on device")
+
     for kept in (None, [{"step": 0, "a": 1}, {"step": 1, "a": 2}]):
         writer = Rows(str(tmp_path), kept)
         for step in (0, 1):
@@ -207,11 +210,12 @@ def test_a_full_disk_loses_no_row(tmp_path, monkeypatch):
             writer.save()
         before = file.read_bytes()
         writer.log_metrics({"b": 3}, 2)
-        with monkeypatch.context() as patch:
-            patch.setattr(csv.DictWriter, "writerows", full)
-            with pytest.raises(OSError, match="No space"):
-                writer.save()
-        assert file.read_bytes() == before
+        for of, name, fails in ((csv.DictWriter, "writerows", full), (os, "replace", replaced)):
+            with monkeypatch.context() as patch:
+                patch.setattr(of, name, fails)
+                with pytest.raises(OSError, match="No space"):
+                    writer.save()
+            assert file.read_bytes() == before
         writer.save()
         assert metrics(tmp_path)[-1] == {"step": "2", "a": "", "b": "3"}
         assert [*tmp_path.iterdir()] == [file]
