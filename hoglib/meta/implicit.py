@@ -191,10 +191,10 @@ def warn_if_no_minimum(inner: Scalar, params: Tree, hyper: Tree) -> None:
     by_hyper = pytree.norm(pytree.add(slope_moved, slope, alpha=-1.0)) / 1e-3
     if not pytree.norm(slope) <= ACCURACY * torch.maximum(by_params, by_hyper):
         warn(
-            "hypergradient: expected params at a minimum of inner, got d inner / d params above "
-            f"{ACCURACY:.0%} of the size of its terms (`residual.stationarity`): the implicit gradient "
-            "is as wrong. Pass rule and more steps, or the end of a training. Minima at kinks (hinge, "
-            "L1) have no implicit gradient: take a smooth loss."
+            "hypergradient: expected params at a minimum of inner, got |d inner / d params| "
+            f"(`residual.stationarity`) above {ACCURACY:.0%} of the size of its terms: the implicit "
+            "gradient has an error of about this share. Pass rule and more steps, or the end of a "
+            "training. Minima at kinks (hinge, L1) have no implicit gradient: take a smooth loss."
         )
 
 
