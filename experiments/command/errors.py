@@ -1,6 +1,7 @@
 """Which errors are the user's, and what is said of them."""
 
 from collections.abc import Iterator
+from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from pathlib import Path
 from traceback import walk_tb
 
@@ -10,6 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from experiments.shared.processes import LOST, lost_process
 from hoglib.errors import HoglibError
+
+FULL = (ENOSPC, EDQUOT, EFBIG, EIO)
 
 
 class CommandError(HoglibError):
@@ -34,7 +37,8 @@ def _message(cause: BaseException) -> str | None:
     of_a_logger = isinstance(cause, ModuleNotFoundError) and "Requirement" in text
     if isinstance(cause, HoglibError | MisconfigurationException) or of_a_logger:
         return text
-    if isinstance(cause, OSError) and cause.errno and not isinstance(cause, ConnectionError):
+    # an error of a write has no file's name, one of a socket neither
+    if isinstance(cause, OSError) and (cause.filename or cause.errno in FULL):
         return (
             f"expected to read and write files of the run, got {cause}. Free some space, or choose "
             "another folder with --trainer.logger.save_dir."

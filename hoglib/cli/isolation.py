@@ -165,7 +165,7 @@ def _run_child(to: Connection, make: Make, seed: int, start: int, limit: float) 
     def tell_line(at: News, own: int = get_ident()) -> None:
         to.send(at._replace(late=f", at {user_line(sys._current_frames()[own])}"))
 
-    late = Timer(limit, send)
+    late = Timer(limit, send)  # not started: the first check has none before it
     for found in run_here(make(), seed, start):
         late.cancel()
         if late.is_alive():
