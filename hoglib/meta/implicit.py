@@ -263,7 +263,8 @@ def _solve_by_cg(operator: Any, v: Any, solver: Solver) -> tuple[Vector, Tensor]
             "the implicit gradient: expected a minimum of the inner loss, where its Hessian has no "
             "direction of zero or negative curvature, got one "
             f"({str(error).partition('. ')[0]}). Give more damping, a stronger regulariser (IMAML: "
-            "strength) or more inner steps; unrolling needs no minimum."
+            "strength) or more inner steps; unrolling needs no minimum. Losses with kinks (hinge, L1) "
+            "have no right gradient by any method."
         )
         if solver.at_negative_curvature == "raise":
             raise errors.NotPositiveDefiniteError(why) from error

@@ -222,6 +222,14 @@ class GradientPenalty(nn.Module):
                 f"GradientPenalty(kind={self.kind!r}): expected real and fake samples, got no fake; "
                 "call it as penalty(critic, real, fake)."
             )
+        if "fake" not in kind.sets and fake is not None:
+            dims = {x.dim() for x in pytree.tensors(real)}
+            if any(not x.is_floating_point() or x.dim() not in dims for x in pytree.tensors(fake)):
+                raise ArgumentTypeError(
+                    f"fake: expected None or samples like real, which {self.kind!r} ignores, got "
+                    f"{validation.describe(fake)}; pass labels after it: penalty(critic, real, None, "
+                    "labels)."
+                )
         if kind.needs and not args:
             raise ArgumentTypeError(
                 f"GradientPenalty(kind={self.kind!r}): expected the {kind.needs} after fake, got none; "

@@ -130,6 +130,7 @@ REFUSED = {
     "never": (lambda: hog.GradientPenalty(every=0), ValueError, "every: .*at least 1"),
     "options in a list": (lambda: hog.GradientPenalty(options=["target"]), TypeError, "options: expected a dict"),
     "terms": (lambda: hog.GradientPenalty(options={"reduction": "none"}), ValueError, "reduction='none'"),
+    "labels in the place of fake samples": (lambda: hog.GradientPenalty("r1")(lambda x, y: x, X, torch.arange(len(X))), TypeError, r"penalty\(critic, real, None, labels\)"),
     "no fake samples": (lambda: hog.GradientPenalty()(build(plain), X), TypeError, "got no fake"),
     "no derivatives": (lambda: hog.GradientPenalty("sobolev")(build(plain), X), TypeError, "derivatives after fake"),
     "a number in words": (lambda: hog.GradientPenalty("r1", micro_batch="2"), TypeError, "micro_batch"),
