@@ -26,7 +26,7 @@ MUTANTS ?= # options of python -m tests.mutants: --only curvature meta/tasks.py,
 help:
 	@echo "make run    train MAML and its baseline on sinusoids; ends with a table and pictures"
 	@echo "make gan    train a GAN with each gradient penalty in turn; ends with one table of them all, and pictures"
-	@echo "make results  every config: tables and times in runs/results.txt, pictures in docs/images; two hours on one core"
+	@echo "make results  every config: tables and times in runs/results.txt, pictures in docs/images; an hour on one core"
 	@echo "make smoke  every experiment for a few seconds"
 	@echo "make bench  hoglib beside torch by hand, and beside other libraries that are installed; a table and a picture in minutes"
 	@echo "make bench-full  installs the other libraries into .venv, and measures everything; half an hour on two cores"
