@@ -47,6 +47,7 @@ from hoglib.functional import FunctionalLoss
 from hoglib.stand_ins.mode import stand_in_of, stand_ins_if
 from hoglib.verification.api import verify
 from hoglib.verification.attribution import detached_copy, is_culprit, percent
+from hoglib.verification.derivatives import without_option
 from hoglib.verification.entry_points import no_examination
 from hoglib.verification.function_rules import is_surrogate
 from hoglib.verification.maps import name_of
@@ -525,5 +526,5 @@ def _verification_result(function: type[Function], args: tuple[Any, ...]) -> str
         report = verify(function, detached_copy(args))
         culprits = [row for row in report.failed if is_culprit(row)] or list(report.failed)
         words = " ".join(dict.fromkeys(row.text for row in culprits[:2]))
-        return words.replace("pass surrogate=True, or ", "")
+        return without_option(words)
     return ""

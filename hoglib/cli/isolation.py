@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from threading import Thread, Timer, get_ident
@@ -165,17 +166,16 @@ def _run_child(to: Connection, make: Make, seed: int, start: int, limit: float) 
     def tell_line(at: News, own: int = get_ident()) -> None:
         to.send(at._replace(late=f", at {user_line(sys._current_frames()[own])}"))
 
-    late = Timer(limit, send)  # not started: the first check has none before it
-    for found in run_here(make(), seed, start):
-        late.cancel()
-        if late.is_alive():
+    late: Timer | None = None  # of the check before
+    for found in chain(run_here(make(), seed, start), (None,)):
+        if late is not None:
+            late.cancel()
             late.join()  # two threads that send at once would mix their bytes
         send(found)
-        late = Timer(LATE * limit, tell_line, [found])
-        late.daemon = True
-        late.start()
-    late.cancel()
-    send(None)
+        if found is not None:
+            late = Timer(LATE * limit, tell_line, [found])
+            late.daemon = True
+            late.start()
 
 
 def _end_with_parent() -> None:

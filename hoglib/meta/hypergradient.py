@@ -296,7 +296,7 @@ def _implicit(training: Training, hyper: Tree, solver: Solver, graph: bool) -> H
     else:
         value, grads, residual = implicit_gradient(*given)
     training.check_finite(losses, value)
-    warn_if_no_minimum(inner, params, hyper)
+    warn_if_no_minimum(inner, params, hyper, residual.stationarity)
     return Hypergradient(value, grads, params, residual)
 
 

@@ -180,16 +180,19 @@ def implicit_graph(
     return value, pytree.unflatten(materialize_grads(total, own), of_hyper), residual, theta
 
 
-def warn_if_no_minimum(inner: Scalar, params: Tree, hyper: Tree) -> None:
-    """Warn if |d inner / d params| is not small beside its change if params or hyper were doubled."""
-    moved = pytree.map_tensors(lambda x: x * (1 + 1e-3), hyper)
-    H, H_moved = _hessian(inner, params, hyper), _hessian(inner, params, moved)
+def warn_if_no_minimum(inner: Scalar, params: Tree, hyper: Tree, size: Tensor) -> None:
+    """Warn if size = |d inner / d params| is not small beside its change if params or hyper were
+    doubled."""
+    H = _hessian(inner, params, hyper)
     with preserve_random_state():
         # by a product, not by differences, which jump at kinks
         by_params = pytree.norm(H @ pytree.map_tensors(Tensor.detach, params))
-        (_, slope), (_, slope_moved) = H.gradient(), H_moved.gradient()
-    by_hyper = pytree.norm(pytree.add(slope_moved, slope, alpha=-1.0)) / 1e-3
-    if not pytree.norm(slope) <= ACCURACY * torch.maximum(by_params, by_hyper):
+        if size <= ACCURACY * by_params:
+            return
+        moved = pytree.map_tensors(lambda x: x * (1 + 1e-3), hyper)
+        slopes = (one.gradient()[1] for one in (_hessian(inner, params, moved), H))
+        by_hyper = pytree.norm(pytree.add(*slopes, alpha=-1.0)) / 1e-3
+    if not size <= ACCURACY * by_hyper:
         warn(
             "hypergradient: expected params at a minimum of inner, got |d inner / d params| "
             f"(`residual.stationarity`) above {ACCURACY:.0%} of the size of its terms: the implicit "

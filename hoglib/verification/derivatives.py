@@ -363,6 +363,11 @@ DIGITS = "rounds its input to fewer digits (quantisation)."
 DECLARED = "declare it: pass surrogate=True, or set `surrogate = True` on the class."
 
 
+def without_option(text: str) -> str:
+    """Advice without `verify`'s option, which entry points and `audit` lack."""
+    return text.replace("pass surrogate=True, or ", "")
+
+
 def describe_forward(subject: Subject, column: int) -> str:
     """A sentence on forward if, as a function of this input, it often has a surrogate gradient (a step,
     the identity, rounding, clipping); otherwise ""."""

@@ -34,7 +34,7 @@ from hoglib.verification.attribution import UNSEEN, attribution_rows, detached_c
 from hoglib.verification.call_variants import OWN_RULE, baseline, gradient_variants, vmap_fault
 from hoglib.verification.comparison import NATURAL, Bounds, Options
 from hoglib.verification.contract import ACCUMULATES, preserve_grads, reachable
-from hoglib.verification.derivatives import Derivatives
+from hoglib.verification.derivatives import Derivatives, without_option
 from hoglib.verification.layouts import copy_with_layout
 from hoglib.verification.precision import DOUBLE, exact_products
 from hoglib.verification.report import Row
@@ -508,8 +508,8 @@ def _compare_derivatives(
     if wrong_first and not _stops_gradient(subject):
         row = wrong_first[0]
         which = row.name.removeprefix("layout: ") if row.name.startswith("layout") else ""
-        text = row.text.replace("pass surrogate=True, or ", "")  # an option of `verify` alone
-        text = f"the first derivative of {name} is wrong{which and f' for {which}'}: {text}"
+        where, text = which and f" for {which}", without_option(row.text)
+        text = f"the first derivative of {name} is wrong{where}: {text}"
         return Verdict("wrong", text)
     unclear = [row.text.split(". ")[0] for row in second if row.status == "warn"]
     if unclear:

@@ -1,8 +1,8 @@
 """Freed memory, returned to the operating system.
 
 glibc keeps memory that was freed below memory in use. Work in pieces (recomputed blocks, replayed
-steps, chunks of rows) leaves results between freed temporaries, and the process held up to five times
-the memory of its tensors. Each piece calls `return_freed_memory` before it allocates.
+steps, chunks of rows) leaves results between freed temporaries, and the process held up to three
+times the memory of its tensors. Each piece calls `return_freed_memory` before it allocates.
 """
 
 import ctypes

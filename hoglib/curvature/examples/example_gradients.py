@@ -187,12 +187,7 @@ def check_apart(loss: object, params: Tree, batch: object, caller: str) -> None:
         memoize_on(loss, (caller, found), lambda: _warn_of_rows(caller, found))
 
 
-def _warn_of_rows(caller: str, found: str) -> bool:
-    warn(f"{caller}: {_NO_EXAMPLES[found]}")
-    return True
-
-
-# Relations of a loss to its halves that per-example gradients do not follow: what a warning says.
+# What a warning says of a loss, by its relation to the losses of halves.
 _NO_EXAMPLES = {
     "weighted": "expected a mean over examples, got a loss that divides by another number, of "
     "weights, a mask or labels that are ignored. The gradient of an example is that of a batch "
@@ -203,6 +198,11 @@ _NO_EXAMPLES = {
     "leading dimensions whole, such as concatenated targets: pad them, to a row for each example, "
     "and put the examples first.",
 }
+
+
+def _warn_of_rows(caller: str, found: str) -> bool:
+    warn(f"{caller}: {_NO_EXAMPLES[found]}")
+    return True
 
 
 def _halves(loss: object, params: Tree, batch: object) -> Relation | None:

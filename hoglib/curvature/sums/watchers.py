@@ -312,8 +312,6 @@ class Symmetry(Watcher):
 def criterion_denominator(loss: object, batch: object) -> float:
     """The default weight of a batch: the number that the criterion's mean divides by, or for an unknown
     criterion the batch's leading dimension."""
-    if hasattr(loss, "batch_size"):
-        return float(loss.batch_size(batch))
     counts = likelihoods.counts_of_targets(loss, batch)
     return leading_dimension(batch) if counts is None else float(counts.sum())
 
